@@ -1,0 +1,84 @@
+"""Sampling noise as a pure function: `gumbel(seed, position, token)`.
+
+A counter-based generator (Philox4x32-7, Salmon et al. 2011) turns (seed, position, token) into 32 bits, and two
+polynomial logarithms turn those into a Gumbel variate. Only integer operations and single IEEE additions and
+multiplications are used, never a fused multiply-add and never a library `log`, so every device computes the same bits.
+
+The Gumbel is -ln(E) with E = -ln(1 - v) and v = (bits + 1/2) / 2^32. A token wins where its Gumbel is large, hence
+where v is near 0, and that is where floating point resolves v most finely: the largest value is 22.9, reached with
+probability 2^-32 per token, and equal values at the winning end are as rare as equal 32-bit draws.
+"""
+
+import torch
+
+ROUNDS = 7
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MASK32 = 0xFFFFFFFF
+TOKENS_PER_DRAW = 4  # one Philox call gives four 32-bit words, hence the noise of four neighbouring tokens
+
+# Independent streams of the same request: what the policy samples with, and what `verify: rejection` needs besides.
+STREAM_SAMPLE, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2
+
+# ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), P from highest to lowest degree (Cephes `logf`).
+LOG_POLYNOMIAL = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+LN2 = 0.693147180559945
+SQRT_HALF_BITS = 0x3F3504F3  # the float32 sqrt(1/2), as an integer
+SMALL_V = 0.2928932  # 1 - sqrt(1/2): below it 1 - v needs no exponent, and f = -v is exact
+
+
+def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Four words from a counter of four words and a key of two, all uint32 values held in int64."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1  # wraps modulo 2^64, as it should
+        high_0, high_1 = (product_0 >> 32) & MASK32, (product_1 >> 32) & MASK32
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, product_1 & MASK32, high_0 ^ c3 ^ k1, product_0 & MASK32
+        k0, k1 = (k0 + WEYL_0) & MASK32, (k1 + WEYL_1) & MASK32
+    return c0, c1, c2, c3
+
+
+def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+    """uint32 values as int64, shape `[*seed.shape, vocab_size]`; `seed` is any int64, `position` the absolute index."""
+    draws = -(-vocab_size // TOKENS_PER_DRAW)
+    token_group = torch.arange(draws, device=seed.device)
+    seed, position = seed.unsqueeze(-1), position.long().unsqueeze(-1)
+    zero = torch.zeros_like(seed)
+    words = philox((token_group + zero, position + zero, zero + stream, zero), (seed & MASK32, (seed >> 32) & MASK32))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :vocab_size]
+
+
+def _log_reduced(f: torch.Tensor) -> torch.Tensor:
+    polynomial = torch.full_like(f, LOG_POLYNOMIAL[0])
+    for coefficient in LOG_POLYNOMIAL[1:]:
+        polynomial = polynomial * f + coefficient
+    square = f * f
+    return f + (square * f * polynomial - square * 0.5)
+
+
+def _split_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x = (1 + f) 2^e with sqrt(1/2) <= 1 + f < sqrt(2), both as float32."""
+    bits = x.view(torch.int32)
+    exponent = (bits - SQRT_HALF_BITS) >> 23
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    return mantissa - 1.0, exponent.to(torch.float32)
+
+
+def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
+    v = bits.to(torch.float32) * 2.0**-32 + 2.0**-33
+    v = v.clamp(max=1.0 - 2.0**-24)  # the losing end, where rounding would reach 1 and the Gumbel minus infinity
+    f, exponent = _split_exponent(1.0 - v)
+    small = v < SMALL_V
+    f, exponent = torch.where(small, -v, f), torch.where(small, torch.zeros_like(exponent), exponent)
+    exponential = -(_log_reduced(f) + exponent * LN2)
+    f, exponent = _split_exponent(exponential)
+    return -(_log_reduced(f) + exponent * LN2)
+
+
+def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+    """float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
+    return gumbel_from_bits(random_bits(seed, position, vocab_size, stream))
