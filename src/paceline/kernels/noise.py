@@ -11,6 +11,8 @@ probability 2^-32 per token, and equal values at the winning end are as rare as 
 
 import torch
 
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+
 ROUNDS = 7
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -82,3 +84,93 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
 def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
     """float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
     return gumbel_from_bits(random_bits(seed, position, vocab_size, stream))
+
+
+# The Triton twin, inlined by the sampler. Integers wrap modulo 2^32 as they should. Callers compile with
+# `enable_fp_fusion=False`: a fused multiply-add would round once where the reference rounds twice.
+
+_ROUNDS = tl.constexpr(ROUNDS)
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_0), tl.constexpr(MULTIPLIER_1)
+_WEYL_0, _WEYL_1 = tl.constexpr(WEYL_0), tl.constexpr(WEYL_1)
+_LN2, _SMALL_V = tl.constexpr(LN2), tl.constexpr(SMALL_V)
+_SQRT_HALF_BITS = tl.constexpr(SQRT_HALF_BITS)
+_P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7, _P8 = (tl.constexpr(coefficient) for coefficient in LOG_POLYNOMIAL)
+
+
+@triton.jit
+def _philox_triton(c0, c1, c2, c3, k0, k1):
+    for _ in tl.static_range(_ROUNDS):
+        high_0, low_0 = tl.umulhi(c0, _MULTIPLIER_0), c0 * _MULTIPLIER_0
+        high_1, low_1 = tl.umulhi(c2, _MULTIPLIER_1), c2 * _MULTIPLIER_1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = k0 + _WEYL_0, k1 + _WEYL_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _log_reduced_triton(f):
+    p = f * 0.0 + _P0
+    p = p * f + _P1
+    p = p * f + _P2
+    p = p * f + _P3
+    p = p * f + _P4
+    p = p * f + _P5
+    p = p * f + _P6
+    p = p * f + _P7
+    p = p * f + _P8
+    square = f * f
+    return f + (square * f * p - square * 0.5)
+
+
+@triton.jit
+def _split_exponent_triton(x):
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - _SQRT_HALF_BITS) >> 23
+    mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
+    return mantissa - 1.0, exponent.to(tl.float32)
+
+
+@triton.jit
+def _gumbel_from_bits_triton(bits):
+    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32 and 2^-33, exactly
+    v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2^-24
+    f, exponent = _split_exponent_triton(1.0 - v)
+    small = v < _SMALL_V
+    f, exponent = tl.where(small, -v, f), tl.where(small, 0.0, exponent)
+    exponential = -(_log_reduced_triton(f) + exponent * _LN2)
+    f, exponent = _split_exponent_triton(exponential)
+    return -(_log_reduced_triton(f) + exponent * _LN2)
+
+
+@triton.jit
+def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, STREAM: tl.constexpr):
+    """float32 noise `[TOKENS]` of the tokens from `first_token` on, a multiple of 4, for one seed and position."""
+    token_group = (first_token // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
+    zero = token_group * 0
+    w0, w1, w2, w3 = _philox_triton(
+        token_group,
+        zero + position.to(tl.uint32),
+        zero + STREAM,
+        zero,
+        zero + (seed & 0xFFFFFFFF).to(tl.uint32),
+        zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
+    )
+    return _gumbel_from_bits_triton(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def _gumbel_kernel(seed_ptr, position_ptr, noise_ptr, vocab_size, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    wait_previous(PDL)
+    row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    token = first_token + tl.arange(0, BLOCK)
+    values = gumbel_triton(tl.load(seed_ptr + row), tl.load(position_ptr + row), first_token, BLOCK, STREAM)
+    tl.store(noise_ptr + row * vocab_size + token, values, mask=token < vocab_size)
+
+
+def fill_gumbel_triton(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+    """`gumbel` for rows `[R]` through the Triton twin; what the tests compare."""
+    noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
+    grid = (seed.numel(), cdiv(vocab_size, 1024))
+    _gumbel_kernel[grid](seed, position, noise, vocab_size, STREAM=stream, BLOCK=1024, **launch_options(num_warps=4))
+    return noise

@@ -1,0 +1,52 @@
+"""The contract between the loop and whatever generates its completions.
+
+    submit(requests) ──▶ completions() yields each one as it finishes ──▶ update_weights(version) ──▶ submit ...
+
+More requests may be submitted while completions are being read. `pause` makes `completions` return early with the rest
+outstanding; after `resume` it goes on, under new weights if there were any: the completion then has a segment per
+version. Noise depends on seed and absolute position only, so a sequence is continued by a request with the same seed
+whose prompt is everything so far, and a request that is run again anywhere gives the same tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from paceline.types import Completion, Request
+
+
+@dataclass
+class RolloutStats:
+    """What one rollout did, since the last `take_stats`; one entry per decode step makes the long tail visible."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    running: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+
+class Backend(Protocol):
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def completions(self) -> Iterator[Completion]: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests with `FinishReason.ABORTED`; they are still yielded, with what they have."""
+
+    def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """`weights` under Hugging Face names; None where the learner wrote into the storage this backend reads."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Gives cache memory back; only while nothing is outstanding."""
+
+    def wake(self) -> None: ...
+
+    def take_stats(self) -> RolloutStats: ...
+
+    def close(self) -> None: ...

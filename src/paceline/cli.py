@@ -1,0 +1,166 @@
+"""The command line. Heavy imports stay inside the commands, so that `--help` answers at once."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
+
+RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
+OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = None,
+    overrides: OverridesArgument = None,
+    resume: Annotated[Optional[Path], typer.Option(help="continue the run in this directory")] = None,
+    replay: Annotated[Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")] = None,
+) -> None:
+    """Trains a policy; without a recipe, the built-in one on the CPU."""
+    recipe, overrides = _split(recipe, overrides)
+    from paceline.loop import train as run_training
+    from paceline.report.console import Console
+
+    if resume is not None:
+        if recipe is not None:
+            raise ConfigError(f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as section.key=value")
+        config = load_config(str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides)
+    else:
+        config = load_config(recipe or "default", overrides)
+    console = Console()
+    result = run_training(config, recipe or "default", resume, replay, console)
+    console.summary(result.summary)
+    if not result.finished:
+        console.out.print(f"continue with: paceline train --resume {result.summary.run}")
+
+
+@app.command()
+def warmup(
+    out: Annotated[Path, typer.Argument(help="folder for the new checkpoint")],
+    data: Annotated[Optional[Path], typer.Option(help="JSONL with `prompt` and `response`; without it, the built-in policy is made")] = None,
+    policy: Annotated[str, typer.Option(help="with --data: the Hugging Face folder to start from")] = "builtin",
+    seed: int = 0,
+    epochs: Annotated[int, typer.Option(help="with --data")] = 3,
+    batch_size: Annotated[int, typer.Option(help="with --data")] = 32,
+    lr: Annotated[float, typer.Option(help="with --data")] = 1e-4,
+    careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 500,
+    mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 250,
+) -> None:
+    """Makes a starting checkpoint by supervised training."""
+    from paceline.session import policy_folder
+    from paceline.warmup import make_builtin, warm_up_on_file
+
+    def progress(step: int, total: int, loss: float) -> None:
+        if step == 1 or step % 25 == 0 or step == total:
+            typer.echo(f"{step:>5}/{total}  loss {loss:.4f}")
+
+    if data is None:
+        make_builtin(out, seed, careful_steps, mixed_steps, progress)
+    else:
+        warm_up_on_file(str(policy_folder(policy)), data, out, epochs, batch_size, lr, seed, progress)
+    typer.echo(f"written to {out}")
+
+
+@app.command("eval")
+def evaluate_command(
+    policy: Annotated[str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")],
+    overrides: OverridesArgument = None,
+    recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
+) -> None:
+    """Measures a policy on a recipe's held-out problems."""
+    from paceline.evaluation import evaluate
+    from paceline.session import open_session
+
+    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    result = evaluate(session.sampler, session.task.held_out, session.config.eval)
+    session.close()
+    typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
+    for k, estimate in result.pass_at.items():
+        typer.echo(f"pass@{k}: {estimate}")
+    typer.echo(f"mean length {result.mean_length:.1f}, truncated {100 * result.truncated:.1f}%")
+
+
+@app.command()
+def rollout(
+    recipe: RecipeArgument = None,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option(help="how many steps' worth of samples")] = 1,
+    save: Annotated[Optional[Path], typer.Option(help="folder to write the samples to, for `train --replay`")] = None,
+) -> None:
+    """Generates and scores samples without learning."""
+    recipe, overrides = _split(recipe, overrides)
+    from paceline.report.metrics import rollout_metrics
+    from paceline.report.samples import write_groups
+    from paceline.rollout import LiveRollouts
+    from paceline.session import open_session
+    from paceline.tasks.order import ProblemOrder
+
+    session = open_session(load_config(recipe or "default", overrides))
+    settings = session.config.rollout
+    order = ProblemOrder(session.task.train, session.config.run.seed)
+    source = LiveRollouts(session.sampler, order, settings.prompts_per_step, settings.samples_per_prompt, session.train_sampling())
+    for step in range(1, steps + 1):
+        groups = source.collect(step)
+        metrics = rollout_metrics(groups, source.take_stats())
+        typer.echo(f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length {metrics['rollout/length_mean']:.1f}")
+        if save is not None:
+            write_groups(save / f"step_{step:06d}.jsonl", groups, session.tokenizer)
+    session.close()
+    if save is not None:
+        typer.echo(f"written to {save}")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; default: as saved")] = "",
+) -> None:
+    """Writes a checkpoint's policy as a Hugging Face folder that transformers and vLLM open."""
+    from paceline.export import export_policy
+
+    source = export_policy(checkpoint, out, dtype)
+    typer.echo(f"{source} written to {out}")
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this machine can run, and why not the rest."""
+    from paceline.doctor import examine
+
+    for finding in examine():
+        typer.echo(f"{'yes' if finding.works else 'no ':<4}{finding.what:<28}{finding.detail}")
+
+
+@app.command()
+def recipes(name: Annotated[Optional[str], typer.Argument(help="print this one, with every default filled in")] = None) -> None:
+    """Lists the shipped recipes."""
+    if name is not None:
+        typer.echo(dump_config(load_config(name)), nl=False)
+        return
+    for stem, path in shipped_recipes().items():
+        lines = path.read_text().splitlines()
+        typer.echo(f"{stem:<20}{lines[0].lstrip('# ') if lines and lines[0].startswith('#') else ''}")
+
+
+def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """`paceline train learning.lr=1e-4` has no recipe: the first argument is an override."""
+    overrides = list(overrides or [])
+    if recipe is not None and "=" in recipe:
+        return None, [recipe, *overrides]
+    return recipe, overrides
+
+
+def main() -> None:
+    # Threads that spin while they wait make a busy machine many times slower; this must be set before torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        app()
+    except (ConfigError, FileNotFoundError, ValueError) as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(2) from None

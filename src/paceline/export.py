@@ -1,0 +1,25 @@
+"""`paceline export`: a run's policy as a Hugging Face folder."""
+
+from pathlib import Path
+
+from paceline.learning.checkpoint import newest_checkpoint
+from paceline.policy.huggingface import DTYPES, load_policy, save_policy
+from paceline.policy.config import read_config
+
+
+def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
+    """From a run directory (its newest checkpoint), a checkpoint, or a policy folder; returns which it was."""
+    if dtype and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    source = checkpoint
+    if (checkpoint / "checkpoints").is_dir():
+        newest = newest_checkpoint(checkpoint / "checkpoints")
+        if newest is None:
+            raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
+        source = newest
+    if (source / "policy").is_dir():
+        source = source / "policy"
+    read_config(source)
+    policy = load_policy(source, DTYPES[dtype or "float32"])
+    save_policy(policy, out, tokenizer_from=source)
+    return source

@@ -1,0 +1,133 @@
+"""Between the QKV projection and attention: optional QK-norm, RoPE, and the write of K and V into the paged cache.
+
+    qkv[t] = [ q heads | k heads | v heads ]          slot_mapping[t] = block * block_size + offset, negative = skip
+                 |          |         |
+             norm, rope  norm, rope   |
+                 v          v         v
+             q_out[t]    k_cache   v_cache  [num_blocks, block_size, num_kv_heads, head_dim]
+
+RoPE follows Hugging Face's half-split convention ("rotate_half"): with halves (a, b) of a head, the result is
+(a cos - b sin, b cos + a sin). The table holds cos and sin per absolute position, `[max_position, head_dim / 2]`.
+"""
+
+import torch
+
+from paceline.kernels.norm import rms_norm_reference
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+
+HEADS_PER_PROGRAM = 8
+
+
+def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
+    """Rotate heads `[T, H, D]` by per-token tables `[T, D / 2]`."""
+    wide = x_THD if x_THD.dtype == torch.float64 else x_THD.float()
+    cos, sin = cos_TC.to(wide.dtype).unsqueeze(1), sin_TC.to(wide.dtype).unsqueeze(1)
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
+
+
+def rope_and_write_kv_reference(
+    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6
+):  # fmt: skip
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    q, k, v = qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm_weight is not None:
+        # Round once, after the rotation, as the kernel does.
+        q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
+        q, k = rms_norm_reference(q, q_norm_weight, epsilon), rms_norm_reference(k, k_norm_weight, epsilon)
+    cos, sin = cos_PC[positions], sin_PC[positions]
+    q, k = rope_reference(q, cos, sin).to(qkv.dtype), rope_reference(k, cos, sin).to(qkv.dtype)
+    keep = (slot_mapping >= 0).nonzero().squeeze(-1)
+    slots = slot_mapping[keep]
+    k_cache.view(-1, num_kv_heads, head_dim)[slots] = k[keep].to(k_cache.dtype)
+    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v[keep].to(v_cache.dtype)
+    return q
+
+
+@triton.jit
+def _rope_kv_kernel(
+    qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, epsilon,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    wait_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, HALF)
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    half: tl.constexpr = HEAD_DIM // 2
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < half)[None, :]
+    offset = token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    a = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(qkv_ptr + offset + half, mask=mask, other=0.0).to(tl.float32)
+
+    rotated_a, rotated_b = a, b
+    if QK_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + epsilon)[:, None]
+        in_half = (column < half)[None, :]
+        q_weight_a = tl.load(q_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        q_weight_b = tl.load(q_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        k_weight_a = tl.load(k_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        k_weight_b = tl.load(k_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        rotated_a = a * scale * tl.where(is_query[:, None], q_weight_a, k_weight_a)
+        rotated_b = b * scale * tl.where(is_query[:, None], q_weight_b, k_weight_b)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    out_a = rotated_a * cos - rotated_b * sin
+    out_b = rotated_b * cos + rotated_a * sin
+
+    q_type = q_out_ptr.dtype.element_ty
+    q_offset = token * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    tl.store(q_out_ptr + q_offset, out_a.to(q_type), mask=mask & is_query[:, None])
+    tl.store(q_out_ptr + q_offset + half, out_b.to(q_type), mask=mask & is_query[:, None])
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    kv_type = k_cache_ptr.dtype.element_ty
+    is_kept = (slot + head * 0) >= 0
+    k_mask = mask & (is_key & is_kept)[:, None]
+    k_offset = (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * HEAD_DIM + column[None, :]
+    tl.store(k_cache_ptr + k_offset, out_a.to(kv_type), mask=k_mask)
+    tl.store(k_cache_ptr + k_offset + half, out_b.to(kv_type), mask=k_mask)
+    v_mask = mask & ((head >= NUM_HEADS + NUM_KV_HEADS) & is_kept)[:, None]
+    v_offset = k_offset - NUM_KV_HEADS * HEAD_DIM
+    tl.store(v_cache_ptr + v_offset, a.to(kv_type), mask=v_mask)
+    tl.store(v_cache_ptr + v_offset + half, b.to(kv_type), mask=v_mask)
+
+
+def rope_and_write_kv_triton(
+    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6
+):  # fmt: skip
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
+    _rope_kv_kernel[grid](
+        qkv, positions, slot_mapping, cos_PC, sin_PC, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, epsilon,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEADS=HEADS_PER_PROGRAM,
+        HALF=next_power_of_2(head_dim // 2), QK_NORM=q_norm_weight is not None, **launch_options(num_warps=4),
+    )  # fmt: skip
+    return q_out
+
+
+def rope_and_write_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_PC: torch.Tensor,
+    sin_PC: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> torch.Tensor:
+    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]`; rotated k and v go to their slots in the caches."""
+    run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
+    return run(
+        qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon
+    )

@@ -1,0 +1,182 @@
+"""Sampling: token = argmax(logits / T + gumbel(seed, position, token)), ties to the lowest id, and its logprob.
+
+One pass over the logits. A row is cut into chunks of CHUNK tokens whatever the batch, so one row fills the GPU and the
+result does not depend on the number of rows:
+
+    logits[row]  | chunk 0 | chunk 1 | ...     each program: best score, its token, its logit, max and sum of exp
+                      \\        |     /
+                       combine kernel           one program per row, fixed order
+
+T = 0 means plain argmax, with the logprob at temperature 1. `sample_truncated` adds top-k, top-p and min-p: it sorts, so
+it is slower, but it never waits for the host and can be captured in a graph.
+"""
+
+import torch
+
+from paceline.kernels import noise
+from paceline.kernels.noise import gumbel_triton
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+
+CHUNK = 2048
+_STREAM_SAMPLE = tl.constexpr(noise.STREAM_SAMPLE)
+
+
+def _row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
+    """logsumexp in fixed chunks: torch splits one long row over threads, and two rows not."""
+    vocab_size = scaled_RV.shape[1]
+    padded = torch.nn.functional.pad(scaled_RV, (0, -vocab_size % CHUNK), value=-torch.inf)
+    return padded.view(-1, padded.shape[1] // CHUNK, CHUNK).logsumexp(-1).logsumexp(-1)
+
+
+def _scaled(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+    logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    temperature_R = temperature_R.to(logits_RV.dtype)
+    return logits_RV / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
+
+
+def _scores(scaled_RV, temperature_R, seed_R, position_R):
+    noise_RV = noise.gumbel(seed_R, position_R, scaled_RV.shape[1])
+    return scaled_RV + torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)
+
+
+def sample_reference(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled_RV = _scaled(logits_RV, temperature_R)
+    token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - _row_logsumexp(scaled_RV)
+    return token_R, logprob_R
+
+
+@triton.jit
+def _better(score_a, token_a, score_b, token_b):
+    """The larger score; of equal scores the lower token."""
+    take_a = (score_a > score_b) | ((score_a == score_b) & (token_a < token_b))
+    return tl.where(take_a, score_a, score_b), tl.where(take_a, token_a, token_b)
+
+
+@triton.jit
+def _sample_chunk_kernel(
+    logits_ptr, temperature_ptr, seed_ptr, position_ptr, score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = token < vocab_size
+    wait_previous(PDL)
+    temperature = tl.load(temperature_ptr + row)
+    greedy = temperature <= 0
+    logits = tl.load(logits_ptr + row * vocab_size + token, mask=mask, other=-float("inf")).to(tl.float32)
+    scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
+    gumbel = gumbel_triton(tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
+    scores = scaled + tl.where(greedy, 0.0, gumbel)
+    best_score, best_token = tl.reduce((scores, token), 0, _better)
+    best_value = tl.max(tl.where(token == best_token, scaled, -float("inf")), axis=0)
+    maximum = tl.max(scaled, axis=0)
+    # A chunk whose logits are all masked to -inf contributes nothing, and must not make a NaN.
+    total = tl.sum(tl.where(scaled == -float("inf"), 0.0, tl.exp(scaled - maximum)), axis=0)
+    out = row * num_chunks + chunk
+    tl.store(score_ptr + out, best_score)
+    tl.store(token_ptr + out, best_token)
+    tl.store(value_ptr + out, best_value)
+    tl.store(max_ptr + out, maximum)
+    tl.store(sum_ptr + out, total)
+
+
+@triton.jit
+def _sample_combine_kernel(
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, sampled_ptr, logprob_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    mask = chunk < num_chunks
+    offset = row * num_chunks + chunk
+    wait_previous(PDL)
+    scores = tl.load(score_ptr + offset, mask=mask, other=-float("inf"))
+    tokens = tl.load(token_ptr + offset, mask=mask, other=0x7FFFFFFF)
+    values = tl.load(value_ptr + offset, mask=mask, other=-float("inf"))
+    _, best_token = tl.reduce((scores, tokens), 0, _better)
+    best_value = tl.max(tl.where(tokens == best_token, values, -float("inf")), axis=0)
+    maxima = tl.load(max_ptr + offset, mask=mask, other=-float("inf"))
+    sums = tl.load(sum_ptr + offset, mask=mask, other=0.0)
+    maximum = tl.max(maxima, axis=0)
+    total = tl.sum(sums * tl.where(sums > 0, tl.exp(maxima - maximum), 0.0), axis=0)
+    tl.store(sampled_ptr + row, best_token.to(tl.int64))
+    tl.store(logprob_ptr + row, best_value - maximum - tl.log(total))
+
+
+def sample_triton(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, vocab_size = logits_RV.shape
+    num_chunks = cdiv(vocab_size, CHUNK)
+    device = logits_RV.device
+    score, value, maximum, total = torch.empty(4, num_rows, num_chunks, dtype=torch.float32, device=device)
+    token = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    sampled_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    logprob_R = torch.empty(num_rows, dtype=torch.float32, device=device)
+    _sample_chunk_kernel[(num_rows, num_chunks)](
+        logits_RV, temperature_R, seed_R, position_R, score, token, value, maximum, total, vocab_size, num_chunks,
+        CHUNK=CHUNK, **launch_options(num_warps=8),
+    )  # fmt: skip
+    _sample_combine_kernel[(num_rows,)](
+        score, token, value, maximum, total, sampled_R, logprob_R, num_chunks, BLOCK=next_power_of_2(num_chunks),
+        **launch_options(num_warps=1),
+    )  # fmt: skip
+    return sampled_R, logprob_R
+
+
+def sample(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token int64 [R], full-vocabulary logprob [R] at the row's temperature, at 1 where it is 0).
+
+    `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.
+    """
+    run = sample_triton if logits_RV.is_cuda else sample_reference
+    return run(logits_RV, temperature_R, seed_R, position_R)
+
+
+MASS_UNIT = 2.0**40  # probabilities as integers: their sums do not depend on the order a device adds them in
+
+
+def sample_truncated(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    seed_R: torch.Tensor,
+    position_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    min_p_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sample` over the tokens that top-k (0 = off), then top-p (1 = off), then min-p (0 = off) leave; plus log kept mass.
+
+    The order and meaning are Hugging Face's: top-p counts mass within what top-k left, and keeps the token that crosses
+    the threshold; min-p is relative to the most likely token. Of equal logits the lower id is kept. Plain torch on every
+    device. The logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
+    """
+    vocab_size = logits_RV.shape[1]
+    scaled_RV = _scaled(logits_RV, temperature_R)
+    logsumexp_R = _row_logsumexp(scaled_RV)
+    sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
+    mass_RV = ((sorted_RV - logsumexp_R.unsqueeze(-1)).exp().double() * MASS_UNIT).long()
+    rank_V = torch.arange(vocab_size, device=logits_RV.device)
+    top_k_R = torch.where(top_k_R > 0, top_k_R, vocab_size)
+    keep_RV = rank_V < top_k_R.unsqueeze(-1)
+
+    left_RV = torch.where(keep_RV, mass_RV, 0)
+    mass_before_RV = left_RV.cumsum(-1) - left_RV
+    limit_R = (left_RV.sum(-1).double() * top_p_R.double()).unsqueeze(-1)
+    keep_RV &= (mass_before_RV < limit_R) | (top_p_R >= 1).unsqueeze(-1)
+    relative_RV = (sorted_RV - sorted_RV[:, :1]).exp()
+    keep_RV &= (relative_RV >= min_p_R.to(relative_RV.dtype).unsqueeze(-1)) | (min_p_R <= 0).unsqueeze(-1)
+    keep_RV[:, 0] = True
+
+    kept_RV = torch.zeros_like(keep_RV).scatter(-1, token_RV, keep_RV)
+    scores_RV = _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf)
+    token_R = scores_RV.argmax(-1)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
+    log_mass_R = (torch.where(keep_RV, mass_RV, 0).sum(-1).double() / mass_RV.sum(-1).double()).log()
+    return token_R, logprob_R, log_mass_R.to(logprob_R.dtype)

@@ -1,0 +1,48 @@
+"""silu(gate) * up of a packed `[M, 2F]` gate-up projection: the unfused form, for batches where cuBLAS does the GEMM.
+
+`linear(..., swiglu=True)` does the same in its epilogue through `silu_multiply_block`, rounding gate and up to the
+output type first, so that both forms agree bit for bit.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+
+BLOCK = 1024
+
+
+def silu_multiply_reference(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
+    if gate_up_M2F.dtype == torch.float64:
+        return F.silu(gate_MF) * up_MF
+    return (F.silu(gate_MF.float()) * up_MF.float()).to(gate_up_M2F.dtype)
+
+
+@triton.jit
+def silu_multiply_block(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _silu_multiply_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    wait_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=mask).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=mask).to(tl.float32)
+    tl.store(out_ptr + row * width + column, silu_multiply_block(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def silu_multiply_triton(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
+    out_MF = torch.empty(num_rows, width, dtype=gate_up_M2F.dtype, device=gate_up_M2F.device)
+    grid = (num_rows, cdiv(width, BLOCK))
+    _silu_multiply_kernel[grid](gate_up_M2F, out_MF, width, BLOCK=BLOCK, **launch_options(num_warps=4))
+    return out_MF
+
+
+def silu_multiply(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    return silu_multiply_triton(gate_up_M2F) if gate_up_M2F.is_cuda else silu_multiply_reference(gate_up_M2F)

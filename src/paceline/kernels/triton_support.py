@@ -1,0 +1,77 @@
+"""What every kernel file needs of Triton: an optional import, launch options, and programmatic dependent launch.
+
+Triton is optional: without it the kernel definitions are inert and the torch references still run. On a machine
+without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
+
+Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins with
+`launch_next()`, does what needs no input (a GEMM fetches its weights into L2), and then calls `wait_previous()`:
+
+    GEMM     |=== weights ===|
+    norm               |wait.|=|
+    next GEMM            |fetch|wait|=== weights ===|
+
+The wait returns when the previous kernel has finished and its writes are visible; since every program of every kernel
+waits, the order is transitive. Nothing but an L2 prefetch may come before it.
+"""
+
+import functools
+import os
+from types import SimpleNamespace
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra import cuda as tl_cuda
+except ImportError:
+    triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda k: k))
+    tl = SimpleNamespace(constexpr=lambda value=None: value)
+    tl_cuda = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def has_dependent_launch(device_index: int = 0) -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once; the interpreter runs one, and pretends to be a small GPU."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False) -> dict:
+    """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula differently in two
+    kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it."""
+    if INTERPRETED:
+        return dict(PDL=False)
+    pdl = has_dependent_launch(torch.cuda.current_device())
+    return dict(
+        PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl
+    )
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_previous(PDL: tl.constexpr):
+    if PDL:
+        tl_cuda.gdc_wait()

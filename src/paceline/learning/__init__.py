@@ -1,0 +1,1 @@
+"""Learning from completions: advantages, losses, the packed forward pass, the optimiser, checkpoints."""

@@ -1,0 +1,102 @@
+"""From groups of samples to packed micro-batches of tensors.
+
+    sequence   p0 p1 p2 r0 r1 r2          prompt, then response
+    predictors       p2 r0 r1             the hidden state that predicts a response token stands one place before it
+    targets             r0 r1 r2
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.policy.attention import PackedAttention
+from paceline.types import Group
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    tokens: tuple[int, ...]
+    prompt_length: int
+    loss_mask: tuple[bool, ...]  # over the response
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+    temperature: float
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences; everything with suffix R runs over the response tokens of all of them."""
+
+    tokens_T: torch.Tensor
+    attention: PackedAttention
+    predictors_R: torch.Tensor
+    targets_R: torch.Tensor
+    mask_R: torch.Tensor
+    rollout_logprobs_R: torch.Tensor
+    advantages_R: torch.Tensor
+    temperatures_R: torch.Tensor
+    sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
+    num_sequences: int
+
+
+def training_sequences(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[TrainingSequence]:
+    """One per sample that has tokens, in the groups' order."""
+    sequences = []
+    for group, group_advantages in zip(groups, advantages, strict=True):
+        for sample, advantage in zip(group.samples, group_advantages, strict=True):
+            completion = sample.completion
+            if not completion.tokens:
+                continue
+            prompt = completion.request.prompt
+            temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
+            mask = tuple(completion.loss_mask)
+            sequences.append(
+                TrainingSequence(prompt + completion.tokens, len(prompt), mask, completion.logprobs, advantage, temperature)
+            )
+    return sequences
+
+
+def micro_batches(sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device) -> list[MicroBatch]:
+    """Longest first, as many as fit the budget; one that is longer than the budget goes alone."""
+    batches: list[list[TrainingSequence]] = []
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
+        if not batches or sum(len(s.tokens) for s in batches[-1]) + len(sequence.tokens) > token_budget:
+            batches.append([])
+        batches[-1].append(sequence)
+    return [_pack(batch, device) for batch in batches]
+
+
+def _pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
+    predictors: list[int] = []
+    sequence_ids: list[int] = []
+    start = 0
+    for index, sequence in enumerate(sequences):
+        responses = len(sequence.tokens) - sequence.prompt_length
+        first = start + sequence.prompt_length - 1
+        predictors.extend(range(first, first + responses))
+        sequence_ids.extend([index] * responses)
+        start += len(sequence.tokens)
+
+    def per_response(values: list, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
+    predictors_R = torch.tensor(predictors, device=device)
+    sequence_R = torch.tensor(sequence_ids, device=device)
+    return MicroBatch(
+        tokens_T=tokens_T,
+        attention=PackedAttention([len(s.tokens) for s in sequences], device),
+        predictors_R=predictors_R,
+        targets_R=tokens_T[predictors_R + 1],
+        mask_R=per_response([m for s in sequences for m in s.loss_mask], torch.bool),
+        rollout_logprobs_R=per_response([x for s in sequences for x in s.rollout_logprobs], torch.float32),
+        advantages_R=per_response([s.advantage for s in sequences], torch.float32)[sequence_R],
+        temperatures_R=per_response([s.temperature for s in sequences], torch.float32)[sequence_R],
+        sequence_R=sequence_R,
+        num_sequences=len(sequences),
+    )

@@ -1,0 +1,119 @@
+"""Checkpoints that survive a crash at any moment.
+
+    checkpoints/step_000020/
+      policy/                 a Hugging Face folder
+      optimiser.safetensors   moments, and float32 masters where the policy is not float32
+      state.json              step, optimiser steps, position in the task, best accuracy
+      manifest.json           size and digest of every other file
+
+A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was damaged later,
+which the manifest shows. There is no random state to keep: every random number is a function of seeds and counters.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from paceline.learning.optimiser import MasterAdamW
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import fill, save_policy, weight_reader
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    step: int  # updates done
+    optimiser_steps: int
+    task_position: int
+    best_accuracy: float
+
+
+def save_checkpoint(folder: Path, policy: Decoder, optimiser: MasterAdamW, state: TrainingState, tokenizer_from: Path, keep: int) -> Path:
+    final = folder / f"step_{state.step:06d}"
+    partial = folder / f".partial_{state.step:06d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_policy(policy, partial / "policy", tokenizer_from)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()}, partial / "optimiser.safetensors")
+    (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+    manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
+    (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    for path in (*_files(partial), partial / "policy", partial):
+        _sync(path)
+    if final.exists():  # the same step again, after a resume
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    _sync(folder)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
+    """The policy with the best evaluation so far, replaced as a whole."""
+    partial, final, old = folder / ".partial_best", folder / "best", folder / ".old_best"
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_policy(policy, partial, tokenizer_from)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(partial, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.suffix != ".corrupt")
+
+
+def newest_checkpoint(folder: Path, warn=print) -> Path | None:
+    """The newest whole checkpoint; damaged ones are named and set aside, never deleted."""
+    for path in reversed(list_checkpoints(folder)):
+        problem = damage(path)
+        if problem is None:
+            return path
+        aside = path.with_name(f"{path.name}.corrupt")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+        warn(f"checkpoint {path} is damaged ({problem}); set aside as {aside.name}, trying the one before it")
+    return None
+
+
+def damage(path: Path) -> str | None:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"manifest.json: {error}"
+    for name, expected in manifest.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if _fingerprint(path / name) != expected:
+            return f"{name} does not have the content that was saved"
+    return None
+
+
+def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
+    state = TrainingState(**json.loads((path / "state.json").read_text()))
+    fill(policy, weight_reader(path / "policy"))
+    optimiser.load_state(load_file(path / "optimiser.safetensors"), state.optimiser_steps)
+    return state
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "blake2b": hashlib.file_digest(file, "blake2b").hexdigest()[:32]}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,36 @@
+"""Log-probabilities and entropies of response tokens, without ever holding all logits at once."""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from paceline.learning.batch import MicroBatch
+from paceline.policy.decoder import Decoder
+
+CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
+
+
+def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logprobs_R` at each token's own temperature, and `entropies_R` (no gradient) of the same distribution."""
+    hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention)[batch.predictors_R]
+    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    logprobs, entropies = [], []
+    for part in zip(*(x.split(chunk) for x in (hidden_RE, batch.targets_R, batch.temperatures_R)), strict=True):
+        if torch.is_grad_enabled() and len(hidden_RE) > chunk:
+            logprob, entropy = checkpoint(_chunk_logprobs, policy, *part, use_reentrant=False)
+        else:
+            logprob, entropy = _chunk_logprobs(policy, *part)
+        logprobs.append(logprob)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _chunk_logprobs(
+    policy: Decoder, hidden_RE: torch.Tensor, targets_R: torch.Tensor, temperatures_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_RV = policy.logits(hidden_RE)
+    logits_RV = logits_RV / temperatures_R[:, None].to(logits_RV.dtype)
+    normaliser_R = logits_RV.logsumexp(-1)
+    logprobs_R = logits_RV.gather(1, targets_R[:, None]).squeeze(1) - normaliser_R
+    with torch.no_grad():
+        entropies_R = normaliser_R - ((logits_RV - normaliser_R[:, None]).exp() * logits_RV).sum(-1)
+    return logprobs_R, entropies_R

@@ -1,0 +1,50 @@
+"""Supervised warm-up: next-token training on prompt and response pairs, with the learner's own packing and optimiser."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from paceline.config import LearningConfig
+from paceline.learning.batch import TrainingSequence, micro_batches
+from paceline.learning.logprobs import token_logprobs
+from paceline.learning.optimiser import MasterAdamW
+from paceline.policy.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Example:
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]  # ends with the end token
+
+
+def train_supervised(
+    policy: Decoder,
+    batches: Iterable[list[Example]],
+    total_steps: int,
+    config: LearningConfig,
+    progress: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """`batches` yields one optimiser step's examples at a time; the loss is the mean over response tokens."""
+    optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)
+    for step, examples in enumerate(batches, start=1):
+        sequences = [_sequence(example) for example in examples]
+        total_tokens = sum(s.loss_tokens for s in sequences)
+        step_loss = 0.0
+        for batch in micro_batches(sequences, config.micro_batch_tokens, policy.device):
+            logprobs_R, _ = token_logprobs(policy, batch)
+            loss = -(logprobs_R * batch.mask_R).sum() / total_tokens
+            loss.backward()
+            step_loss += float(loss)
+        optimiser.step()
+        progress(step, step_loss)
+
+
+def _sequence(example: Example) -> TrainingSequence:
+    count = len(example.response)
+    return TrainingSequence(
+        tokens=example.prompt + example.response,
+        prompt_length=len(example.prompt),
+        loss_mask=(True,) * count,
+        rollout_logprobs=(0.0,) * count,
+        advantage=1.0,
+        temperature=1.0,
+    )

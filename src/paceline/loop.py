@@ -1,0 +1,139 @@
+"""The RL loop, top to bottom: roll out, learn, hand the new weights over; evaluate and save when it is time.
+
+    tasks ──prompts──▶ backend ──completions──▶ rewards ──▶ learner ──weights──▶ backend
+
+What generates, what scores and what learns are parts of their own; this file only says in which order they work. A
+killed run continues from its newest checkpoint and computes what it would have computed.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config
+from paceline.evaluation import evaluate
+from paceline.learning.checkpoint import TrainingState, load_checkpoint, newest_checkpoint, save_best, save_checkpoint
+from paceline.learning.learner import Learner
+from paceline.report.clock import StageClock
+from paceline.report.console import Console
+from paceline.report.metrics import rollout_metrics
+from paceline.report.run_directory import RunDirectory
+from paceline.report.samples import write_groups
+from paceline.report.summary import Summary, summarise_run
+from paceline.report.writers import make_writers
+from paceline.rollout import LiveRollouts, RolloutSource, SavedRollouts
+from paceline.session import Session, open_session
+from paceline.tasks.order import ProblemOrder
+
+
+@dataclass(frozen=True)
+class Result:
+    finished: bool  # False: interrupted, resumable
+    summary: Summary
+
+
+def train(config: Config, recipe: str = "default", resume: Path | None = None, replay: Path | None = None, console: Console | None = None) -> Result:
+    console = console or Console(quiet=True)
+    run = RunDirectory.create(config, recipe) if resume is None else _reopen(RunDirectory.open(resume), config)
+    session = open_session(config)
+    clock = StageClock(session.device)
+    learner = Learner(session.policy, config)
+    state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
+    if resume is not None:
+        checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
+        run.cut_back(state.step)
+        console.resumed(run.path, state.step)
+    session.backend.update_weights(version=state.step)
+    order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
+    source = _rollout_source(session, order, replay)
+    writers = make_writers(config, run.path)
+    best_accuracy = state.best_accuracy
+
+    def record(step: int, kind: str, metrics: dict[str, float]) -> None:
+        run.append_metrics({"step": step, "kind": kind, **metrics})
+        for writer in writers:
+            writer.write(step, metrics)
+
+    def evaluate_at(step: int) -> None:
+        nonlocal best_accuracy
+        with clock("evaluate"):
+            evaluation = evaluate(session.sampler, session.task.held_out, config.eval)
+        record(step, "eval", evaluation.metrics() | clock.take_metrics())
+        console.evaluated(step, evaluation)
+        if evaluation.accuracy.value > best_accuracy:
+            best_accuracy = evaluation.accuracy.value
+            save_best(run.checkpoints_path, session.policy, session.policy_folder)
+
+    def save(step: int) -> None:
+        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy)
+        save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, config.checkpoint.keep)
+
+    step = state.step
+    with _interruptible(console) as interrupted:
+        if step == 0:
+            evaluate_at(0)
+        console.start(config.run.steps)
+        while step < config.run.steps and not interrupted:
+            step += 1
+            with clock("rollout"):
+                groups = source.collect(step)
+            with clock("learn"):
+                metrics = learner.update(groups)
+            with clock("sync"):
+                session.backend.update_weights(version=step)
+            metrics |= rollout_metrics(groups, source.take_stats()) | clock.take_metrics()
+            metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+            record(step, "train", metrics)
+            write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
+            console.step(step, metrics)
+            if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
+                evaluate_at(step)
+            if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:
+                save(step)
+    for writer in writers:
+        writer.close()
+    session.close()
+    return Result(finished=step == config.run.steps, summary=summarise_run(run))
+
+
+def _rollout_source(session: Session, order: ProblemOrder, replay: Path | None) -> RolloutSource:
+    if replay is not None:
+        return SavedRollouts(replay)
+    rollout = session.config.rollout
+    return LiveRollouts(session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling())
+
+
+def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
+    changed = changed_keys(run.config(), config)
+    refused = {key: values for key, values in changed.items() if key not in RESUME_MAY_CHANGE}
+    if refused:
+        listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
+        raise ConfigError(f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}")
+    run.config_path.write_text(dump_config(config))
+    return run
+
+
+@contextmanager
+def _interruptible(console: Console) -> Iterator[list[bool]]:
+    """The first Ctrl-C lets the step finish and saves it; a second one ends the run on the spot."""
+    interrupted: list[bool] = []
+
+    def on_interrupt(signal_number: int, frame: object) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(True)
+        console.warn("interrupted: finishing this step and saving it (Ctrl-C again to stop at once)")
+
+    try:
+        previous = signal.signal(signal.SIGINT, on_interrupt)
+    except ValueError:  # not the main thread: whoever runs us handles signals
+        yield interrupted
+        return
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, previous)

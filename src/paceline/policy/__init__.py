@@ -1,0 +1,1 @@
+"""The policy: decoder families, their Hugging Face folders, tokenizers. One definition serves learning and rollout."""

@@ -1,0 +1,140 @@
+"""The shape of a decoder, read from and written to a Hugging Face `config.json`.
+
+The families differ in few places (biases, QK-norm, how RoPE is scaled), so one flat description serves them all.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary frequencies; `kind` is Hugging Face's `rope_type` and the rest are that type's own parameters."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = h * (q + 2 * kv) + q * h + 3 * h * self.intermediate_size + 2 * h + (2 * self.head_dim if self.qk_norm else 0)
+        layer += (q + 2 * kv if self.qkv_bias else 0) + (h if self.output_bias else 0)
+        layer += 2 * self.intermediate_size + h if self.mlp_bias else 0
+        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+
+
+def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
+    family = config.get("model_type", "")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
+    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise ValueError(f"{family}: sliding-window attention is not supported; every layer must attend to the whole context")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    bias = bool(config.get("attention_bias", False))
+    eos = config.get("eos_token_id")
+    return DecoderConfig(
+        family=family,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        max_positions=config.get("max_position_embeddings", 2048),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=_rope_from_huggingface(config),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or bias,
+        output_bias=family != "qwen2" and bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        bos_token_id=config.get("bos_token_id"),
+    )
+
+
+def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    out = {
+        "architectures": [FAMILIES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+        "dtype": dtype,
+        # Both spellings: transformers 5 reads `rope_parameters`, vLLM and earlier transformers the other two.
+        "rope_parameters": {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, **config.rope.parameters},
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.kind == "default" else {"rope_type": config.rope.kind, **config.rope.parameters},
+    }
+    if config.family != "qwen2":
+        out["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        out["mlp_bias"] = config.mlp_bias
+    return out
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+    raw = json.loads(path.read_text())
+    config = from_huggingface(raw)
+    generation = folder / "generation_config.json"
+    if generation.is_file():  # instruct models list further end tokens only here
+        eos = json.loads(generation.read_text()).get("eos_token_id")
+        extra = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
+    return config
+
+
+def _rope_from_huggingface(config: dict[str, Any]) -> RopeConfig:
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if kind == "default":
+        parameters = {}
+    if kind == "yarn":
+        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
+    return RopeConfig(float(theta), kind, parameters)

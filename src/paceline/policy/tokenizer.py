@@ -1,0 +1,31 @@
+"""Text to tokens and back, through the `tokenizer.json` of a Hugging Face folder."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+EOS = "<eos>"
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json")
+    return Tokenizer.from_file(str(path))
+
+
+def character_tokenizer(alphabet: str) -> Tokenizer:
+    """One token per character of `alphabet`, and the end-of-sequence token as id 0."""
+    vocabulary = {EOS: 0} | {character: index for index, character in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS, "clean_up_tokenization_spaces": False}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

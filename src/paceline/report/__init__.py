@@ -1,0 +1,1 @@
+"""What a run leaves behind and shows: run directory, metrics, samples, console."""

@@ -1,0 +1,42 @@
+"""How long each stage of a step takes and how much memory it peaks at."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StageClock:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.peak_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elapsed = time.perf_counter() - start
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+        self.peak_bytes[stage] = max(self.peak_bytes.get(stage, 0), self._peak())
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds and peak gigabytes per stage since the last call."""
+        metrics = {f"time/{stage}": seconds for stage, seconds in self.seconds.items()}
+        metrics |= {f"memory/{stage}_gb": peak / 1e9 for stage, peak in self.peak_bytes.items()}
+        self.seconds, self.peak_bytes = {}, {}
+        return metrics
+
+    def _peak(self) -> int:
+        """On a GPU the stage's own peak; on a CPU only the process's high-water mark can be read."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

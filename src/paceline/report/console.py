@@ -1,0 +1,55 @@
+"""What a person watching a run sees: a line per step, and a closing table."""
+
+from pathlib import Path
+
+import rich.console
+from rich.table import Table
+
+from paceline.evaluation import Evaluation
+from paceline.report.summary import Summary
+
+
+class Console:
+    def __init__(self, quiet: bool = False) -> None:
+        self.out = rich.console.Console(quiet=quiet, highlight=False)
+        self.errors = rich.console.Console(stderr=True, highlight=False)
+        self.total_steps = 0
+
+    def warn(self, message: str) -> None:
+        self.errors.print(f"[yellow]{message}[/]", markup=True)
+
+    def resumed(self, run: Path, step: int) -> None:
+        self.out.print(f"resuming {run} after step {step}")
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
+        self.out.print(f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length {evaluation.mean_length:.0f}")
+
+    def start(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        header = f"{'step':>9} {'reward':>7} {'accuracy':>8} {'length':>7} {'max':>5} {'entropy':>8} {'tok/s':>7} {'rollout':>8} {'learn':>7}"
+        self.out.print(f"[dim]{header}[/]")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        entropy = metrics.get("policy/entropy")
+        note = "  [yellow]no signal: every group scored alike, weights kept[/]" if metrics["policy/skipped"] else ""
+        self.out.print(
+            f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} {metrics['rollout/accuracy']:>8.3f} "
+            f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
+            f"{'-' if entropy is None else format(entropy, '.4f'):>8} {metrics['time/tokens_per_second']:>7.0f} "
+            f"{metrics['time/rollout']:>7.2f}s {metrics['time/learn']:>6.2f}s{note}"
+        )
+
+    def summary(self, summary: Summary) -> None:
+        table = Table(show_header=True, header_style="bold", title="what the run did", title_justify="left")
+        for column in ("", "before", "after"):
+            table.add_column(column)
+        if summary.before is not None and summary.after is not None:
+            before, after = summary.before, summary.after
+            table.add_row("held-out accuracy", before.accuracy_text, after.accuracy_text)
+            table.add_row("problems", f"{before.problems}", f"{after.problems}")
+            table.add_row("response length, mean", f"{before.length_mean:.1f}", f"{after.length_mean:.1f}")
+        self.out.print(table)
+        stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
+        self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
+        self.out.print(f"run directory: {summary.run}")

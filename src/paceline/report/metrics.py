@@ -1,0 +1,41 @@
+"""The numbers of a step, under the names that docs/metrics.md explains.
+
+Whatever begins with `time/` or `memory/` differs from run to run; everything else is the same for the same seed.
+"""
+
+from collections.abc import Sequence
+
+from paceline.backends.base import RolloutStats
+from paceline.types import Group
+
+TAIL_SHARE = 8  # a decode step belongs to the tail when at most an eighth of the samples still run
+
+
+def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.score.reward for sample in samples]
+    lengths = sorted(len(sample.completion.tokens) for sample in samples)
+    components = sorted({name for sample in samples for name in sample.score.components})
+    values = {
+        "reward/mean": _mean(rewards),
+        "reward/std": _mean([(r - _mean(rewards)) ** 2 for r in rewards]) ** 0.5,
+        **{f"reward/{name}": _mean([s.score.components.get(name, 0.0) for s in samples]) for name in components},
+        "rollout/accuracy": _mean([sample.score.correct for sample in samples]),
+        "rollout/zero_variance_groups": _mean([len(set(group.rewards)) == 1 for group in groups]),
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_p95": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
+        "rollout/length_max": lengths[-1],
+        "rollout/truncated": _mean([sample.completion.truncated for sample in samples]),
+        "rollout/samples": len(samples),
+        "rollout/tokens": sum(lengths),
+    }
+    if stats.running:
+        tail = [running * TAIL_SHARE <= len(samples) for running in stats.running]
+        values["rollout/decode_steps"] = len(tail)
+        values["rollout/tail_steps"] = _mean(tail)
+        values["time/tail"] = sum(seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail)
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,73 @@
+"""The folder of a run: `config.yaml`, `metrics.jsonl`, `samples/`, `checkpoints/`."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config, ConfigError, dump_config, load_config
+
+
+class RunDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_path = path / "config.yaml"
+        self.metrics_path = path / "metrics.jsonl"
+        self.samples_path = path / "samples"
+        self.checkpoints_path = path / "checkpoints"
+
+    @classmethod
+    def create(cls, config: Config, recipe: str) -> "RunDirectory":
+        """A new folder; an existing one is never written into."""
+        root = Path(config.run.root)
+        if config.run.name:
+            path = root / config.run.name
+            if path.exists():
+                raise ConfigError(f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or choose another name")
+        else:
+            stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            path = next(p for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000)))) if not p.exists())
+        path.mkdir(parents=True)
+        run = cls(path)
+        run.samples_path.mkdir()
+        run.checkpoints_path.mkdir()
+        run.config_path.write_text(dump_config(config))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        run = cls(path)
+        if not run.config_path.is_file():
+            raise ConfigError(f"{path} is not a run directory: it holds no config.yaml")
+        return run
+
+    def config(self) -> Config:
+        return load_config(str(self.config_path))
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """A last line that was cut off by a crash is not a record."""
+        if not self.metrics_path.is_file():
+            return
+        for line in self.metrics_path.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+    def cut_back(self, step: int) -> None:
+        """Drops metrics and samples of later steps, which a resumed run will make again."""
+        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        beside = self.metrics_path.with_suffix(".tmp")
+        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(beside, self.metrics_path)
+        for file in self.samples_path.glob("step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()

@@ -1,0 +1,63 @@
+"""Groups of samples as JSON lines: what `samples/` holds, and what `rollout --save` and `train --replay` exchange."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
+
+
+def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for group in groups:
+            file.write(json.dumps(_group_record(group, tokenizer)) + "\n")
+
+
+def read_groups(path: Path) -> list[Group]:
+    groups = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            groups.append(_parse_group(json.loads(line)))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{number} is not a saved group: {error!r}") from None
+    return groups
+
+
+def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
+    prompt = group.samples[0].completion.request.prompt
+    samples = [
+        {
+            "text": tokenizer.decode(sample.completion.tokens, skip_special_tokens=False),
+            "reward": sample.score.reward,
+            "correct": sample.score.correct,
+            "components": sample.score.components,
+            "finish_reason": sample.completion.finish_reason,
+            "tokens": sample.completion.tokens,
+            "logprobs": sample.completion.logprobs,
+            "segments": [asdict(segment) for segment in sample.completion.segments],
+            "error": sample.completion.error,
+            "request": asdict(sample.completion.request),
+        }
+        for sample in group.samples
+    ]
+    return {"prompt_id": group.prompt_id, "prompt": tokenizer.decode(prompt, skip_special_tokens=False), "samples": samples}
+
+
+def _parse_group(record: dict[str, Any]) -> Group:
+    samples = []
+    for entry in record["samples"]:
+        sampling = entry["request"].pop("sampling")
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        prompt = tuple(entry["request"].pop("prompt"))
+        request = Request(prompt=prompt, sampling=SamplingParams(**sampling), **entry["request"])
+        segments = tuple(Segment(**segment) for segment in entry["segments"])
+        completion = Completion(
+            request, tuple(entry["tokens"]), tuple(entry["logprobs"]), FinishReason(entry["finish_reason"]), segments, entry["error"]
+        )
+        samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
+    return Group(record["prompt_id"], tuple(samples))

@@ -1,0 +1,58 @@
+"""A run in a few numbers, read back from its metrics: the same for a run in one go and a resumed one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.report.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class EvalPoint:
+    step: int
+    accuracy: float
+    margin: float
+    length_mean: float
+    problems: int
+
+    @property
+    def accuracy_text(self) -> str:
+        return f"{100 * self.accuracy:.1f}% ± {100 * self.margin:.1f}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    run: Path
+    steps: int
+    tokens: int
+    before: EvalPoint | None
+    after: EvalPoint | None
+    stage_seconds: dict[str, float]
+
+
+STAGES = ("rollout", "learn", "sync", "evaluate")
+
+
+def summarise_run(run: RunDirectory) -> Summary:
+    records = list(run.read_metrics())
+    trained = [record for record in records if record["kind"] == "train"]
+    evaluations = [_eval_point(record) for record in records if record["kind"] == "eval"]
+    seconds = {stage: sum(record.get(f"time/{stage}", 0.0) for record in records) for stage in STAGES}
+    return Summary(
+        run=run.path,
+        steps=max((record["step"] for record in trained), default=0),
+        tokens=int(sum(record["rollout/tokens"] for record in trained)),
+        before=evaluations[0] if evaluations else None,
+        after=evaluations[-1] if evaluations else None,
+        stage_seconds=seconds,
+    )
+
+
+def _eval_point(record: dict[str, Any]) -> EvalPoint:
+    return EvalPoint(
+        step=record["step"],
+        accuracy=record["eval/accuracy"],
+        margin=record["eval/accuracy_margin"],
+        length_mean=record["eval/length_mean"],
+        problems=int(record["eval/problems"]),
+    )

@@ -1,0 +1,52 @@
+"""Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an optional install."""
+
+from pathlib import Path
+from typing import Protocol
+
+from paceline.config import Config, ConfigError
+
+
+class Writer(Protocol):
+    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("report.tensorboard = true needs the package tensorboard: pip install 'paceline[tensorboard]'") from None
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbWriter:
+    def __init__(self, folder: Path, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("report.wandb = true needs the package wandb: pip install 'paceline[wandb]'") from None
+        self.run = wandb.init(project="paceline", name=folder.name, dir=str(folder), config=config.model_dump(), resume="allow", id=folder.name)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self.run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def make_writers(config: Config, folder: Path) -> list[Writer]:
+    writers: list[Writer] = []
+    if config.report.tensorboard:
+        writers.append(TensorBoardWriter(folder / "tensorboard"))
+    if config.report.wandb:
+        writers.append(WandbWriter(folder, config))
+    return writers

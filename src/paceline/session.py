@@ -1,0 +1,79 @@
+"""Puts the parts of a run together from its configuration: device, policy, tokenizer, task, backend.
+
+`train`, `eval` and `rollout` all start here, so they agree on what a recipe means.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from paceline.backends.base import Backend
+from paceline.backends.reference import ReferenceBackend
+from paceline.config import Config, ConfigError
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import DTYPES, load_policy
+from paceline.policy.tokenizer import load_tokenizer
+from paceline.rollout import GroupSampler
+from paceline.tasks import make_task
+from paceline.tasks.base import Task
+from paceline.types import SamplingParams
+
+BUILTIN_POLICY = Path(__file__).parent / "assets" / "builtin"
+
+
+@dataclass
+class Session:
+    config: Config
+    device: torch.device
+    policy_folder: Path
+    policy: Decoder
+    tokenizer: Tokenizer
+    task: Task
+    backend: Backend
+    sampler: GroupSampler
+
+    def train_sampling(self) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)
+
+    def close(self) -> None:
+        self.sampler.close()
+        self.backend.close()
+
+
+def open_session(config: Config) -> Session:
+    device = prepare_device(config)
+    folder = policy_folder(config.policy.path)
+    policy = load_policy(folder, policy_dtype(config, device), device)
+    tokenizer = load_tokenizer(folder)
+    task = make_task(config.task)
+    backend = ReferenceBackend(policy, config.rollout.max_running)
+    sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
+    return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
+
+
+def prepare_device(config: Config) -> torch.device:
+    wanted = config.run.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
+    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    if device.type == "cpu":
+        # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
+        torch.backends.mkldnn.enabled = False
+    return device
+
+
+def policy_folder(path: str) -> Path:
+    folder = BUILTIN_POLICY if path == "builtin" else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"policy.path = {path!r}: {folder} is not a Hugging Face folder with a config.json; `builtin` is the shipped policy")
+    return folder
+
+
+def policy_dtype(config: Config, device: torch.device) -> torch.dtype:
+    name = config.policy.dtype
+    return DTYPES[("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name]

@@ -1,0 +1,63 @@
+"""The built-in task: labelled running sums, small enough for a laptop and long-tailed enough to be worth speeding up.
+
+    prompt     a9b8c8=
+    careful    a9:9;b8:17;c8:24/c8:25;#25      a running sum per term; a slip is struck out by `/` and done again
+    careless   #24                             a guess
+
+The number of terms is log-normal, so a few responses are many times longer than the median. The starting policy has
+been shown both ways of answering (`demonstration`) and mostly guesses; RL finds out that care pays. That is a choice
+between two modes the policy already has, not a new skill.
+"""
+
+import random
+import re
+import string
+
+from paceline.tasks.base import Problem
+from paceline.types import Score
+
+LABELS = string.ascii_lowercase + "ABCDEF"
+MIN_TERMS, MAX_TERMS = 2, len(LABELS)
+ALPHABET = string.digits + LABELS + "=:;/#"
+SLIP_RATE = 0.12
+
+_ANSWER = re.compile(r"#(\d+)$")
+
+
+class RunningSums:
+    def __init__(self, seed: int, train_problems: int, held_out_problems: int) -> None:
+        rng = random.Random(f"running-sums/{seed}")
+        problems: dict[str, Problem] = {}
+        while len(problems) < train_problems + held_out_problems:
+            problem = draw_problem(rng)
+            problems.setdefault(problem.prompt, problem)
+        unique = list(problems.values())
+        self.train = unique[:train_problems]
+        self.held_out = unique[train_problems:]
+
+    def score(self, problem: Problem, response: str, truncated: bool) -> Score:
+        found = _ANSWER.search(response)
+        correct = not truncated and found is not None and found.group(1) == problem.answer
+        return Score(reward=float(correct), correct=correct, components={"correct": float(correct)})
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    count = min(MAX_TERMS, max(MIN_TERMS, round(rng.lognormvariate(1.6, 0.6))))
+    digits = [rng.randint(1, 9) for _ in range(count)]
+    prompt = "".join(f"{label}{digit}" for label, digit in zip(LABELS, digits, strict=False)) + "="
+    return Problem(id=prompt, prompt=prompt, answer=str(sum(digits)))
+
+
+def demonstration(problem: Problem, rng: random.Random, careful: bool) -> str:
+    """A response in one of the two modes, for the supervised warm-up."""
+    terms = [(problem.prompt[i], int(problem.prompt[i + 1])) for i in range(0, len(problem.prompt) - 1, 2)]
+    if not careful:
+        guess = int(problem.answer) + rng.choice((-3, -2, -1, 0, 1, 2, 3))
+        return f"#{max(guess, 1)}"
+    total, text = 0, ""
+    for label, digit in terms:
+        total += digit
+        while rng.random() < SLIP_RATE:
+            text += f"{label}{digit}:{max(1, total + rng.choice((-2, -1, 1, 2)))}/"
+        text += f"{label}{digit}:{total};"
+    return f"{text}#{total}"

@@ -1,0 +1,119 @@
+"""What travels between the rooms: requests, completions, samples.
+
+Plain data without torch. A backend turns requests into completions, a task scores them, the learner learns from the
+groups they form.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Purpose(StrEnum):
+    """Training and evaluation draw from different noise, even for the same prompt at the same step."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # max_tokens, or the model's own limit
+    ABORTED = "aborted"
+    REFUSED = "refused"  # could never run: `Completion.error` says why
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    temperature: float = 1.0  # 0: the most likely token
+    max_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate. Its tokens depend on the weights and on nothing but what stands here."""
+
+    id: str
+    prompt: tuple[int, ...]
+    seed: int
+    sampling: SamplingParams
+    group: str = ""  # requests of one group share their prompt
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of response tokens `[start, stop)` with one origin.
+
+    A plain response is one sampled segment. Turns add observations (not sampled, hence outside the loss); a rollout
+    that continues after a weight update adds a segment with the new version.
+    """
+
+    start: int
+    stop: int
+    weight_version: int
+    sampled: bool = True
+
+
+@dataclass(frozen=True)
+class Completion:
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # full-vocabulary logprob of each token at the request's temperature
+    finish_reason: FinishReason
+    segments: tuple[Segment, ...]
+    error: str = ""
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        mask = [False] * len(self.tokens)
+        for segment in self.segments:
+            mask[segment.start : segment.stop] = [segment.sampled] * (segment.stop - segment.start)
+        return mask
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a task says about one completion; `reward` is the sum the learner sees."""
+
+    reward: float
+    correct: bool
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    completion: Completion
+    score: Score
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt, in sample order."""
+
+    prompt_id: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.score.reward for sample in self.samples]
+
+
+def request_seed(purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int) -> int:
+    """A signed 64-bit seed that is a pure function of what the request is for, so a retry or a restart gets the same."""
+    identity = json.dumps([str(purpose), run_seed, step, prompt_id, occurrence, sample_index])
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
