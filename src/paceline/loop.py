@@ -45,7 +45,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
-        run.cut_back(state.step)
+        run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)

@@ -8,12 +8,10 @@ import transformers
 
 from paceline.policy.attention import PackedAttention
 from paceline.policy.config import from_huggingface
+from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors, layout, load_policy, save_policy
+from tests.oracles import SMALL, double_precision, small_model
 
-SMALL = dict(
-    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=256, head_dim=16, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -22,42 +20,29 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
 }  # fmt: skip
 CASES = {
-    "llama": ("Llama", {}),
-    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-mha": ("Llama", {"num_key_value_heads": 6}),
-    "llama-linear": ("Llama", {"rope_parameters": ROPES["linear"]}),
-    "llama-llama3": ("Llama", {"rope_parameters": ROPES["llama3"]}),
-    "llama-yarn": ("Llama", {"rope_parameters": ROPES["yarn"]}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2-yarn-tied": ("Qwen2", {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {}),
-    "qwen3-biases": ("Qwen3", {"attention_bias": True, "rope_parameters": ROPES["default"]}),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 6}),
+    "llama-linear": ("llama", {"rope_parameters": ROPES["linear"]}),
+    "llama-llama3": ("llama", {"rope_parameters": ROPES["llama3"]}),
+    "llama-yarn": ("llama", {"rope_parameters": ROPES["yarn"]}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-yarn-tied": ("qwen2", {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True, "rope_parameters": ROPES["default"]}),
 }
 
 
-def make_oracle(case: str, **changes) -> transformers.PreTrainedModel:
-    family, extra = CASES[case]
-    torch.manual_seed(len(case))
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **extra, **changes})
-    config._attn_implementation = "sdpa"  # eager drops to float32 in its softmax
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
-    for parameter in oracle.parameters():  # norms and biases away from their trivial initial values
-        parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return oracle
-
-
 @pytest.fixture(autouse=True)
-def double_precision_norms(monkeypatch):
-    """transformers' norms drop to float32 even in a float64 model; the oracle must not."""
-    for family in ("llama.modeling_llama.Llama", "qwen2.modeling_qwen2.Qwen2", "qwen3.modeling_qwen3.Qwen3"):
-        module, _, prefix = f"transformers.models.{family}".rpartition(".")
-        norm = getattr(__import__(module, fromlist=["_"]), f"{prefix}RMSNorm")
+def oracle_in_double():
+    with double_precision():
+        yield
 
-        def forward(self, x):
-            return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
-        monkeypatch.setattr(norm, "forward", forward)
+def make_oracle(case: str) -> transformers.PreTrainedModel:
+    family, changes = CASES[case]
+    return small_model(family, **changes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,8 +86,6 @@ def test_saved_folder_opens_in_transformers(case, tmp_path):
 
 
 def test_activation_checkpointing_changes_nothing():
-    from paceline.policy.decoder import Decoder
-
     gradients = []
     for checkpointing in (False, True):
         policy = Decoder(from_huggingface({"model_type": "qwen3", **SMALL})).initialise(0)
@@ -114,11 +97,8 @@ def test_activation_checkpointing_changes_nothing():
 
 
 def test_parameter_count():
-    from paceline.policy.decoder import Decoder
-
     for case in CASES:
-        family, extra = CASES[case]
-        config = from_huggingface(getattr(transformers, f"{family}Config")(**{**SMALL, **extra}).to_dict())
+        config = from_huggingface(make_oracle(case).config.to_dict())
         assert config.num_parameters == sum(p.numel() for p in Decoder(config).parameters()), case
 
 

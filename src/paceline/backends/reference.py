@@ -170,10 +170,10 @@ class ReferenceBackend:
         device = self.policy.device
         seeds = torch.tensor([row.request.seed for row in rows], device=device)
         positions = torch.tensor([len(row.request.prompt) + len(row.tokens) for row in rows], device=device)
-        temperatures = torch.tensor([row.request.sampling.temperature for row in rows], device=device)
         logits_BV = self.policy.logits(hidden_BE)
-        scaled_BV = logits_BV / torch.where(temperatures > 0, temperatures, 1.0)[:, None].to(logits_BV.dtype)
-        noise_BV = gumbel(seeds, positions, logits_BV.shape[1]).to(scaled_BV.dtype) * (temperatures > 0)[:, None]
+        temperatures = torch.tensor([row.request.sampling.temperature for row in rows], dtype=logits_BV.dtype, device=device)
+        scaled_BV = logits_BV / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        noise_BV = gumbel(seeds, positions, logits_BV.shape[1]) * (temperatures > 0)[:, None]
         kept_BV = scaled_BV
         if any(row.request.sampling.truncates for row in rows):
             kept_BV = torch.stack([truncate(scaled_BV[i], row.request) for i, row in enumerate(rows)])

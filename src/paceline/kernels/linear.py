@@ -116,6 +116,11 @@ def _linear_kernel(
     tl.store(out_ptr + offset, acc.to(out_type), mask=row_mask & col_mask)
 
 
+def _prefetch_bytes(tile: Tile, depth: int) -> int:
+    """A power of two, no more than the program will read, and at least one piece of 256 bytes of each row."""
+    return min(tile.prefetch, 1 << ((tile.cols * depth * 2).bit_length() - 1)) if depth >= 128 else 0
+
+
 def linear_triton(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -132,10 +137,20 @@ def linear_triton(
     while depth % tile_depth:  # a shallower tile gives the same bits
         tile_depth //= 2
     grid = (cdiv(num_rows, tile.rows) * cdiv(width, tile.cols),)
-    prefetch = 0 if INTERPRETED or x_MK.element_size() != 2 else min(tile.prefetch, tile.cols * depth * 2)
+    prefetch = 0 if INTERPRETED or x_MK.element_size() != 2 else _prefetch_bytes(tile, depth)
     _linear_kernel[grid](
         x_MK, weight_NK, residual_MN, out_MN, num_rows, width, K=depth, SWIGLU=swiglu, RESIDUAL=residual_MN is not None,
         ROWS=tile.rows, COLS=tile.cols, DEPTH=tile_depth, GROUP=16, PREFETCH=prefetch,
         **launch_options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
     return out_MN
+
+
+def choose_tile(num_rows: int, width: int, swiglu: bool) -> Tile:
+    return Tile(64, 32, 128, 4, 4)
+
+
+def linear(x_MK, weight_NK, residual_MN=None, swiglu=False, out_dtype=None, deterministic=False):
+    if not x_MK.is_cuda:
+        return linear_reference(x_MK, weight_NK, residual_MN, swiglu, out_dtype)
+    return linear_triton(x_MK, weight_NK, residual_MN, swiglu, out_dtype)

@@ -1,0 +1,34 @@
+# Two commands on a clean machine (Python >= 3.11, pip, make): `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-full lint clean
+
+# torch first and pinned: anything looser may pull gigabytes of CUDA packages.
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+train: $(VENV)/.core
+	$(BIN)/paceline train $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-full: $(VENV)/.test
+	$(BIN)/pytest -m slow $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/pip install --quiet ruff
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,44 @@
+"""Small transformers models to compare with, in true double precision."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import transformers
+
+SMALL = dict(
+    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=256, head_dim=16, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def small_model(family: str, **changes) -> transformers.PreTrainedModel:
+    torch.manual_seed(sum(map(ord, family)))
+    name = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    config._attn_implementation = "sdpa"  # eager attention drops to float32 in its softmax
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():  # norms and biases away from their trivial initial values
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """transformers' norms drop to float32 even in a float64 model; the oracle must not."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    patches = [
+        mock.patch(f"transformers.models.{family}.modeling_{family}.{name}RMSNorm.forward", forward) for family, name in FAMILIES.items()
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
