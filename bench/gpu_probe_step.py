@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels.linear import linear
-from paceline.kernels.norm import rms_norm
+from paceline.kernels.norm import rms_norm, rms_norm_residual
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.sampler import sample
+from paceline.kernels.swiglu import silu_multiply
 
 HIDDEN, HEADS, KV_HEADS, DIM, FF, VOCAB, LAYERS = 4096, 32, 8, 128, 12288, 151936, 36
 BLOCK_SIZE, EPSILON = 16, 1e-6
@@ -47,15 +48,17 @@ class Model:
         return self.table[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def layers(self, x, positions, slots, attend, linear_):
+        residual, x = x, rms_norm(x, self.norm, EPSILON)
         for i in range(self.num_layers):
-            qkv = linear_(rms_norm(x, self.norm, EPSILON), self.qkv[i])
+            qkv = linear_(x, self.qkv[i])
             q = rope_and_write_kv(
                 qkv, positions, slots, self.cos, self.sin, self.k[i], self.v[i], HEADS, self.qk_norm, self.qk_norm, EPSILON
             )
-            x = linear_(attend(q, i).view(-1, HEADS * DIM), self.o[i], residual_MN=x)
-            hidden = linear_(rms_norm(x, self.norm, EPSILON), self.gate_up[i], swiglu=True)
-            x = linear_(hidden, self.down[i], residual_MN=x)
-        return rms_norm(x, self.norm, EPSILON)
+            x = linear_(attend(q, i).view(-1, HEADS * DIM), self.o[i])
+            x, residual = rms_norm_residual(x, residual, self.norm, EPSILON)
+            x = linear_(silu_multiply(linear_(x, self.gate_up[i])), self.down[i])
+            x, residual = rms_norm_residual(x, residual, self.norm, EPSILON)
+        return x
 
     def step(self, tokens_RQ, context_R, temperature, seed, linear_=linear):
         num_rows, num_queries = tokens_RQ.shape

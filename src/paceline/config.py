@@ -69,7 +69,7 @@ class LearningConfig(Section):
     loss_mean: Literal["token", "sequence"] = Field("token", description="token: every token counts the same; sequence: every response")
     epochs: int = Field(1, ge=1, description="passes over the step's samples")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
-    micro_batch_tokens: int = Field(4096, ge=64, description="tokens per forward and backward pass")
+    micro_batch_tokens: int = Field(2048, ge=64, description="tokens per forward and backward pass")
 
 
 class EvalConfig(Section):

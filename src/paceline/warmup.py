@@ -20,6 +20,7 @@ from paceline.policy.tokenizer import character_tokenizer, load_tokenizer, save_
 from paceline.tasks import running_sums
 
 CAREFUL_SHARE = 0.3
+BATCH_SIZE = 64
 Progress = Callable[[int, int, float], None]
 
 
@@ -44,7 +45,7 @@ def make_builtin(folder: Path, seed: int, careful_steps: int, mixed_steps: int, 
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config()).initialise(seed)
     total = careful_steps + mixed_steps
-    settings = LearningConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01)
+    settings = LearningConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048)
     batches = _builtin_batches(tokenizer, seed, careful_steps, total)
     train_supervised(policy, batches, total, settings, lambda step, loss: progress(step, total, loss))
     save_policy(policy, folder, dtype=DTYPES["bfloat16"])  # half the size; the values are rounded once, here
@@ -58,7 +59,7 @@ def _builtin_batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total:
     rng = random.Random(f"warmup/{seed}")
     for step in range(total):
         examples: list[Example] = []
-        while len(examples) < 96:
+        while len(examples) < BATCH_SIZE:
             problem = running_sums.draw_problem(rng)
             if problem.prompt in held_out:
                 continue

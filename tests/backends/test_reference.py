@@ -23,7 +23,7 @@ def naive_sample(oracle: transformers.PreTrainedModel, request: Request, limit: 
         noise = gumbel(torch.tensor(request.seed), torch.tensor(sequence.shape[1]), len(logits))
         token = int((scaled + noise if sampling.temperature else scaled).argmax())
         tokens.append(token)
-        logprobs.append(float(scaled.log_softmax(-1)[token]))
+        logprobs.append(scaled.log_softmax(-1)[token].item())
         if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
             return tokens, logprobs
         if len(tokens) == sampling.max_tokens or sequence.shape[1] + 1 >= limit:

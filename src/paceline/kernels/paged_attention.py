@@ -5,15 +5,13 @@ context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_s
 
 A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it:
 
-    keys    |  split 0: SPLIT keys  |  split 1  | ...     split boundaries are absolute positions
-             tile tile tile tile                          TILE keys: online softmax inside a split, from a fresh state
-    result = fold(fold(split 0, split 1), split 2) ...    left to right, by whoever does it
+    keys    | split 0 | split 1 | split 2 |      SPLIT keys each; boundaries are absolute positions
+    result = fold(fold(split 0, split 1), split 2)    each split from a fresh state, folded left to right by whoever does it
 
 With few rows, many programs share a row's splits and a second kernel folds their partial results; with many rows one
 program walks its whole row and folds in registers. Both fold the same numbers in the same order. Queries and the heads
-of a GQA group are packed into tiles of 16 rows, so one instruction (mma m16n8k16) serves every Q; row sums go through the
-same instruction, because the order of a plain reduction depends on the layout the compiler picks. Masked keys add
-exact zeros.
+of a GQA group are packed into the tile's rows; row sums go through the tensor core like everything else, because the
+order of a plain reduction depends on the layout the compiler picks. Masked keys add exact zeros.
 """
 
 import torch
@@ -22,11 +20,11 @@ from paceline.kernels.triton_support import (
     cdiv, launch_next, launch_options, multiprocessors, next_power_of_2, tl, triton, wait_previous,
 )  # fmt: skip
 
-TILE = 64  # keys per online-softmax step
-SPLIT = 256  # keys per partial result
-QUERY_ROWS = 16  # (query, head of the group) pairs per program
+SPLIT = 128  # keys per partial result
+QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
 
+REFERENCE_KEYS = 64  # keys per step of the reference
 REFERENCE_TOKENS = 128  # queries per slice of the reference, to bound its memory
 
 
@@ -35,7 +33,7 @@ def attend_reference(
 ) -> torch.Tensor:
     """Each query by itself at its absolute position with its own block table; position < 0 gives zeros.
 
-    Every product is a `bmm` whose matrices have the same shape whatever the batch, and keys are taken TILE at a time.
+    Every product is a `bmm` whose matrices have the same shape whatever the batch, and keys are taken REFERENCE_KEYS at a time.
     """
     slices = zip(*(x.split(REFERENCE_TOKENS) for x in (q_THD, position_T, block_table_TB)), strict=True)
     return torch.cat([_attend_slice(q, position, table, k_cache, v_cache) for q, position, table in slices])
@@ -52,16 +50,16 @@ def _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache):
     total = torch.zeros_like(maximum)
     head_H = torch.arange(num_kv_heads).view(1, -1, 1)
     position_T11 = position_T.long().view(-1, 1, 1)
-    for start in range(0, int(position_T.max()) + 1, TILE):
-        token_N = torch.arange(start, start + TILE)
+    for start in range(0, int(position_T.max()) + 1, REFERENCE_KEYS):
+        token_N = torch.arange(start, start + REFERENCE_KEYS)
         hidden_TN = token_N > position_T11.squeeze(1)
         # A hidden key reads key 0 instead, which was written, so that no garbage meets a zero weight.
         token_TN = torch.where(hidden_TN, 0, token_N)
         slot_TN = block_table_TB.gather(1, token_TN // block_size).long() * block_size + token_TN % block_size
         index = (slot_TN.unsqueeze(1) * num_kv_heads + head_H).flatten()
-        k = keys[index].to(wide).view(num_tokens * num_kv_heads, TILE, head_dim)
-        v = values[index].to(wide).view(num_tokens * num_kv_heads, TILE, head_dim)
-        hidden = hidden_TN.unsqueeze(1).expand(-1, num_kv_heads, -1).reshape(num_tokens * num_kv_heads, 1, TILE)
+        k = keys[index].to(wide).view(num_tokens * num_kv_heads, REFERENCE_KEYS, head_dim)
+        v = values[index].to(wide).view(num_tokens * num_kv_heads, REFERENCE_KEYS, head_dim)
+        hidden = hidden_TN.unsqueeze(1).expand(-1, num_kv_heads, -1).reshape(num_tokens * num_kv_heads, 1, REFERENCE_KEYS)
         scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         finite = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
@@ -84,33 +82,28 @@ def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_
 @triton.jit
 def attend_split(
     q, query_position, start, end, table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of `q [ROWS, HEAD_DIM]` over keys start .. end - 1: (unnormalised sum, maximum, total weight).
+    """Softmax of `q [rows, HEAD_DIM]` over the SPLIT keys from `start`: (unnormalised sum, maximum, total weight).
 
-    `scale` turns scores into base-2 exponents.
+    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents.
     """
-    column = tl.arange(0, HEAD_DIM)
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    total = tl.zeros((ROWS, 16), tl.float32)  # every column the same: the row sum, by the tensor core
-    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
-    for tile_start in range(start, end, TILE):
-        token = tile_start + tl.arange(0, TILE)
-        exists = token < end
-        block = tl.load(table_ptr + token // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + token % BLOCK_SIZE
-        offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + column[None, :]
-        k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
-        rescale = tl.exp2(maximum - finite)
-        total = tl.dot(weights, tl.full((TILE, 16), 1.0, v.dtype), total * rescale[:, None], input_precision="ieee")
-        acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-        maximum = new_maximum
+    token = start + tl.arange(0, SPLIT)
+    exists = token < end
+    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0)
+    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
+    maximum = tl.max(scores, axis=1)
+    finite = tl.where(maximum == -float("inf"), 0.0, maximum)
+    weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
+    acc = tl.dot(weights, v, input_precision="ieee")
+    # Equal columns. More columns than rows: for a square result the compiler would stack the warps over 16 rows.
+    COLUMNS: tl.constexpr = 16 if q.shape[0] >= 64 else 2 * q.shape[0]
+    total = tl.dot(weights, tl.full((SPLIT, COLUMNS), 1.0, v.dtype), input_precision="ieee")
     return acc, maximum, tl.max(total, axis=1)
 
 
@@ -130,21 +123,21 @@ def normalised(acc, total):
     return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "table_width", "max_splits"])
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
     num_queries, table_width, max_splits, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row and query tile, kv head, p): program p of PROGRAMS takes splits p, p + PROGRAMS, ..."""
+    """Programs (kv head, row and query tile, p): program p of PROGRAMS takes splits p, p + PROGRAMS, ..."""
     launch_next(PDL)
     wait_previous(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GROUP
     query_tiles = tl.cdiv(num_queries, QUERIES)
-    row, query_tile = tl.program_id(0) // query_tiles, tl.program_id(0) % query_tiles
-    kv_head = tl.program_id(1)
+    row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
+    kv_head = tl.program_id(0)  # fastest, because the heads of a token are neighbours in memory
     query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GROUP
     member = tl.arange(0, ROWS) % PADDED_GROUP
     valid = (query < num_queries) & (member < GROUP)
@@ -167,8 +160,8 @@ def _paged_attention_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     for split in range(tl.program_id(2), num_splits, PROGRAMS):
         split_acc, split_maximum, split_total = attend_split(
-            q, context + query, split * SPLIT, tl.minimum(end, split * SPLIT + SPLIT), row_table_ptr, k_cache_ptr, v_cache_ptr,
-            kv_head, scale, ROWS, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE,
+            q, context + query, split * SPLIT, end, row_table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
+            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
         )  # fmt: skip
         if PROGRAMS == 1:
             acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
@@ -181,7 +174,7 @@ def _paged_attention_kernel(
         tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "max_splits"])
 def _combine_kernel(
     acc_ptr, maximum_ptr, total_ptr, context_ptr, out_ptr, num_queries, max_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
@@ -229,11 +222,11 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         partials = (num_rows, num_queries, num_heads, max_splits)
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
-    _paged_attention_kernel[(row_tiles, num_kv_heads, programs)](
+    _paged_attention_kernel[(num_kv_heads, row_tiles, programs)](
         q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
         num_queries, block_table_RB.shape[1], max_splits, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
-        PADDED_GROUP=padded_group, TILE=TILE, SPLIT=SPLIT, PROGRAMS=programs, **launch_options(num_warps=4, num_stages=2),
+        PADDED_GROUP=padded_group, SPLIT=SPLIT, PROGRAMS=programs, **launch_options(num_warps=4, num_stages=2 if programs == 1 else 1),
     )  # fmt: skip
     if programs > 1:
         _combine_kernel[(num_rows * num_queries, num_heads)](

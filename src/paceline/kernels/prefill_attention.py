@@ -12,10 +12,8 @@ tiles, and tiles of 32 rows so that the compiler takes the same instruction. Oth
 
 import torch
 
-from paceline.kernels.paged_attention import LOG2E, SPLIT, TILE, attend_reference, attend_split, fold, normalised
+from paceline.kernels.paged_attention import LOG2E, SPLIT, attend_reference, attend_split, fold, normalised
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
-
-UNSPLIT = 1 << 30
 
 
 def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
@@ -29,17 +27,17 @@ def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seql
     return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "table_width"])
 def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr, num_sequences, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     wait_previous(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GROUP
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
     # The last sequence whose first tile is not after this one.
     low, high = tile * 0, tile * 0 + num_sequences - 1
     while low < high:
@@ -67,8 +65,8 @@ def _prefill_attention_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     for start in range(0, end, SPLIT):
         split_acc, split_maximum, split_total = attend_split(
-            q, context + query, start, tl.minimum(end, start + SPLIT), table_ptr + low.to(tl.int64) * table_width,
-            k_cache_ptr, v_cache_ptr, kv_head, scale, ROWS, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE,
+            q, context + query, start, end, table_ptr + low.to(tl.int64) * table_width, k_cache_ptr, v_cache_ptr, kv_head, scale,
+            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
         )  # fmt: skip
         acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
@@ -79,14 +77,14 @@ def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_group = next_power_of_2(num_heads // num_kv_heads)
-    rows, split, warps = (32, SPLIT, 4) if deterministic else (128, UNSPLIT, 8)
+    rows, warps = (32, 4) if deterministic else (128, 8)
     rows = max(rows, padded_group)
     out = torch.empty_like(q_THD)
-    grid = (num_tokens // (rows // padded_group) + num_sequences, num_kv_heads)
+    grid = (num_kv_heads, num_tokens // (rows // padded_group) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
         head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GROUP=padded_group, TILE=TILE, SPLIT=split, **launch_options(num_warps=warps, num_stages=2),
+        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=warps, num_stages=2),
     )  # fmt: skip
     return out
 

@@ -4,14 +4,14 @@ Triton is optional: without it the kernel definitions are inert and the torch re
 without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
 
 Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins with
-`launch_next()`, does what needs no input (a GEMM fetches its weights into L2), and then calls `wait_previous()`:
+`launch_next()`, computes addresses, and calls `wait_previous()` before it touches memory:
 
     GEMM     |=== weights ===|
-    norm               |wait.|=|
-    next GEMM            |fetch|wait|=== weights ===|
+    norm            |...wait.|=|
+    next GEMM           |...wait.|=== weights ===|
 
 The wait returns when the previous kernel has finished and its writes are visible; since every program of every kernel
-waits, the order is transitive. Nothing but an L2 prefetch may come before it.
+waits, the order is transitive. It costs nothing where dependent launch is off, and works inside CUDA graphs.
 """
 
 import functools
@@ -27,10 +27,11 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra import cuda as tl_cuda
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda k: k))
     tl = SimpleNamespace(constexpr=lambda value=None: value)
-    tl_cuda = None
+    tl_cuda = TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 

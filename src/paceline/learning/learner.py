@@ -61,7 +61,7 @@ class Learner:
         loss.backward()
         delta_R = (logprobs_R.detach() - batch.rollout_logprobs_R)[batch.mask_R]
         totals.add(
-            loss=float(loss),
+            loss=loss.item(),
             tokens=int(batch.mask_R.sum()),
             entropy=float(entropies_R[batch.mask_R].sum()),
             clipped=float(token_loss.clipped_R[batch.mask_R].sum()),

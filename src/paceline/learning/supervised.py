@@ -33,7 +33,7 @@ def train_supervised(
             logprobs_R, _ = token_logprobs(policy, batch)
             loss = -(logprobs_R * batch.mask_R).sum() / total_tokens
             loss.backward()
-            step_loss += float(loss)
+            step_loss += loss.item()
         optimiser.step()
         progress(step, step_loss)
 

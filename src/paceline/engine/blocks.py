@@ -1,0 +1,41 @@
+"""Who owns which block of the KV cache: a free list with reference counts, because siblings share prompt blocks.
+
+Block 0 belongs to nobody: unused entries of a block table point at it.
+"""
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._references = [0] * num_blocks
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - 1 - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= len(self._free), f"asked for {count} blocks, {len(self._free)} are free"
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def share(self, blocks: list[int]) -> list[int]:
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} is free"
+            self._references[block] += 1
+        return list(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} released twice"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free.append(block)

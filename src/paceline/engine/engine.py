@@ -1,0 +1,406 @@
+"""The native engine: a backend whose running requests live on the device.
+
+    submit ──▶ waiting ──admit──▶ prefilling ──enter──▶ running ──▶ finished ──▶ completions()
+                  ▲                                        │
+                  └────────────── preempted ◀──────────────┘  blocks ran out, or the weights changed
+
+The host only decides who runs: it admits, hands out blocks ahead of need, launches steps several at a time before it
+reads the first one's outcome, and retires what has finished. What a step does is in `step.py`.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.backends.base import RolloutStats
+from paceline.engine.blocks import BlockPool
+from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
+from paceline.engine.forward import PagedForward
+from paceline.engine.graphs import StepRunner, buckets_up_to
+from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
+from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows
+from paceline.engine.sequence import Sequence
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import fill
+from paceline.types import Completion, FinishReason, Request
+
+RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    max_running: int = 256
+    kv_tokens: int = 65536
+    max_length: int = 0  # longest sequence; 0: the policy's own limit
+    prefill_tokens: int = 8192  # per chunk
+    steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
+    deterministic: bool = False
+
+
+@dataclass
+class Launched:
+    """A step whose outcome the host has not read yet."""
+
+    sequences: list[Sequence]  # in the order of the batch; a slot may have a new owner by the time this is read
+    status: torch.Tensor  # on the host, valid once `ready`
+    ready: torch.cuda.Event | None
+
+
+class Engine:
+    def __init__(self, policy: Decoder, settings: EngineSettings, version: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.version = version
+        self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
+        slots, device = settings.max_running, policy.device
+        score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
+        self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
+        self.rows = Rows(slots, self.max_length, score_dtype, device)
+        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
+        self.buckets = buckets_up_to(slots)
+        self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
+
+        self.arrivals = 0
+        self.waiting: deque[Sequence] = deque()
+        self.waiting_prompts: Counter[tuple[int, ...]] = Counter()
+        self.shared: dict[tuple[int, ...], SharedPrompt] = {}
+        self.prefills: deque[Prefill] = deque()
+        self.running: dict[int, Sequence] = {}  # by slot
+        self.free_slots = list(range(slots - 1, -1, -1))
+        self.launched: deque[Launched] = deque()
+        self.finished: deque[Completion] = deque()
+        # Per slot: a bound on the length the row may have reached, and the tokens its blocks can hold.
+        self.length_bound = np.zeros(slots + 1, dtype=np.int64)
+        self.capacity = np.zeros(slots + 1, dtype=np.int64)
+        self.limit = np.zeros(slots + 1, dtype=np.int64)
+        self.running_slots = np.zeros(0, dtype=np.int64)
+        self.batch: list[Sequence] = []  # the running sequences in the order of `running_slots`
+        self.batch_truncates = False
+        self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
+        self.paused = False
+        self.preemptions = 0
+        self.stats = RolloutStats()
+        self._last_outcome = 0.0
+
+    # -- the contract (backends/base.py) --------------------------------------------------------------------------
+
+    def submit(self, requests: Listing[Request]) -> None:
+        for request in requests:
+            limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
+            sequence = Sequence(request, self.arrivals, limit)
+            self.arrivals += 1
+            problem = self._refusal(sequence)
+            if problem:
+                self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
+            else:
+                self.waiting.append(sequence)
+                self.waiting_prompts[request.prompt] += 1
+
+    @torch.inference_mode()
+    def completions(self) -> Iterator[Completion]:
+        self._last_outcome = time.perf_counter()
+        while not self.paused:
+            while self.finished:
+                yield self.finished.popleft()
+                if self.paused:
+                    return
+            self._admit()
+            if self.prefills:
+                self._prefill()
+            if self.running:
+                self._launch()
+                while len(self.launched) > self.steps_ahead:
+                    self._read_outcome()
+            elif self.launched:
+                self._read_outcome()
+            elif not (self.waiting or self.prefills or self.finished):
+                return
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        everyone = [*self.waiting, *self.running.values(), *(s for p in self.prefills for s in p.waiting)]
+        for sequence in everyone:
+            sequence.aborted |= sequence.request.id in ids
+        self._drain()
+        for sequence in [s for s in self.running.values() if s.aborted]:
+            self._leave(sequence)
+            self.finished.append(sequence.complete(FinishReason.ABORTED))
+
+    def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """Whatever is running continues under the new weights from a recomputed cache; nothing stale is reused."""
+        self._preempt_all()
+        if weights is not None:
+            fill(self.policy, dict(weights).__getitem__)
+        self.version = version
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def sleep(self) -> None:
+        self._preempt_all()
+        self.cache.free()
+
+    def wake(self) -> None:
+        self.cache.allocate()
+
+    def take_stats(self) -> RolloutStats:
+        stats, self.stats = self.stats, RolloutStats()
+        return stats
+
+    def close(self) -> None:
+        self._preempt_all()
+        self.waiting.clear()
+
+    # -- who runs -------------------------------------------------------------------------------------------------
+
+    def _refusal(self, sequence: Sequence) -> str:
+        request = sequence.request
+        prompt, pool_tokens = len(request.prompt), (self.pool.num_blocks - 1) * BLOCK_SIZE
+        if not 1 <= prompt < self.max_length:
+            return f"prompt of {prompt} tokens; this engine takes 1 to {self.max_length - 1}"
+        if sequence.limit > pool_tokens:
+            return f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
+        if len(self._stop_ids(request)) > MAX_STOP_IDS:
+            return f"{len(self._stop_ids(request))} stop tokens; at most {MAX_STOP_IDS} are supported"
+        return ""
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids
+        return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
+
+    def _admit(self) -> None:
+        """Takes waiting sequences, in order, while there are slots and blocks for them."""
+        while self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            if sequence.aborted:
+                self._forget_waiting(self.waiting.popleft())
+                self.finished.append(sequence.complete(FinishReason.ABORTED))
+                continue
+            wanted = blocks_for(min(sequence.length + RESERVE_STEPS, sequence.limit))
+            prefix = self._shared_prompt(sequence)
+            if prefix is None and self._worth_sharing(sequence) and wanted + 1 <= self.pool.free:  # 1: a copy of the partial block
+                prefix = self._share_prompt(sequence)
+            whole = prefix.whole_blocks if prefix is not None else []
+            if wanted - len(whole) > self.pool.free:
+                if self.running or self.prefills or not self.shared:
+                    break  # room comes when somebody finishes
+                self._drop_idle_prompts()
+                continue
+            self.waiting.popleft()
+            self._start(sequence, prefix, whole, wanted)
+            self._forget_waiting(sequence)
+
+    def _worth_sharing(self, sequence: Sequence) -> bool:
+        return not sequence.response and len(sequence.request.prompt) > 1 and self.waiting_prompts[sequence.request.prompt] > 1
+
+    def _shared_prompt(self, sequence: Sequence) -> SharedPrompt | None:
+        return self.shared.get(sequence.request.prompt) if not sequence.response else None
+
+    def _share_prompt(self, sequence: Sequence) -> SharedPrompt:
+        tokens = list(sequence.request.prompt[:-1])
+        prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0)
+        self.prefills.append(prefill)
+        self.shared[sequence.request.prompt] = SharedPrompt(prefill)
+        return self.shared[sequence.request.prompt]
+
+    def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
+        sequence.slot = self.free_slots.pop()
+        sequence.blocks = self.pool.share(whole) + self.pool.allocate(num_blocks - len(whole))
+        if prefix is not None:
+            prefix.prefill.waiting.append(sequence)
+            if prefix.prefill.finished and prefix.prefill not in self.prefills:
+                self.prefills.append(prefix.prefill)  # only to let this sibling enter
+            return
+        self.prefills.append(Prefill(sequence.tokens[:-1], sequence.blocks, done=sequence.cached, waiting=[sequence]))
+
+    def _forget_waiting(self, sequence: Sequence) -> None:
+        """The group's own hold on its prompt ends when no sibling waits any more."""
+        prompt = sequence.request.prompt
+        self.waiting_prompts[prompt] -= 1
+        if self.waiting_prompts[prompt] <= 0:
+            del self.waiting_prompts[prompt]
+            shared = self.shared.get(prompt)
+            if shared is not None and shared.prefill.finished and not shared.prefill.waiting:
+                self._drop_shared(prompt)
+
+    def _drop_idle_prompts(self) -> None:
+        """Prompts that are kept only for siblings still waiting; those will prefill again."""
+        for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
+            self._drop_shared(prompt)
+
+    def _drop_shared(self, prompt: tuple[int, ...]) -> None:
+        self.pool.release(self.shared.pop(prompt).prefill.blocks)
+
+    # -- prefill --------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.prefills, self.settings.prefill_tokens)
+        ready = [prefill for prefill in self.prefills if prefill.finished]
+        self.prefills = deque(prefill for prefill in self.prefills if not prefill.finished)
+        self._copy_partial_blocks(ready)
+        entering = [sequence for prefill in ready for sequence in prefill.waiting]
+        for prefill in ready:
+            prefill.waiting = []
+        for prompt in [p for p, shared in self.shared.items() if shared.prefill in ready and p not in self.waiting_prompts]:
+            self._drop_shared(prompt)
+        for sequence in [s for s in entering if s.aborted]:
+            self._release(sequence)
+            self.finished.append(sequence.complete(FinishReason.ABORTED))
+        self._enter([sequence for sequence in entering if not sequence.aborted])
+
+    def _copy_partial_blocks(self, ready: list[Prefill]) -> None:
+        sources, targets = [], []
+        for shared in [s for s in self.shared.values() if s.prefill in ready and s.partial_block is not None]:
+            for sequence in shared.prefill.waiting:
+                sources.append(shared.partial_block)
+                targets.append(sequence.blocks[len(shared.whole_blocks)])
+        if sources:
+            self.cache.copy_blocks(sources, targets)
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        new_rows = []
+        for s in sequences:
+            new_rows.append(NewRow(s.slot, s.tokens, s.limit, s.request.seed, s.request.sampling, self._stop_ids(s.request), s.blocks))
+            self.running[s.slot] = s
+            self.length_bound[s.slot], self.limit[s.slot] = s.length, s.limit
+            self.capacity[s.slot] = len(s.blocks) * BLOCK_SIZE
+        self.rows.enter(new_rows)
+        self._running_changed()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, queries: int = 1) -> None:
+        if self.reserved_queries < queries and not self._reserve(queries):
+            return
+        self.reserved_queries -= queries
+        bucket = next(size for size in self.buckets if size >= len(self.batch))
+        status = self.runner.run(bucket, queries, self.batch_truncates)
+        ready = None
+        if status.is_cuda:
+            host = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+            host.copy_(status, non_blocking=True)
+            status, ready = host, torch.cuda.Event()
+            ready.record()
+        self.launched.append(Launched(self.batch, status, ready))
+        self.length_bound[self.running_slots] += queries
+
+    def _reserve(self, queries: int) -> bool:
+        """Blocks for the next RESERVE_STEPS steps of every running row; False if nobody is left running."""
+        if self._missing_blocks(queries).sum() > self.pool.free:
+            self._drain()  # the bounds become lengths, and what has finished gives its blocks back
+            self._drop_idle_prompts()
+            while self.running and self._missing_blocks(queries).sum() > self.pool.free:
+                self._preempt(max(self.running.values(), key=lambda s: s.order))
+            if not self.running:
+                return False
+        slots, indices, blocks = [], [], []
+        for slot, missing in zip(self.running_slots.tolist(), self._missing_blocks(queries).tolist(), strict=True):
+            if missing > 0:
+                sequence = self.running[slot]
+                new = self.pool.allocate(missing)
+                slots += [slot] * missing
+                indices += range(len(sequence.blocks), len(sequence.blocks) + missing)
+                blocks += new
+                sequence.blocks += new
+                self.capacity[slot] = len(sequence.blocks) * BLOCK_SIZE
+        if slots:
+            self.rows.extend_blocks(slots, indices, blocks)
+        self.reserved_queries = RESERVE_STEPS * queries
+        return True
+
+    def _missing_blocks(self, queries: int) -> np.ndarray:
+        slots = self.running_slots
+        wanted = np.minimum(self.length_bound[slots] + RESERVE_STEPS * queries, self.limit[slots])
+        return np.maximum(0, -(-(wanted - self.capacity[slots]) // BLOCK_SIZE))
+
+    def _read_outcome(self) -> None:
+        """Retires what the oldest unread step finished."""
+        launched = self.launched.popleft()
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        now = time.perf_counter()
+        self.stats.running.append(len(launched.sequences))
+        self.stats.step_seconds.append(now - self._last_outcome)
+        self._last_outcome = now
+        status = launched.status[:, : len(launched.sequences)].numpy()
+        ended = [(launched.sequences[i], *status[:, i].tolist()) for i in status[1].nonzero()[0]]
+        ended = [entry for entry in ended if entry[0].slot >= 0]  # a row that has ended stays so in the steps launched after
+        if ended:
+            self._take_tokens([(sequence, length) for sequence, length, _ in ended])
+            for sequence, _, state in ended:
+                self._release(sequence)
+                self.finished.append(sequence.complete(FinishReason.STOP if state == 2 else FinishReason.LENGTH))
+            self._running_changed()
+
+    def _take_tokens(self, lengths: list[tuple[Sequence, int]]) -> None:
+        """Brings what rows have sampled to the host."""
+        longest = max(length for _, length in lengths)
+        tokens, logprobs = self.rows.read([s.slot for s, _ in lengths], longest)
+        for (sequence, length), row, scores in zip(lengths, tokens, logprobs, strict=True):
+            start = sequence.length
+            sequence.append(row[start:length], scores[start:length], self.version)
+            self.stats.generated_tokens += length - start
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Reads every outstanding outcome, so that the host knows what the device knows."""
+        while self.launched:
+            self._read_outcome()
+        if len(self.running_slots):
+            slots = torch.from_numpy(self.running_slots).to(self.rows.device)
+            self.length_bound[self.running_slots] = self.rows.length[slots].cpu().numpy()
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a running row off the device with what it has so far; the pipeline must be drained."""
+        self._take_tokens([(sequence, int(self.length_bound[sequence.slot]))])
+        self.rows.deactivate([sequence.slot])
+        self._release(sequence)
+        self._running_changed()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Gives up its blocks; it will come back, first in line, and recompute them."""
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+        self.waiting_prompts[sequence.request.prompt] += 1
+        self.preemptions += 1
+
+    def _preempt_all(self) -> None:
+        self._drain()
+        for sequence in sorted(self.running.values(), key=lambda s: s.order, reverse=True):
+            self._preempt(sequence)
+        for prefill in reversed(self.prefills):
+            for sequence in reversed(prefill.waiting):
+                self._release(sequence)
+                self.waiting.appendleft(sequence)
+                self.waiting_prompts[sequence.request.prompt] += 1
+        self.prefills.clear()
+        for prompt in list(self.shared):
+            self._drop_shared(prompt)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        self.free_slots.append(sequence.slot)
+        self.running.pop(sequence.slot, None)
+        sequence.blocks, sequence.slot = [], -1
+
+    def _running_changed(self) -> None:
+        self.batch = list(self.running.values())
+        self.batch_truncates = any(sequence.request.sampling.truncates for sequence in self.batch)
+        self.running_slots = np.array([sequence.slot for sequence in self.batch], dtype=np.int64)
+        self.reserved_queries = 0
+        padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
+        padded[: len(self.batch)] = self.running_slots
+        slots = torch.from_numpy(padded)
+        self.runner.slots.copy_(slots.pin_memory() if self.rows.device.type == "cuda" else slots, non_blocking=True)

@@ -1,0 +1,80 @@
+"""Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, truncation).
+
+On a CPU there is nothing to capture and the step runs as it is.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paceline.engine.forward import PagedForward
+from paceline.engine.rows import MAX_QUERY, Rows
+from paceline.engine.step import step
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    bucket: int
+    queries: int
+    truncates: bool
+
+
+@dataclass
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph
+    status_2R: torch.Tensor
+
+
+class StepRunner:
+    """Runs a step for the first `bucket` entries of `slots`, which the caller has filled."""
+
+    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int) -> None:
+        self.forward = forward
+        self.rows = rows
+        self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
+        self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
+        self.captured: dict[GraphKey, CapturedStep] = {}
+        self.capture_seconds = 0.0
+        self._pool = None
+
+    def run(self, bucket: int, queries: int, truncates: bool) -> torch.Tensor:
+        """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
+        if self.rows.device.type != "cuda":
+            return self._step(bucket, queries, truncates)
+        key = GraphKey(bucket, queries, truncates)
+        if key not in self.captured:
+            self._capture(key)
+        captured = self.captured[key]
+        captured.graph.replay()
+        return captured.status_2R
+
+    def _step(self, bucket: int, queries: int, truncates: bool) -> torch.Tensor:
+        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, truncates)
+
+    def _capture(self, key: GraphKey) -> None:
+        """Capturing and the warm-up before it run on null rows only, so no request notices."""
+        start = time.perf_counter()
+        torch.cuda.synchronize()
+        kept = self.slots.clone()
+        self.slots.fill_(self.rows.null_slot)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(key.bucket, key.queries, key.truncates)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            status_2R = self._step(key.bucket, key.queries, key.truncates)
+        self.captured[key] = CapturedStep(graph, status_2R)
+        self.slots.copy_(kept)
+        torch.cuda.synchronize()
+        self.capture_seconds += time.perf_counter() - start
+
+
+def buckets_up_to(num_slots: int) -> list[int]:
+    """Batch sizes worth a graph of their own: dense where decoding is cheap, in sixteens and thirty-twos above."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32), *range(1088, 1 << 16, 64)]
+    below = [size for size in sizes if size < num_slots]
+    return [*below, num_slots]

@@ -1,0 +1,197 @@
+"""The engine against the naive sampler, and against itself: nothing but the request decides a completion."""
+
+import random
+
+import pytest
+import torch
+
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.policy.huggingface import exported_tensors, load_policy
+from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
+from tests.backends.test_reference import make_requests, naive_sample
+from tests.oracles import FAMILIES, double_precision, small_model
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
+    engine.submit(requests)
+    done = list(engine.completions())
+    assert len({c.request.id for c in done}) == len(done) == len(requests)
+    assert engine.pool.used == 0 and len(engine.free_slots) == engine.settings.max_running, "everything is given back"
+    assert not engine.shared and not engine.waiting_prompts
+    return {c.request.id: c for c in done}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folders = {}
+    for family in FAMILIES:
+        folders[family] = tmp_path_factory.mktemp(family)
+        small_model(family).save_pretrained(folders[family])
+    return folders
+
+
+def make_engine(folder, dtype=torch.float32, **settings) -> Engine:
+    return Engine(load_policy(folder, dtype), EngineSettings(**{"max_running": 8, "kv_tokens": 2048, **settings}))
+
+
+def grouped_requests(prompts: int, samples: int, longest: int, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    requests = []
+    for p in range(prompts):
+        prompt = tuple(rng.randrange(3, 97) for _ in range(rng.choice((1, 2, 15, 16, 17, 33, 40))))
+        for s in range(samples):
+            sampling = SamplingParams(temperature=rng.choice((1.0, 0.7, 0.0)), max_tokens=rng.randint(1, longest), stop_token_ids=(11,))
+            requests.append(Request(f"{p}/{s}", prompt, rng.getrandbits(62), sampling, group=str(p)))
+    return requests
+
+
+def bits(completions: dict[str, Completion]) -> dict[str, tuple]:
+    return {name: (c.tokens, c.logprobs, c.finish_reason) for name, c in completions.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_naive_transformers_sampling_in_float64(family, folders):
+    with double_precision():
+        oracle = small_model(family)
+        engine = make_engine(folders[family], torch.float64, max_running=5)
+        requests = make_requests(14)
+        done = run(engine, requests)
+        for request in requests:
+            tokens, logprobs = naive_sample(oracle, request, limit=256)
+            assert done[request.id].tokens == tuple(tokens)
+            assert done[request.id].logprobs == pytest.approx(logprobs, abs=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_depend_on_nothing_but_the_request(family, folders):
+    """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32 bits."""
+    requests = grouped_requests(prompts=6, samples=3, longest=60)
+    alone = {}
+    for request in requests:
+        alone |= run(make_engine(folders[family], max_running=1), [request])
+    shuffled = random.Random(1).sample(requests, len(requests))
+    cramped = make_engine(folders[family], max_running=8, kv_tokens=160)
+    assert bits(run(make_engine(folders[family]), requests)) == bits(alone)
+    assert bits(run(make_engine(folders[family], max_running=18), shuffled)) == bits(alone)
+    assert bits(run(make_engine(folders[family], prefill_tokens=7), requests)) == bits(alone)
+    assert bits(run(cramped, requests)) == bits(alone)
+    assert cramped.preemptions > 0, "this pool is too small not to preempt"
+
+
+def test_groups_prefill_their_prompt_once(folders):
+    engine = make_engine(folders["llama"], max_running=4)
+    prompt = tuple(range(3, 43))
+    requests = [Request(f"{i}", prompt, i, SamplingParams(max_tokens=9)) for i in range(10)]
+    run(engine, requests)
+    assert engine.take_stats().prefill_tokens == 39
+
+
+def test_refusals_name_the_reason_and_leave_the_others_alone(folders):
+    engine = make_engine(folders["llama"], kv_tokens=128)
+    long = SamplingParams(max_tokens=500)
+    requests = [
+        Request("too long for the model", (5,) * 256, 1, long),
+        Request("too long for the pool", (5,), 1, long),
+        Request("empty", (), 1, long),
+        Request("too many stops", (5,), 1, SamplingParams(max_tokens=3, stop_token_ids=tuple(range(50)))),
+        Request("fine", (5,), 1, SamplingParams(max_tokens=3, ignore_eos=True)),
+    ]
+    done = run(engine, requests)
+    assert done["fine"].finish_reason is FinishReason.LENGTH and len(done["fine"].tokens) == 3
+    assert "takes 1 to 255" in done["too long for the model"].error and "takes 1 to 255" in done["empty"].error
+    assert "256 KV tokens; the pool holds 128" in done["too long for the pool"].error
+    assert "50 stop tokens" in done["too many stops"].error
+
+
+def test_abort_running_waiting_and_shared(folders):
+    engine = make_engine(folders["llama"], max_running=4)
+    endless = SamplingParams(max_tokens=150, ignore_eos=True)
+    requests = [Request(str(i), (5, 6, 7) if i % 2 else (8 + i,), i, endless) for i in range(10)]
+    engine.submit([*requests, Request("short", (9,), 0, SamplingParams(max_tokens=2, ignore_eos=True))])
+    engine.abort(["8", "9"])
+    seen = []
+    for completion in engine.completions():
+        seen.append(completion)
+        if completion.request.id == "short":
+            engine.abort([str(i) for i in range(10)])
+        elif len(seen) == 1:
+            engine.abort(["0", "1", "3"])
+    assert len(seen) == 11 and engine.pool.used == 0
+    assert {c.request.id for c in seen if c.finish_reason is FinishReason.ABORTED} >= {"8", "9"}
+
+
+def test_new_weights_in_the_middle_make_segments_and_reuse_nothing(folders):
+    engine = make_engine(folders["qwen3"])
+    request = Request("a", tuple(range(3, 40)), 9, SamplingParams(max_tokens=30, ignore_eos=True))
+    engine.submit([request, Request("b", (8,), 1, SamplingParams(max_tokens=4, ignore_eos=True))])
+    for completion in engine.completions():
+        assert completion.request.id == "b"
+        engine.pause()
+    changed = {name: tensor * 1.05 for name, tensor in exported_tensors(engine.policy)}
+    engine.update_weights(7, changed.items())
+    engine.resume()
+    (completion,) = engine.completions()
+    first, second = completion.segments
+    assert (first.weight_version, second.weight_version, second.stop) == (0, 7, 30)
+    continued = Request("c", request.prompt + completion.tokens[: first.stop], 9, SamplingParams(max_tokens=30 - first.stop, ignore_eos=True))
+    again = run(engine, [continued])["c"]
+    assert again.tokens == completion.tokens[first.stop :] and again.logprobs == completion.logprobs[first.stop :]
+    assert completion.segments == (Segment(0, first.stop, 0), Segment(first.stop, 30, 7))
+
+
+def test_sleep_and_wake_keep_requests(folders):
+    requests = grouped_requests(4, 2, 40)
+    expected = bits(run(make_engine(folders["llama"]), requests))
+    engine = make_engine(folders["llama"])
+    engine.submit(requests)
+    done = []
+    for completion in engine.completions():
+        done.append(completion)
+        if len(done) == 3:
+            engine.pause()
+    engine.sleep()
+    assert engine.cache.storage_L2NBHD is None
+    engine.wake()
+    engine.resume()
+    done += engine.completions()
+    assert bits({c.request.id: c for c in done}) == expected
+
+
+def test_truncated_sampling_equals_the_reference(folders):
+    from paceline.backends.reference import ReferenceBackend
+
+    rng = random.Random(5)
+    requests = []
+    for i in range(12):
+        settings = rng.choice(({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}, {}))
+        requests.append(Request(str(i), (5 + i, 6), i, SamplingParams(temperature=1.3, max_tokens=25, **settings)))
+    reference = ReferenceBackend(load_policy(folders["llama"], torch.float64))
+    reference.submit(requests)
+    expected = {c.request.id: c for c in reference.completions()}
+    done = run(make_engine(folders["llama"], torch.float64), requests)
+    for name, completion in done.items():
+        assert completion.tokens == expected[name].tokens
+        assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=1e-9)
+
+
+def test_soak(folders):
+    """Many requests of random shapes through a small pool: every one ends exactly once, every block comes back."""
+    rng = random.Random(0)
+    engine = make_engine(folders["llama"], max_running=12, kv_tokens=512, prefill_tokens=64)
+    requests = grouped_requests(prompts=120, samples=3, longest=50, seed=2)
+    waves = [requests[i : i + 60] for i in range(0, len(requests), 60)]
+    engine.submit(waves.pop())
+    seen, aborted = [], set()
+    for completion in engine.completions():
+        seen.append(completion.request.id)
+        if waves and rng.random() < 0.1:
+            engine.submit(waves.pop())
+        if rng.random() < 0.05:
+            victim = rng.choice(requests).id
+            aborted.add(victim)
+            engine.abort([victim])
+    while waves:
+        engine.submit(waves.pop())
+        seen += [c.request.id for c in engine.completions()]
+    assert sorted(seen) == sorted(r.id for r in requests)
+    assert engine.pool.used == 0 and not engine.running and not engine.shared
