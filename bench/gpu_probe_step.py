@@ -75,11 +75,11 @@ class Model:
         logits = linear_(x, self.head, out_dtype=torch.float32)
         return sample(logits, temperature, seed, positions + 1)
 
-    def prefill(self, tokens_T, cu_seqlens, context_S, positions, slots, linear_=linear, deterministic=False):
+    def prefill(self, tokens_T, cu_seqlens, context_S, positions, slots, linear_=linear):
         table = self.table[: context_S.shape[0]]
 
         def attend(q, i):
-            return prefill_attention(q, self.k[i], self.v[i], table, cu_seqlens, context_S, deterministic)
+            return prefill_attention(q, self.k[i], self.v[i], table, cu_seqlens, context_S)
 
         x = self.layers(F.embedding(tokens_T, self.embedding), positions, slots, attend, linear_)
         return linear_(x[cu_seqlens[1:].long() - 1], self.head, out_dtype=torch.float32)

@@ -45,12 +45,15 @@ class TaskConfig(Section):
 
 
 class RolloutConfig(Section):
-    backend: Literal["reference"] = "reference"
+    backend: Literal["native", "reference"] = Field("native", description="reference: a plain generator, the engine's test oracle")
     prompts_per_step: int = Field(16, ge=1)
     samples_per_prompt: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0.0)
     max_tokens: int = Field(288, ge=1)
     max_running: int = Field(256, ge=1, description="requests decoded together at most")
+    kv_tokens: int = Field(0, ge=0, description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU")
+    prefill_tokens: int = Field(8192, ge=1, description="prompt tokens computed at a time")
+    deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 
 class LearningConfig(Section):

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.backends.base import Backend
+from paceline.backends.native import make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
 from paceline.policy.decoder import Decoder
@@ -50,9 +51,16 @@ def open_session(config: Config) -> Session:
     policy = load_policy(folder, policy_dtype(config, device), device)
     tokenizer = load_tokenizer(folder)
     task = make_task(config.task)
-    backend = ReferenceBackend(policy, config.rollout.max_running)
+    backend = make_backend(policy, config)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
+
+
+def make_backend(policy: Decoder, config: Config) -> Backend:
+    if config.rollout.backend == "reference":
+        return ReferenceBackend(policy, config.rollout.max_running)
+    longest_response = max(config.rollout.max_tokens, config.eval.max_tokens)
+    return make_native(policy, config.rollout, longest_response)
 
 
 def prepare_device(config: Config) -> torch.device:

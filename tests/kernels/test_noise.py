@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from scipy import stats
 
@@ -77,3 +78,21 @@ def test_shape_does_not_change_values():
     whole = noise.gumbel(seeds, positions, 131)
     assert torch.equal(whole[1, 2], noise.gumbel(seeds[1, 2], positions[1, 2], 131))
     assert torch.equal(whole[..., :17], noise.gumbel(seeds, positions, 17))
+
+
+def test_triton_twin_is_bit_equal(device):
+    seeds, positions = torch.randint(-(2**62), 2**62, (5,)), torch.randint(0, 2**20, (5,))
+    expected = noise.gumbel(seeds, positions, 3001, noise.STREAM_ACCEPT)
+    actual = noise.fill_gumbel_triton(seeds.to(device), positions.to(device), 3001, noise.STREAM_ACCEPT)
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_gpu_noise_equals_the_cpu_over_1e8_values():
+    rows, vocab_size = 64, 151936
+    for start in range(0, 704, rows):
+        seeds = torch.arange(start, start + rows) * 0x9E3779B97F4A7C15 % 2**62 - 2**61
+        positions = torch.arange(start, start + rows) * 37
+        actual = noise.fill_gumbel_triton(seeds.cuda(), positions.cuda(), vocab_size)
+        assert torch.equal(actual.cpu(), noise.gumbel(seeds, positions, vocab_size))
+        assert torch.equal(actual, noise.gumbel(seeds.cuda(), positions.cuda(), vocab_size)), "torch on the GPU agrees too"

@@ -360,7 +360,7 @@ class Engine:
             self._read_outcome()
         if len(self.running_slots):
             slots = torch.from_numpy(self.running_slots).to(self.rows.device)
-            self.length_bound[self.running_slots] = self.rows.length[slots].cpu().numpy()
+            self.length_bound[self.running_slots] = self.rows.state.length[slots].cpu().numpy()
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""

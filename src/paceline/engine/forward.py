@@ -27,6 +27,7 @@ class PagedForward:
         self.cache = cache
         self.deterministic = deterministic
         self.cos_PC, self.sin_PC = (policy.rope_table[:, i].contiguous() for i in (0, 1))
+        self.max_position = policy.config.max_positions - 1
 
     def decode(
         self, tokens_RQ: torch.Tensor, positions_RQ: torch.Tensor, slots_RQ: torch.Tensor, table_RB: torch.Tensor, context_R: torch.Tensor
@@ -51,7 +52,7 @@ class PagedForward:
         """Fills the cache for packed chunks of several sequences; samples nothing."""
 
         def attend(q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            return prefill_attention(q_THD, k_cache, v_cache, table_SB, boundaries_S1, context_S, self.deterministic)
+            return prefill_attention(q_THD, k_cache, v_cache, table_SB, boundaries_S1, context_S)
 
         self._layers(tokens_T, positions_T, slots_T, attend)
 

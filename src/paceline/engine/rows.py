@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.engine.cache import blocks_for
+from paceline.kernels.row_step import RowTensors
 from paceline.types import SamplingParams
 
 MAX_QUERY = 16  # tokens of one row that one step may look at
@@ -37,49 +38,51 @@ class Rows:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens = zeros(rows, width)
-        self.logprobs = zeros(rows, width, dtype=score_dtype)
-        self.length = torch.ones(rows, dtype=torch.int64, device=device)
-        self.active = zeros(rows, dtype=torch.bool)
-        self.stopped = zeros(rows, dtype=torch.bool)  # ended by a stop token, not by its limit
-        self.limit = zeros(rows)
-        self.seed = zeros(rows)
-        self.temperature = zeros(rows, dtype=score_dtype)
+        self.state = RowTensors(
+            tokens=zeros(rows, width),
+            logprobs=zeros(rows, width, dtype=score_dtype),
+            length=torch.ones(rows, dtype=torch.int64, device=device),
+            limit=zeros(rows),
+            active=zeros(rows, dtype=torch.bool),
+            stopped=zeros(rows, dtype=torch.bool),
+            seed=zeros(rows),
+            temperature=zeros(rows, dtype=score_dtype),
+            stop_ids=torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
+            block_table=zeros(rows, blocks_for(width), dtype=torch.int32),
+        )
         self.top_k = zeros(rows)
         self.top_p = torch.ones(rows, dtype=score_dtype, device=device)
         self.min_p = zeros(rows, dtype=score_dtype)
-        self.stop_ids = torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
-        self.block_table = zeros(rows, blocks_for(width), dtype=torch.int32)
 
     def enter(self, new_rows: list[NewRow]) -> None:
         """Fills and activates rows, in one go."""
         longest, widest = max(len(row.tokens) for row in new_rows), max(len(row.blocks) for row in new_rows)
         slots = self._tensor([row.slot for row in new_rows])
-        self.tokens[slots, :longest] = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in new_rows])
-        self.block_table[slots] = 0
-        self.block_table[slots, :widest] = self._tensor([row.blocks + [0] * (widest - len(row.blocks)) for row in new_rows], torch.int32)
-        self.length[slots] = self._tensor([len(row.tokens) for row in new_rows])
-        self.limit[slots] = self._tensor([row.limit for row in new_rows])
-        self.seed[slots] = self._tensor([row.seed for row in new_rows])
-        score = self.temperature.dtype
-        self.temperature[slots] = self._tensor([row.sampling.temperature for row in new_rows], score)
+        self.state.tokens[slots, :longest] = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in new_rows])
+        self.state.block_table[slots] = 0
+        self.state.block_table[slots, :widest] = self._tensor([row.blocks + [0] * (widest - len(row.blocks)) for row in new_rows], torch.int32)
+        self.state.length[slots] = self._tensor([len(row.tokens) for row in new_rows])
+        self.state.limit[slots] = self._tensor([row.limit for row in new_rows])
+        self.state.seed[slots] = self._tensor([row.seed for row in new_rows])
+        score = self.state.temperature.dtype
+        self.state.temperature[slots] = self._tensor([row.sampling.temperature for row in new_rows], score)
         self.top_k[slots] = self._tensor([row.sampling.top_k for row in new_rows])
         self.top_p[slots] = self._tensor([row.sampling.top_p for row in new_rows], score)
         self.min_p[slots] = self._tensor([row.sampling.min_p for row in new_rows], score)
-        self.stop_ids[slots] = self._tensor([[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in new_rows])
-        self.stopped[slots] = False
-        self.active[slots] = True
+        self.state.stop_ids[slots] = self._tensor([[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in new_rows])
+        self.state.stopped[slots] = False
+        self.state.active[slots] = True
 
     def extend_blocks(self, slots: list[int], indices: list[int], blocks: list[int]) -> None:
-        self.block_table[self._tensor(slots), self._tensor(indices)] = self._tensor(blocks, torch.int32)
+        self.state.block_table[self._tensor(slots), self._tensor(indices)] = self._tensor(blocks, torch.int32)
 
     def deactivate(self, slots: list[int]) -> None:
-        self.active[self._tensor(slots)] = False
+        self.state.active[self._tensor(slots)] = False
 
     def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens and logprobs of whole rows, on the host."""
         index = self._tensor(slots)
-        return self.tokens[index, :longest].tolist(), self.logprobs[index, :longest].tolist()
+        return self.state.tokens[index, :longest].tolist(), self.state.logprobs[index, :longest].tolist()
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         host = torch.tensor(values, dtype=dtype)

@@ -128,9 +128,9 @@ def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
     num_queries, table_width, max_splits, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (kv head, row and query tile, p): program p of PROGRAMS takes splits p, p + PROGRAMS, ..."""
+    """Programs (kv head, row and query tile, p): program p of P takes splits p, p + P, ... SHARED means P > 1."""
     launch_next(PDL)
     wait_previous(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -146,7 +146,7 @@ def _paged_attention_kernel(
     last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
     end = tl.where(context < 0, 0, context + last_query)
     num_splits = tl.cdiv(end, SPLIT)
-    if PROGRAMS > 1:
+    if SHARED:
         if tl.program_id(2) >= num_splits:
             return
 
@@ -158,19 +158,19 @@ def _paged_attention_kernel(
     acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     maximum = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for split in range(tl.program_id(2), num_splits, PROGRAMS):
+    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
         split_acc, split_maximum, split_total = attend_split(
             q, context + query, split * SPLIT, end, row_table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
             HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
         )  # fmt: skip
-        if PROGRAMS == 1:
+        if not SHARED:
             acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
         else:
             partial = q_row.to(tl.int64) * max_splits + split
             tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], split_acc, mask=valid[:, None])
             tl.store(maximum_ptr + partial, split_maximum, mask=valid)
             tl.store(total_ptr + partial, split_total, mask=valid)
-    if PROGRAMS == 1:
+    if not SHARED:
         tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -226,7 +226,8 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
         num_queries, block_table_RB.shape[1], max_splits, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
-        PADDED_GROUP=padded_group, SPLIT=SPLIT, PROGRAMS=programs, **launch_options(num_warps=4, num_stages=2 if programs == 1 else 1),
+        PADDED_GROUP=padded_group, SPLIT=SPLIT, SHARED=programs > 1,
+        **launch_options(num_warps=4, num_stages=1 if programs > 1 else 2),
     )  # fmt: skip
     if programs > 1:
         _combine_kernel[(num_rows * num_queries, num_heads)](

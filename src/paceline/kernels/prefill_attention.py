@@ -6,14 +6,16 @@ each sequence were in the cache before, and the chunk's own K and V have been wr
     q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s sits at position context_len[s] + j
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
-`deterministic=True` gives the bits that decoding would have given (paged_attention.py says why): same splits, same key
-tiles, and tiles of 32 rows so that the compiler takes the same instruction. Otherwise tiles are large and splits off.
+A query gets the bits that decoding would have given it, however the prompt was cut into chunks: the splits are those of
+paged_attention.py, and the tensor core rounds alike for tiles of any height.
 """
 
 import torch
 
 from paceline.kernels.paged_attention import LOG2E, SPLIT, attend_reference, attend_split, fold, normalised
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+
+QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
 
 
 def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
@@ -72,19 +74,18 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, deterministic=False):
+def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_group = next_power_of_2(num_heads // num_kv_heads)
-    rows, warps = (32, 4) if deterministic else (128, 8)
-    rows = max(rows, padded_group)
+    rows = max(QUERY_ROWS, padded_group)
     out = torch.empty_like(q_THD)
     grid = (num_kv_heads, num_tokens // (rows // padded_group) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
         head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=warps, num_stages=2),
+        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=WARPS, num_stages=2),
     )  # fmt: skip
     return out
 
@@ -96,9 +97,10 @@ def prefill_attention(
     block_table_SB: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_len_S: torch.Tensor,
-    deterministic: bool = False,
 ) -> torch.Tensor:
-    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries."""
-    if q_THD.is_cuda:
-        return prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, deterministic)
-    return prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S)
+    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries.
+
+    Tokens past the last sequence are padding: their output is undefined.
+    """
+    run = prefill_attention_triton if q_THD.is_cuda else prefill_attention_reference
+    return run(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S)

@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
 
     def initialise(self, seed: int) -> "Decoder":
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -101,8 +101,7 @@ class Decoder(nn.Module):
                 parameter.data.fill_(1.0)
             else:
                 residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-                drawn = torch.empty(parameter.shape).normal_(0.0, 0.02 * (depth_scale if residual else 1.0), generator=generator)
-                parameter.data.copy_(drawn)
+                parameter.data.normal_(0.0, 0.02 * (depth_scale if residual else 1.0), generator=generator)
         return self
 
     @property

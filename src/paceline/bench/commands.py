@@ -1,0 +1,71 @@
+"""The `paceline bench` commands."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
+
+ModelOption = Annotated[str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")]
+JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+
+
+@app.command()
+def decode(
+    model: ModelOption = "builtin",
+    batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,8,32,64,128,256",
+    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
+    new: Annotated[int, typer.Option(help="new tokens")] = 256,
+    repeats: int = 3,
+    deterministic: bool = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Time of one decode step by batch size."""
+    from paceline.bench.decode import bench_decode
+    from paceline.bench.setup import bench_device, bench_policy, describe
+
+    device = bench_device()
+    policy = bench_policy(_model(model), device)
+    points = bench_decode(policy, [int(b) for b in batches.split(",")], prompt, new, repeats, deterministic)
+    typer.echo(f"{'batch':>6} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
+    for p in points:
+        typer.echo(f"{p.batch:>6} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
+    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "points": [p.record() for p in points]})
+
+
+@app.command()
+def rollout(
+    model: ModelOption = "builtin",
+    requests: int = 256,
+    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
+    lengths: Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = "lognormal:512,1.0,16,4096",
+    max_running: int = 256,
+    kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
+    repeats: int = 2,
+    deterministic: bool = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Time of a whole long-tailed rollout."""
+    from paceline.bench.rollout import Lengths, bench_rollout
+    from paceline.bench.setup import bench_device, bench_policy, describe
+
+    device = bench_device()
+    policy = bench_policy(_model(model), device)
+    point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic)
+    typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
+    typer.echo(f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s")
+    typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
+    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "point": point.record()})
+
+
+def _model(name: str) -> str:
+    from paceline.session import BUILTIN_POLICY
+
+    return str(BUILTIN_POLICY) if name == "builtin" else name
+
+
+def _write(path: Path | None, figures: dict) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")

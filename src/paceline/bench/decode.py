@@ -1,0 +1,57 @@
+"""`paceline bench decode`: how long one decode step takes at each batch size.
+
+A step is (time for n + 1 new tokens - time for 1) / n, so prefill and admission cancel out; that is also how the peers
+are measured.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.bench.setup import bench_requests
+from paceline.bench.spread import Spread
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.policy.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class DecodePoint:
+    batch: int
+    step_ms: Spread
+    tokens_per_second: float
+    prefill_ms: float
+    first_run_seconds: float  # includes compiling kernels and capturing graphs
+    memory_gb: float
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def bench_decode(policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool) -> list[DecodePoint]:
+    longest = max(batches)
+    kv_tokens = longest * (prompt_tokens + new_tokens + 64)
+    settings = EngineSettings(max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic)
+    engine = Engine(policy, settings)
+    return [_measure(engine, batch, prompt_tokens, new_tokens, repeats) for batch in batches]
+
+
+def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> DecodePoint:
+    first = _seconds(engine, batch, prompt_tokens, new_tokens + 1)
+    steps, prefills = [], []
+    for _ in range(repeats):
+        short = _seconds(engine, batch, prompt_tokens, 1)
+        prefills.append(short)
+        steps.append((_seconds(engine, batch, prompt_tokens, new_tokens + 1) - short) / new_tokens * 1e3)
+    step = Spread.of(steps)
+    memory = torch.cuda.max_memory_allocated() / 1e9 if engine.policy.device.type == "cuda" else 0.0
+    return DecodePoint(batch, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory)
+
+
+def _seconds(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> float:
+    requests = bench_requests([new_tokens] * batch, prompt_tokens, engine.policy.config.vocab_size)
+    start = time.perf_counter()
+    engine.submit(requests)
+    count = sum(len(completion.tokens) for completion in engine.completions())
+    assert count == batch * new_tokens, f"{count} tokens came back instead of {batch * new_tokens}"
+    return time.perf_counter() - start

@@ -1,0 +1,76 @@
+"""`paceline bench rollout`: a whole rollout with lengths like RL's, most short and a few very long."""
+
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+
+from paceline.bench.setup import bench_requests
+from paceline.bench.spread import Spread
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.policy.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Output lengths: `fixed:N`, or `lognormal:MEAN,SIGMA,MIN,MAX` drawn in order from seed 0."""
+
+    values: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str, count: int) -> "Lengths":
+        kind, _, numbers = text.partition(":")
+        try:
+            if kind == "fixed":
+                return cls((int(numbers),) * count)
+            if kind == "lognormal":
+                mean, sigma, low, high = (float(x) for x in numbers.split(","))
+                rng = random.Random(0)
+                drawn = (rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count))
+                return cls(tuple(max(int(low), min(int(high), int(x))) for x in drawn))
+        except ValueError:
+            pass
+        raise ValueError(f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:512,1.0,16,4096")
+
+
+@dataclass(frozen=True)
+class RolloutPoint:
+    requests: int
+    tokens: int
+    longest: int
+    seconds: Spread
+    tokens_per_second: float
+    first_run_seconds: float
+    preemptions: int
+    decode_steps: int
+    tail_seconds: float  # with at most an eighth of the requests still running
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def bench_rollout(
+    policy: Decoder, lengths: Lengths, prompt_tokens: int, max_running: int, kv_tokens: int, repeats: int, deterministic: bool
+) -> RolloutPoint:
+    longest = max(lengths.values)
+    kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
+    settings = EngineSettings(
+        max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic
+    )
+    engine = Engine(policy, settings)
+    requests = bench_requests(list(lengths.values), prompt_tokens, policy.config.vocab_size)
+    seconds: list[float] = []
+    for _ in range(repeats + 1):
+        engine.take_stats()
+        engine.preemptions = 0
+        start = time.perf_counter()
+        engine.submit(requests)
+        tokens = sum(len(completion.tokens) for completion in engine.completions())
+        seconds.append(time.perf_counter() - start)
+        assert tokens == sum(lengths.values)
+    stats = engine.take_stats()
+    spread = Spread.of(seconds[1:])
+    tail = sum(s for s, running in zip(stats.step_seconds, stats.running, strict=True) if running * 8 <= len(requests))
+    return RolloutPoint(
+        len(requests), tokens, longest, spread, tokens / spread.median, seconds[0], engine.preemptions, len(stats.running), tail
+    )

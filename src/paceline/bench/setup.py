@@ -1,0 +1,39 @@
+"""A policy to measure: a folder's weights, or random ones in a named shape; and requests that run as long as asked."""
+
+import random
+from pathlib import Path
+
+import torch
+
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy
+from paceline.policy.shapes import SHAPES
+from paceline.types import Request, SamplingParams
+
+
+def bench_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def bench_policy(model: str, device: torch.device) -> Decoder:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if model in SHAPES:
+        return Decoder(SHAPES[model], dtype, device).initialise(0)
+    if not Path(model).is_dir():
+        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)})")
+    return load_policy(model, dtype, device)
+
+
+def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[Request]:
+    """One request per length, each with a prompt of its own, sampled at temperature 1 to exactly that length."""
+    rng = random.Random(seed)
+    requests = []
+    for i, length in enumerate(lengths):
+        prompt = tuple(rng.randrange(vocab_size) for _ in range(prompt_tokens))
+        requests.append(Request(str(i), prompt, rng.getrandbits(62), SamplingParams(max_tokens=length, ignore_eos=True)))
+    return requests
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "dtype": "bfloat16" if device.type == "cuda" else "float32"}

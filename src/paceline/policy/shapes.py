@@ -1,0 +1,12 @@
+"""Well-known model shapes by name, for measuring and planning without their weights."""
+
+from paceline.policy.config import DecoderConfig, RopeConfig
+
+SHAPES = {
+    "smollm2-135m": DecoderConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, RopeConfig(100000.0), tie_embeddings=True),
+    "qwen3-0.6b": DecoderConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, RopeConfig(1e6), tie_embeddings=True, qk_norm=True),
+    "qwen3-1.7b": DecoderConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, RopeConfig(1e6), tie_embeddings=True, qk_norm=True),
+    "qwen3-4b": DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 40960, 1e-6, RopeConfig(1e6), tie_embeddings=True, qk_norm=True),
+    "qwen3-8b": DecoderConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960, 1e-6, RopeConfig(1e6), qk_norm=True),
+    "llama-3.1-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, RopeConfig(500000.0)),
+}

@@ -1,0 +1,96 @@
+"""Gather and append: the kernel against the reference, and the reference against a plain Python account of one row."""
+
+import copy
+
+import pytest
+import torch
+
+from paceline.kernels import row_step
+from paceline.kernels.row_step import RowTensors
+
+BLOCK_SIZE, SLOTS, WIDTH, PROPOSALS = 4, 7, 40, 7
+
+
+def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=g)
+
+    length = 1 + integers(20, SLOTS)
+    rows = RowTensors(
+        tokens=integers(5, SLOTS, WIDTH),
+        logprobs=torch.randn(SLOTS, WIDTH, generator=g),
+        length=length,
+        limit=length + 1 + integers(6, SLOTS),
+        active=integers(4, SLOTS) > 0,
+        stopped=torch.zeros(SLOTS, dtype=torch.bool),
+        seed=torch.randint(-(2**62), 2**62, (SLOTS,), generator=g),
+        temperature=torch.rand(SLOTS, generator=g),
+        stop_ids=torch.where(integers(2, SLOTS, 4) > 0, integers(5, SLOTS, 4), -1),
+        block_table=integers(50, SLOTS, 12).int(),
+    )
+    slots = torch.tensor([3, 0, 6, 5, 6])  # 6 twice: the null row may stand in a batch several times
+    rows.active[6] = False
+    rows = RowTensors(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
+    return rows, slots.to(device), integers(5, SLOTS, PROPOSALS).to(device)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, 8])
+def test_append_keeps_what_plain_decoding_would(queries):
+    for seed in range(30):
+        rows, slots, proposals = make_rows(seed)
+        g = torch.Generator().manual_seed(seed + 1000)
+        sampled = torch.randint(0, 5, (5, queries), generator=g)
+        agree = torch.rand(5, queries - 1, generator=g) < 0.7
+        sampled[:, :-1] = torch.where(agree, proposals[slots, : queries - 1], sampled[:, :-1])
+        logprobs = torch.randn(5, queries, generator=g)
+        before = copy.deepcopy(rows)
+        status = row_step.append_samples(rows, slots, proposals, sampled, logprobs)
+        for i, slot in enumerate(slots.tolist()):
+            expected = before.tokens[slot, : before.length[slot]].tolist()
+            state = 0 if before.active[slot] else 1
+            for q in range(queries if before.active[slot] else 0):
+                expected.append(sampled[i, q].item())
+                if expected[-1] in before.stop_ids[slot].tolist():
+                    state = 2
+                elif len(expected) == before.limit[slot]:
+                    state = 1
+                if state or (q < queries - 1 and expected[-1] != proposals[slot, q]):
+                    break
+            assert status[:, i].tolist() == [len(expected), state]
+            assert rows.tokens[slot, : len(expected)].tolist() == expected
+            assert rows.length[slot] == len(expected) and rows.active[slot].item() == (state == 0)
+            new = slice(int(before.length[slot]), len(expected))
+            assert rows.logprobs[slot, new].tolist() == logprobs[i, : new.stop - new.start].tolist()
+            rest = slice(len(expected), None)
+            assert torch.equal(rows.tokens[slot, rest], before.tokens[slot, rest])
+
+
+def check_kernels(device: str) -> None:
+    for seed in range(12):
+        for queries in (1, 3, 8):
+            rows, slots, proposals = make_rows(seed, device)
+            args = (slots, proposals, queries, 17, BLOCK_SIZE)
+            ours, theirs = row_step.gather_queries_triton(rows, *args), row_step.gather_queries_reference(rows, *args)
+            for name, tensor in vars(theirs).items():
+                assert torch.equal(getattr(ours, name), tensor), name
+            sampled = torch.randint(0, 5, (5, queries), device=device)
+            sampled[:3, :-1] = proposals[slots[:3], : queries - 1]
+            logprobs = torch.randn(5, queries, device=device)
+            other = copy.deepcopy(rows)
+            ours = row_step.append_samples_triton(rows, slots, proposals, sampled, logprobs)
+            theirs = row_step.append_samples_reference(other, slots, proposals, sampled, logprobs)
+            assert torch.equal(ours, theirs)
+            for name, tensor in vars(other).items():
+                assert torch.equal(getattr(rows, name), tensor), name
+
+
+def test_kernels_equal_the_references_interpreted():
+    pytest.importorskip("triton")
+    check_kernels("cpu")
+
+
+@pytest.mark.gpu
+def test_kernels_equal_the_references_on_the_gpu():
+    check_kernels("cuda")

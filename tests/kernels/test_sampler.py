@@ -1,0 +1,123 @@
+"""Tokens, logprobs and truncation against brute force; rows do not influence each other."""
+
+import pytest
+import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from paceline.kernels import noise
+from paceline.kernels.sampler import sample_reference, sample_triton, sample_truncated
+
+
+def inputs(num_rows, vocab_size, scale=3.0):
+    temperature = torch.tensor([1.0, 0.0, 0.7, 1.3, 2.0]).repeat(-(-num_rows // 5))[:num_rows]
+    seed, position = torch.randint(-(2**62), 2**62, (num_rows,)), torch.randint(0, 9999, (num_rows,))
+    return torch.randn(num_rows, vocab_size) * scale, temperature, seed, position
+
+
+def brute_force(logits, temperature, seed, position):
+    tokens, logprobs = [], []
+    for row in range(logits.shape[0]):
+        hot = temperature[row] > 0
+        scaled = logits[row] / (temperature[row] if hot else 1.0)
+        scores = scaled + noise.gumbel(seed[row], position[row], logits.shape[1]) if hot else scaled
+        token = max(range(len(scores)), key=lambda t: (scores[t].item(), -t))
+        tokens.append(token)
+        logprobs.append(torch.log_softmax(scaled.double(), 0)[token])
+    return torch.tensor(tokens), torch.stack(logprobs)
+
+
+def test_reference_is_brute_force():
+    case = inputs(5, 3001)
+    tokens, logprobs = brute_force(*case)
+    actual, actual_logprobs = sample_reference(*case)
+    assert torch.equal(actual, tokens)
+    torch.testing.assert_close(actual_logprobs.double(), logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [130, 5001])
+def test_kernel_gives_the_references_tokens(device, vocab_size):
+    case = inputs(10, vocab_size)
+    token, logprob = sample_triton(*(t.to(device) for t in case))
+    expected, expected_logprob = sample_reference(*case)
+    assert torch.equal(token.cpu(), expected)
+    torch.testing.assert_close(logprob.cpu(), expected_logprob, rtol=1e-5, atol=1e-5)
+
+
+def test_ties_take_the_lowest_id(device):
+    logits = torch.zeros(2, 5000)
+    logits[:, [4999, 4000, 700, 701]] = 5.0
+    case = [t.to(device) for t in (logits, torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))]
+    assert sample_triton(*case)[0].tolist() == [700, 700] == sample_reference(*(t.cpu() for t in case))[0].tolist()
+
+
+def test_masked_logits_are_never_drawn(device):
+    logits, temperature, seed, position = inputs(5, 5000)
+    logits[:, :4500] = -torch.inf  # whole chunks are empty
+    token, logprob = sample_triton(*(t.to(device) for t in (logits, temperature, seed, position)))
+    assert (token >= 4500).all() and torch.isfinite(logprob).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cpu_rows_are_invariant(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        case = inputs(6, 40000)
+        truncation = torch.tensor([0, 50, 0, 7, 0, 0]), torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]), torch.tensor([0, 0, 0, 0, 0, 0.05])
+        plain, truncated = sample_reference(*case), sample_truncated(*case, *truncation)
+        for row in range(6):
+            one = slice(row, row + 1)
+            for whole, part in ((plain, sample_reference(*(t[one] for t in case))), (truncated, sample_truncated(*(t[one] for t in (*case, *truncation))))):
+                assert all(torch.equal(w[one], p) for w, p in zip(whole, part, strict=True)), row
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.gpu
+def test_gpu_rows_are_invariant():
+    case = [t.cuda() for t in inputs(64, 151936)]
+    token, logprob = sample_triton(*case)
+    expected, expected_logprob = sample_reference(*(t.cpu() for t in case))
+    assert torch.equal(token.cpu(), expected)
+    torch.testing.assert_close(logprob.cpu(), expected_logprob, rtol=1e-5, atol=1e-5)
+    for row in (0, 1, 17, 63):
+        one = sample_triton(*(t[row : row + 1] for t in case))
+        assert torch.equal(one[0], token[row : row + 1]) and torch.equal(one[1], logprob[row : row + 1])
+        truncation = torch.tensor([40]).cuda(), torch.tensor([0.9]).cuda(), torch.tensor([0.01]).cuda()
+        alone = sample_truncated(*(t[row : row + 1] for t in case), *truncation)
+        together = sample_truncated(*case, *(t.expand(64) for t in truncation))
+        assert all(torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.7, 0.02), (1, 0.1, 0.9)])
+def test_truncation_keeps_what_hugging_face_keeps(top_k, top_p, min_p):
+    num_rows = 4000
+    logits = (torch.randn(1, 60, dtype=torch.float64) * 2).expand(num_rows, -1)
+    temperature, seed, position = torch.full((num_rows,), 1.5), torch.arange(num_rows), torch.arange(num_rows)
+    token, logprob, log_mass = sample_truncated(
+        logits, temperature, seed, position, torch.full((num_rows,), top_k), torch.full((num_rows,), top_p), torch.full((num_rows,), min_p)
+    )
+    scaled = expected = logits[:1] / 1.5
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    kept = torch.isfinite(expected[0])
+    assert kept[token].all() and set(token.tolist()) >= set(torch.nonzero(kept & (scaled.softmax(-1)[0] > 0.01)).squeeze(1).tolist())
+    mass = scaled.softmax(-1)[0][kept].sum().log()
+    torch.testing.assert_close(log_mass, mass.expand(num_rows), rtol=0, atol=1e-9)
+    torch.testing.assert_close(logprob, scaled.log_softmax(-1)[0][token], rtol=0, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_truncated_sampling_can_be_captured():
+    case = [t.cuda() for t in inputs(4, 5000)]
+    truncation = torch.full((4,), 50).cuda(), torch.full((4,), 0.9).cuda(), torch.zeros(4).cuda()
+    expected = sample_truncated(*case, *truncation)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample_truncated(*case, *truncation)
+    graph.replay()
+    assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
