@@ -53,6 +53,7 @@ class RolloutConfig(Section):
     max_running: int = Field(256, ge=1, description="requests decoded together at most")
     kv_tokens: int = Field(0, ge=0, description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU")
     prefill_tokens: int = Field(8192, ge=1, description="prompt tokens computed at a time")
+    admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 

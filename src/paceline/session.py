@@ -51,16 +51,16 @@ def open_session(config: Config) -> Session:
     policy = load_policy(folder, policy_dtype(config, device), device)
     tokenizer = load_tokenizer(folder)
     task = make_task(config.task)
-    backend = make_backend(policy, config)
+    backend = make_backend(policy, tokenizer, config)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
 
 
-def make_backend(policy: Decoder, config: Config) -> Backend:
+def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config) -> Backend:
     if config.rollout.backend == "reference":
-        return ReferenceBackend(policy, config.rollout.max_running)
+        return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     longest_response = max(config.rollout.max_tokens, config.eval.max_tokens)
-    return make_native(policy, config.rollout, longest_response)
+    return make_native(policy, config.rollout, longest_response, tokenizer)
 
 
 def prepare_device(config: Config) -> torch.device:

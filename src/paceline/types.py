@@ -32,7 +32,9 @@ class SamplingParams:
     top_k: int = 0  # 0: all
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end the response; the token that completes one is its last
     ignore_eos: bool = False
+    top_logprobs: int = 0  # also report the most likely tokens at each position, this many
 
     @property
     def truncates(self) -> bool:
@@ -48,6 +50,9 @@ class Request:
     seed: int
     sampling: SamplingParams
     group: str = ""  # requests of one group share their prompt
+    expected_tokens: int = 0  # a guess at the response's length, for `rollout.admission: longest`
+    hold: bool = False  # keep the finished sequence's cache for a request that `continues` this one
+    continues: str = ""  # id of a held request whose prompt and response begin this prompt
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Completion:
     finish_reason: FinishReason
     segments: tuple[Segment, ...]
     error: str = ""
+    top_logprobs: tuple[dict[int, float], ...] = ()  # by position, where the request asked for them
 
     @property
     def loss_mask(self) -> list[bool]:

@@ -195,3 +195,66 @@ def test_soak(folders):
         seen += [c.request.id for c in engine.completions()]
     assert sorted(seen) == sorted(r.id for r in requests)
     assert engine.pool.used == 0 and not engine.running and not engine.shared
+
+
+def test_stop_strings_and_top_logprobs_equal_the_reference(folders):
+    from paceline.backends.reference import ReferenceBackend
+    from paceline.policy.tokenizer import character_tokenizer
+
+    alphabet = "".join(chr(0x4E00 + i) for i in range(96))
+    tokenizer = character_tokenizer(alphabet)
+    rng = random.Random(7)
+    requests = []
+    for i in range(16):
+        stop = ("".join(rng.choice(alphabet[:6]) for _ in range(1 + i % 2)), alphabet[40]) if i % 4 else ()
+        sampling = SamplingParams(temperature=0.8, max_tokens=40, stop=stop, top_logprobs=(0, 3, 5)[i % 3])
+        requests.append(Request(str(i), (5 + i, 6), i, sampling))
+    reference = ReferenceBackend(load_policy(folders["llama"], torch.float64), tokenizer=tokenizer)
+    reference.submit(requests)
+    expected = {c.request.id: c for c in reference.completions()}
+    engine = Engine(load_policy(folders["llama"], torch.float64), EngineSettings(max_running=5, kv_tokens=512), tokenizer)
+    done = run(engine, requests)
+    assert any(c.finish_reason is FinishReason.STOP and c.tokens[-1] != 2 for c in done.values()), "a stop string was met"
+    for name, completion in done.items():
+        assert (completion.tokens, completion.finish_reason) == (expected[name].tokens, expected[name].finish_reason)
+        assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=1e-9)
+        assert len(completion.top_logprobs) == (len(completion.tokens) if completion.request.sampling.top_logprobs else 0)
+        for ours, theirs in zip(completion.top_logprobs, expected[name].top_logprobs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-9)
+
+
+def test_continuing_a_held_sequence_recomputes_only_what_is_new(folders):
+    engine = make_engine(folders["llama"])
+    prompt = tuple(range(3, 40))
+    engine.submit([Request("turn 1", prompt, 5, SamplingParams(max_tokens=20, ignore_eos=True), hold=True)])
+    (first,) = engine.completions()
+    assert engine.pool.used > 0
+    engine.take_stats()
+    longer = prompt + first.tokens + (50, 51, 52)
+    second = Request("turn 2", longer, 5, SamplingParams(max_tokens=10, ignore_eos=True), continues="turn 1")
+    again = run(engine, [second])["turn 2"]
+    assert engine.take_stats().prefill_tokens == 3, "the last sampled token and the observation but its last"
+    fresh = run(make_engine(folders["llama"]), [Request("x", longer, 5, SamplingParams(max_tokens=10, ignore_eos=True))])["x"]
+    assert (again.tokens, again.logprobs) == (fresh.tokens, fresh.logprobs)
+
+    engine.submit([Request("turn 1", prompt, 5, SamplingParams(max_tokens=20, ignore_eos=True), hold=True)])
+    list(engine.completions())
+    engine.update_weights(1)
+    assert engine.pool.used == 0, "a held cache does not outlive its weights"
+
+
+def test_held_sequences_give_way_when_blocks_run_out(folders):
+    engine = make_engine(folders["llama"], kv_tokens=128)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    engine.submit([Request(str(i), (5 + i,), i, sampling, hold=True) for i in range(3)])
+    assert len(list(engine.completions())) == 3
+    engine.submit([Request("big", (9,), 1, SamplingParams(max_tokens=120, ignore_eos=True))])
+    (big,) = engine.completions()
+    assert len(big.tokens) == 120 and not engine.held
+
+
+def test_longest_expected_goes_first(folders):
+    engine = make_engine(folders["llama"], max_running=1, admission="longest")
+    requests = [Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n) for n in (3, 9, 6)]
+    engine.submit(requests)
+    assert [c.request.id for c in engine.completions()] == ["9", "6", "3"]

@@ -1,6 +1,7 @@
 """The native engine as a backend: sizes its KV pool from the recipe and the machine."""
 
 import torch
+from tokenizers import Tokenizer
 
 from paceline.config import ConfigError, RolloutConfig
 from paceline.engine.cache import token_bytes
@@ -11,14 +12,15 @@ GPU_SHARE = 0.5  # of the memory that is free when the engine starts; the rest i
 CPU_BYTES = 4 << 30
 
 
-def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int) -> Engine:
+def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, tokenizer: Tokenizer) -> Engine:
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens or default_kv_tokens(policy, rollout.max_running, longest_response),
         prefill_tokens=rollout.prefill_tokens,
+        admission=rollout.admission,
         deterministic=rollout.deterministic,
     )
-    return Engine(policy, settings)
+    return Engine(policy, settings, tokenizer)
 
 
 def default_kv_tokens(policy: Decoder, max_running: int, longest_response: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from paceline.backends.base import RolloutStats
 from paceline.kernels.noise import gumbel
@@ -30,6 +31,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     aborted: bool = False
 
     def append(self, token: int, logprob: float, version: int) -> None:
@@ -41,12 +43,14 @@ class Row:
         self.segments.append(Segment(start, len(self.tokens), version))
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        return Completion(self.request, tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.segments), error)
+        tokens, logprobs, segments = tuple(self.tokens), tuple(self.logprobs), tuple(self.segments)
+        return Completion(self.request, tokens, logprobs, reason, segments, error, tuple(self.top_logprobs))
 
 
 class ReferenceBackend:
-    def __init__(self, policy: Decoder, max_running: int = 256, version: int = 0) -> None:
+    def __init__(self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
         self.policy = policy
+        self.tokenizer = tokenizer
         self.max_running = max_running
         self.version = version
         self.waiting: deque[Row] = deque()
@@ -179,8 +183,11 @@ class ReferenceBackend:
             kept_BV = torch.stack([truncate(scaled_BV[i], row.request) for i, row in enumerate(rows)])
         tokens_B = (kept_BV + noise_BV).argmax(-1)
         logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - scaled_BV.logsumexp(-1)
-        for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+        for i, (row, token, logprob) in enumerate(zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
             row.append(token, logprob, self.version)
+            if row.request.sampling.top_logprobs:
+                top = scaled_BV[i].log_softmax(-1).topk(row.request.sampling.top_logprobs)
+                row.top_logprobs.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         self.stats.generated_tokens += len(rows)
 
     def _retire(self) -> Iterator[Completion]:
@@ -199,11 +206,15 @@ class ReferenceBackend:
             return FinishReason.ABORTED
         sampling, length = row.request.sampling, len(row.request.prompt) + len(row.tokens)
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self.policy.config.eos_token_ids)
-        if row.tokens and row.tokens[-1] in stops:
+        if row.tokens and (row.tokens[-1] in stops or self._has_stop_string(row)):
             return FinishReason.STOP
         if len(row.tokens) >= sampling.max_tokens or length >= self.policy.config.max_positions:
             return FinishReason.LENGTH
         return None
+
+    def _has_stop_string(self, row: Row) -> bool:
+        stops = row.request.sampling.stop
+        return bool(stops) and any(stop in self.tokenizer.decode(row.tokens) for stop in stops)
 
 
 def truncate(scaled_V: torch.Tensor, request: Request) -> torch.Tensor:

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from paceline.backends.base import RolloutStats
 from paceline.engine.blocks import BlockPool
 from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.engine.forward import PagedForward
-from paceline.engine.graphs import StepRunner, buckets_up_to
+from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows
 from paceline.engine.sequence import Sequence
+from paceline.engine.stop_strings import first_stop
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.types import Completion, FinishReason, Request
@@ -39,7 +41,20 @@ class EngineSettings:
     max_length: int = 0  # longest sequence; 0: the policy's own limit
     prefill_tokens: int = 8192  # per chunk
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
+    admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
+
+
+FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A finished sequence whose cache waits for a request that continues it."""
+
+    tokens: list[int]
+    blocks: list[int]
+    cached: int
 
 
 @dataclass
@@ -47,13 +62,14 @@ class Launched:
     """A step whose outcome the host has not read yet."""
 
     sequences: list[Sequence]  # in the order of the batch; a slot may have a new owner by the time this is read
-    status: torch.Tensor  # on the host, valid once `ready`
+    status: StepStatus  # on the host, valid once `ready`
     ready: torch.cuda.Event | None
 
 
 class Engine:
-    def __init__(self, policy: Decoder, settings: EngineSettings, version: int = 0) -> None:
+    def __init__(self, policy: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
         self.policy = policy
+        self.tokenizer = tokenizer  # only for stop strings
         self.settings = settings
         self.version = version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
@@ -75,13 +91,15 @@ class Engine:
         self.free_slots = list(range(slots - 1, -1, -1))
         self.launched: deque[Launched] = deque()
         self.finished: deque[Completion] = deque()
+        self.held: dict[str, Held] = {}
         # Per slot: a bound on the length the row may have reached, and the tokens its blocks can hold.
         self.length_bound = np.zeros(slots + 1, dtype=np.int64)
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
         self.limit = np.zeros(slots + 1, dtype=np.int64)
         self.running_slots = np.zeros(0, dtype=np.int64)
         self.batch: list[Sequence] = []  # the running sequences in the order of `running_slots`
-        self.batch_truncates = False
+        self.batch_key = StepVariant()
+        self.watched = False  # somebody in the batch needs the host's attention at every step
         self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
         self.paused = False
         self.preemptions = 0
@@ -101,6 +119,8 @@ class Engine:
             else:
                 self.waiting.append(sequence)
                 self.waiting_prompts[request.prompt] += 1
+        if self.settings.admission == "longest":
+            self.waiting = deque(sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order)))
 
     @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
@@ -124,6 +144,7 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
+        self._drop_held([name for name in self.held if name in ids])
         everyone = [*self.waiting, *self.running.values(), *(s for p in self.prefills for s in p.waiting)]
         for sequence in everyone:
             sequence.aborted |= sequence.request.id in ids
@@ -169,6 +190,8 @@ class Engine:
             return f"prompt of {prompt} tokens; this engine takes 1 to {self.max_length - 1}"
         if sequence.limit > pool_tokens:
             return f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
+        if request.sampling.stop and self.tokenizer is None:
+            return "stop strings need an engine with a tokenizer"
         if len(self._stop_ids(request)) > MAX_STOP_IDS:
             return f"{len(self._stop_ids(request))} stop tokens; at most {MAX_STOP_IDS} are supported"
         return ""
@@ -186,24 +209,35 @@ class Engine:
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
                 continue
             wanted = blocks_for(min(sequence.length + RESERVE_STEPS, sequence.limit))
+            self._take_held(sequence)
             prefix = self._shared_prompt(sequence)
             if prefix is None and self._worth_sharing(sequence) and wanted + 1 <= self.pool.free:  # 1: a copy of the partial block
                 prefix = self._share_prompt(sequence)
             whole = prefix.whole_blocks if prefix is not None else []
-            if wanted - len(whole) > self.pool.free:
-                if self.running or self.prefills or not self.shared:
+            if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
+                if not (self.shared or self.held) or self.running or self.prefills:
                     break  # room comes when somebody finishes
-                self._drop_idle_prompts()
+                self._drop_idle()
                 continue
             self.waiting.popleft()
             self._start(sequence, prefix, whole, wanted)
             self._forget_waiting(sequence)
 
     def _worth_sharing(self, sequence: Sequence) -> bool:
-        return not sequence.response and len(sequence.request.prompt) > 1 and self.waiting_prompts[sequence.request.prompt] > 1
+        alone = bool(sequence.response or sequence.blocks)  # it comes back, or continues a held sequence
+        return not alone and len(sequence.request.prompt) > 1 and self.waiting_prompts[sequence.request.prompt] > 1
 
     def _shared_prompt(self, sequence: Sequence) -> SharedPrompt | None:
-        return self.shared.get(sequence.request.prompt) if not sequence.response else None
+        return None if sequence.response or sequence.blocks else self.shared.get(sequence.request.prompt)
+
+    def _take_held(self, sequence: Sequence) -> None:
+        """A request that continues a held one starts from its cache, if that is still there and still its prefix."""
+        held = self.held.get(sequence.request.continues)
+        if held is None or sequence.response or sequence.blocks:
+            return
+        if len(sequence.request.prompt) > held.cached and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens:
+            del self.held[sequence.request.continues]
+            sequence.blocks, sequence.cached = held.blocks, held.cached
 
     def _share_prompt(self, sequence: Sequence) -> SharedPrompt:
         tokens = list(sequence.request.prompt[:-1])
@@ -214,7 +248,8 @@ class Engine:
 
     def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
         sequence.slot = self.free_slots.pop()
-        sequence.blocks = self.pool.share(whole) + self.pool.allocate(num_blocks - len(whole))
+        sequence.blocks += self.pool.share(whole)
+        sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
         if prefix is not None:
             prefix.prefill.waiting.append(sequence)
             if prefix.prefill.finished and prefix.prefill not in self.prefills:
@@ -232,8 +267,13 @@ class Engine:
             if shared is not None and shared.prefill.finished and not shared.prefill.waiting:
                 self._drop_shared(prompt)
 
-    def _drop_idle_prompts(self) -> None:
-        """Prompts that are kept only for siblings still waiting; those will prefill again."""
+    def _drop_held(self, names: list[str]) -> None:
+        for name in names:
+            self.pool.release(self.held.pop(name).blocks)
+
+    def _drop_idle(self) -> None:
+        """What is cached only because somebody may come for it: held sequences, prompts of siblings still waiting."""
+        self._drop_held(list(self.held))
         for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
             self._drop_shared(prompt)
 
@@ -285,12 +325,10 @@ class Engine:
             return
         self.reserved_queries -= queries
         bucket = next(size for size in self.buckets if size >= len(self.batch))
-        status = self.runner.run(bucket, queries, self.batch_truncates)
+        status = self.runner.run(bucket, queries, self.batch_key)
         ready = None
-        if status.is_cuda:
-            host = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
-            host.copy_(status, non_blocking=True)
-            status, ready = host, torch.cuda.Event()
+        if self.rows.device.type == "cuda":
+            status, ready = status.to_host(), torch.cuda.Event()
             ready.record()
         self.launched.append(Launched(self.batch, status, ready))
         self.length_bound[self.running_slots] += queries
@@ -299,7 +337,7 @@ class Engine:
         """Blocks for the next RESERVE_STEPS steps of every running row; False if nobody is left running."""
         if self._missing_blocks(queries).sum() > self.pool.free:
             self._drain()  # the bounds become lengths, and what has finished gives its blocks back
-            self._drop_idle_prompts()
+            self._drop_idle()
             while self.running and self._missing_blocks(queries).sum() > self.pool.free:
                 self._preempt(max(self.running.values(), key=lambda s: s.order))
             if not self.running:
@@ -333,15 +371,47 @@ class Engine:
         self.stats.running.append(len(launched.sequences))
         self.stats.step_seconds.append(now - self._last_outcome)
         self._last_outcome = now
-        status = launched.status[:, : len(launched.sequences)].numpy()
-        ended = [(launched.sequences[i], *status[:, i].tolist()) for i in status[1].nonzero()[0]]
-        ended = [entry for entry in ended if entry[0].slot >= 0]  # a row that has ended stays so in the steps launched after
+        lengths, states = launched.status.lengths_states[:, : len(launched.sequences)].numpy()
+        # A row that has ended stays so in the steps launched after; it left when the first of them was read.
+        here = [i for i, sequence in enumerate(launched.sequences) if sequence.slot >= 0] if self.watched else []
+        for i in here:
+            launched.status.note_top(i, launched.sequences[i], int(lengths[i]))
+        ended = [(launched.sequences[i], int(lengths[i]), FINISH[states[i]]) for i in states.nonzero()[0]]
+        ended = [entry for entry in ended if entry[0].slot >= 0]
+        ended += self._ended_by_text([(launched.sequences[i], int(lengths[i])) for i in here if states[i] == 0])
         if ended:
             self._take_tokens([(sequence, length) for sequence, length, _ in ended])
-            for sequence, _, state in ended:
-                self._release(sequence)
-                self.finished.append(sequence.complete(FinishReason.STOP if state == 2 else FinishReason.LENGTH))
+            for sequence, _, reason in ended:
+                self._finish(sequence, self._cut_at_text(sequence) or reason)
             self._running_changed()
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.request.hold and reason is not FinishReason.ABORTED:
+            cached = sequence.length - 1  # the last token has been sampled but not run
+            keep = blocks_for(cached)
+            self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
+            sequence.blocks = sequence.blocks[keep:]
+        self._release(sequence)
+        self.finished.append(sequence.complete(reason))
+
+    def _ended_by_text(self, running: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int, FinishReason]]:
+        """Rows whose text now holds one of their stop strings; what they ran beyond it will be discarded."""
+        running = [(sequence, length) for sequence, length in running if sequence.request.sampling.stop]
+        if not running:
+            return []
+        self._take_tokens(running)
+        ended = [(s, length, FinishReason.STOP) for s, length in running if self._cut_at_text(s)]
+        self.rows.deactivate([sequence.slot for sequence, _, _ in ended])
+        return ended
+
+    def _cut_at_text(self, sequence: Sequence) -> FinishReason | None:
+        """Shortens the response to the token that completes a stop string."""
+        end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
+        sequence.checked = len(sequence.response)
+        if end is None:
+            return None
+        sequence.shorten(end)
+        return FinishReason.STOP
 
     def _take_tokens(self, lengths: list[tuple[Sequence, int]]) -> None:
         """Brings what rows have sampled to the host."""
@@ -350,7 +420,7 @@ class Engine:
         for (sequence, length), row, scores in zip(lengths, tokens, logprobs, strict=True):
             start = sequence.length
             sequence.append(row[start:length], scores[start:length], self.version)
-            self.stats.generated_tokens += length - start
+            self.stats.generated_tokens += max(0, length - start)
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
@@ -386,6 +456,7 @@ class Engine:
                 self.waiting.appendleft(sequence)
                 self.waiting_prompts[sequence.request.prompt] += 1
         self.prefills.clear()
+        self._drop_held(list(self.held))
         for prompt in list(self.shared):
             self._drop_shared(prompt)
 
@@ -397,7 +468,9 @@ class Engine:
 
     def _running_changed(self) -> None:
         self.batch = list(self.running.values())
-        self.batch_truncates = any(sequence.request.sampling.truncates for sequence in self.batch)
+        samplings = [sequence.request.sampling for sequence in self.batch]
+        self.batch_key = StepVariant(any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0))
+        self.watched = any(s.stop or s.top_logprobs for s in samplings)
         self.running_slots = np.array([sequence.slot for sequence in self.batch], dtype=np.int64)
         self.reserved_queries = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, truncation).
+"""Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, variant).
 
 On a CPU there is nothing to capture and the step runs as it is.
 """
@@ -10,20 +10,20 @@ import torch
 
 from paceline.engine.forward import PagedForward
 from paceline.engine.rows import MAX_QUERY, Rows
-from paceline.engine.step import step
+from paceline.engine.step import StepStatus, StepVariant, step
 
 
 @dataclass(frozen=True)
 class GraphKey:
     bucket: int
     queries: int
-    truncates: bool
+    variant: StepVariant
 
 
 @dataclass
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
-    status_2R: torch.Tensor
+    status: StepStatus
 
 
 class StepRunner:
@@ -38,19 +38,19 @@ class StepRunner:
         self.capture_seconds = 0.0
         self._pool = None
 
-    def run(self, bucket: int, queries: int, truncates: bool) -> torch.Tensor:
+    def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
         if self.rows.device.type != "cuda":
-            return self._step(bucket, queries, truncates)
-        key = GraphKey(bucket, queries, truncates)
+            return self._step(bucket, queries, variant)
+        key = GraphKey(bucket, queries, variant)
         if key not in self.captured:
             self._capture(key)
         captured = self.captured[key]
         captured.graph.replay()
-        return captured.status_2R
+        return captured.status
 
-    def _step(self, bucket: int, queries: int, truncates: bool) -> torch.Tensor:
-        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, truncates)
+    def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
+        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant)
 
     def _capture(self, key: GraphKey) -> None:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
@@ -61,13 +61,13 @@ class StepRunner:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(key.bucket, key.queries, key.truncates)
+            self._step(key.bucket, key.queries, key.variant)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
-            status_2R = self._step(key.bucket, key.queries, key.truncates)
-        self.captured[key] = CapturedStep(graph, status_2R)
+            status = self._step(key.bucket, key.queries, key.variant)
+        self.captured[key] = CapturedStep(graph, status)
         self.slots.copy_(kept)
         torch.cuda.synchronize()
         self.capture_seconds += time.perf_counter() - start

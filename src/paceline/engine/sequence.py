@@ -1,6 +1,6 @@
 """The host's view of one request on its way through the engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.types import Completion, FinishReason, Request, Segment
 
@@ -16,6 +16,8 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     cached: int = 0  # leading tokens whose keys and values are in `blocks`
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    checked: int = 0  # response tokens that have been searched for stop strings
     aborted: bool = False
 
     @property
@@ -37,5 +39,11 @@ class Sequence:
             start = self.segments.pop().start
         self.segments.append(Segment(start, len(self.response), version))
 
+    def shorten(self, count: int) -> None:
+        """Forgets what was sampled beyond the first `count` tokens."""
+        del self.response[count:], self.logprobs[count:], self.top_logprobs[count:]
+        self.segments = [replace(s, stop=min(s.stop, count)) for s in self.segments if s.start < count]
+
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        return Completion(self.request, tuple(self.response), tuple(self.logprobs), reason, tuple(self.segments), error)
+        response, logprobs, segments = tuple(self.response), tuple(self.logprobs), tuple(self.segments)
+        return Completion(self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs))

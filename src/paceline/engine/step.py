@@ -10,24 +10,70 @@ is sampled with its own noise, and the longest prefix where proposal equals samp
 Stop tokens and limits cut the appended run where plain decoding would have stopped.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.engine.cache import BLOCK_SIZE
 from paceline.engine.forward import PagedForward
 from paceline.engine.rows import Rows
+from paceline.engine.sequence import Sequence
 from paceline.kernels.row_step import Queries, append_samples, gather_queries
 from paceline.kernels.sampler import sample, sample_truncated
 
 
-def step(forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, truncates: bool) -> torch.Tensor:
-    """Advances the rows in `slots_R`; returns `[2, R]`: their lengths, and 0 running, 1 ended at its limit, 2 stopped."""
+@dataclass(frozen=True)
+class StepVariant:
+    """What the batch needs beyond plain sampling; each combination is a graph of its own."""
+
+    truncates: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """The outcome of a step for each row of the batch, in its order."""
+
+    lengths_states: torch.Tensor  # [2, R]: length; 0 running, 1 ended at its limit, 2 stopped
+    top_values_RQN: torch.Tensor | None = None
+    top_tokens_RQN: torch.Tensor | None = None
+
+    def to_host(self) -> "StepStatus":
+        """Copies that are complete once the stream has come here."""
+        return StepStatus(*(None if x is None else _pinned_copy(x) for x in (self.lengths_states, self.top_values_RQN, self.top_tokens_RQN)))
+
+    def note_top(self, index: int, sequence: Sequence, length: int) -> None:
+        """Gives a sequence the most likely tokens at the positions it has just gained."""
+        wanted = sequence.request.sampling.top_logprobs
+        gained = length - len(sequence.request.prompt) - len(sequence.top_logprobs)
+        for q in range(gained if wanted else 0):
+            tokens, values = self.top_tokens_RQN[index, q, :wanted].tolist(), self.top_values_RQN[index, q, :wanted].tolist()
+            sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
+
+
+def step(
+    forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, variant: StepVariant
+) -> StepStatus:
+    """Advances the rows in `slots_R` by one to `queries` tokens."""
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
     hidden_TE = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
-    sampled_T, logprobs_T = _sample(rows, forward.logits(hidden_TE), slots_R, gathered, truncates)
+    logits_TV = forward.logits(hidden_TE)
+    sampled_T, logprobs_T = _sample(rows, logits_TV, slots_R, gathered, variant.truncates)
     shape = gathered.tokens_RQ.shape
-    return append_samples(state, slots_R, proposals_SK, sampled_T.view(shape), logprobs_T.view(shape))
+    lengths_states = append_samples(state, slots_R, proposals_SK, sampled_T.view(shape), logprobs_T.view(shape))
+    if not variant.top_logprobs:
+        return StepStatus(lengths_states)
+    temperature_T1 = gathered.temperature_RQ.flatten().unsqueeze(1)
+    scaled_TV = logits_TV / torch.where(temperature_T1 > 0, temperature_T1, 1.0)
+    top = scaled_TV.log_softmax(-1).topk(variant.top_logprobs)
+    return StepStatus(lengths_states, top.values.unflatten(0, shape), top.indices.unflatten(0, shape))
+
+
+def _pinned_copy(x: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
 
 
 def _sample(rows: Rows, logits_TV: torch.Tensor, slots_R: torch.Tensor, gathered: Queries, truncates: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ def _parse_group(record: dict[str, Any]) -> Group:
     samples = []
     for entry in record["samples"]:
         sampling = entry["request"].pop("sampling")
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        sampling |= {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
         prompt = tuple(entry["request"].pop("prompt"))
         request = Request(prompt=prompt, sampling=SamplingParams(**sampling), **entry["request"])
         segments = tuple(Segment(**segment) for segment in entry["segments"])
