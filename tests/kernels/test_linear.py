@@ -5,10 +5,11 @@ import torch
 
 from paceline.kernels import linear as L
 from paceline.kernels.linear import Tile, linear, linear_reference, linear_triton
+from paceline.kernels.triton_support import INTERPRETED
 
 SHAPES = [(128, 128), (128, 384), (512, 128), (128, 1024), (512, 512), (576, 192), (100, 130)]
 TILES = [
-    Tile(16, 32, 256, 4, 4), Tile(16, 64, 256, 4, 4), Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4),
+    Tile(16, 32, 512, 4, 4), Tile(16, 64, 256, 4, 4), Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 6),
     Tile(128, 32, 128, 4, 5), Tile(128, 64, 64, 4, 6), Tile(128, 64, 128, 4, 4), Tile(128, 128, 64, 4, 5), Tile(128, 128, 64, 8, 6),
     Tile(128, 256, 64, 8, 3),
 ]  # fmt: skip
@@ -36,7 +37,7 @@ def test_cpu_row_does_not_see_its_neighbours():
 @pytest.mark.parametrize("num_rows", [1, 5, 33, 70])
 @pytest.mark.parametrize("depth, width", [(128, 96), (192, 50)])
 def test_kernels_interpreted(num_rows, depth, width):
-    if not L.launch_options(1).keys() == {"PDL"}:
+    if not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
     x, weight = torch.randn(num_rows, depth), torch.randn(width, depth)
     out = linear_triton(x, weight, tile=Tile(32, 32, 64, 4, 3))
@@ -57,7 +58,7 @@ def test_gpu_is_right(depth, width):
             out = linear(x[:num_rows], weight, deterministic=deterministic)
             assert (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 4e-3
             out = linear(x[:num_rows], weight, torch.float32, deterministic)
-            assert out.dtype == torch.float32 and (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 1e-5
+            assert out.dtype == torch.float32 and (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 5e-5
 
 
 @pytest.mark.gpu
@@ -74,5 +75,7 @@ def test_gpu_rows_are_invariant(depth, width):
         for num_rows in (1, 16, 63, 64, 128, 129, 256):
             out = linear_triton(x[:num_rows], weight, torch.float32, tile)
             assert torch.equal(out, whole[:num_rows]), (tile, num_rows)
-    for width_of_choice in (4096, 6144, 24576, 151936):  # every tile the table can name is among those compared
-        assert {L.choose_tile(m, width_of_choice) for m in range(1, 2000)} <= set(TILES)
+
+
+def test_every_tile_in_use_is_compared():
+    assert {L.choose_tile(m, width) for m in range(1, 5000) for width in (64, 4096, 6144, 24576, 151936)} <= set(TILES)

@@ -168,10 +168,10 @@ class Engine:
 
     def sleep(self) -> None:
         self._preempt_all()
-        self.cache.free()
+        self.cache.sleep()
 
     def wake(self) -> None:
-        self.cache.allocate()
+        self.cache.wake()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()

@@ -5,11 +5,11 @@ A row's bits must not depend on how many rows ran with it.
 - CPU: rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
 - GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor core, and the
   two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same bits, for every M
-  (tests/kernels/test_linear.py checks it on the GPU). Up to 64 rows the time is that of reading the weights, which
-  the kernel with plain asynchronous copies does best; beyond, the one that loads whole tiles by TMA.
+  (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of reading the weights, which
+  plain asynchronous copies do best; from there on whole tiles are loaded by TMA.
 
-The invariant kernels are also the fast ones, except for 65 to CUBLAS_ROWS rows: there cuBLAS, which splits K and so
-rounds differently at different M, is a few percent faster, and `deterministic=False` takes it.
+The invariant kernels are also the fast ones, except for numbers of rows within CUBLAS_ROWS: there cuBLAS, which may split
+K and so rounds differently at different M, is up to 8% faster, and `deterministic=False` takes it.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from paceline.kernels.triton_support import (
 )  # fmt: skip
 
 ROW_TILE = 32  # CPU: costs little at M = 128 and not much at M = 1
-STREAM_ROWS = 64  # up to here weights are streamed by `_stream_kernel`
-CUBLAS_ROWS = 1024
+TMA_ROWS = 64  # from here on tiles are full enough for TMA, which is slow to fill in rows that do not exist
+CUBLAS_ROWS = 65, 4096
 
 
 def linear_reference(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -53,13 +53,15 @@ def choose_tile(num_rows: int, width: int) -> Tile:
     """
     narrow, wide = width < 6144, width >= 16384
     if num_rows <= 16:
-        return Tile(64, 32, 128, 4, 6) if narrow else Tile(16, 64, 256, 4, 4)
-    if num_rows <= STREAM_ROWS:
-        return Tile(64, 32, 128, 4, 6) if narrow else Tile(64, 128, 64, 4, 4) if wide else Tile(64, 64, 128, 4, 5)
+        return Tile(16, 32, 512, 4, 4) if narrow else Tile(16, 64, 256, 4, 4)
+    if num_rows <= 64:
+        return Tile(64, 32, 128, 4, 6) if narrow else Tile(64, 64, 64, 4, 6) if wide else Tile(64, 64, 128, 4, 5)
     if num_rows <= 128:
         return Tile(128, 32, 128, 4, 5) if narrow else Tile(128, 128, 64, 8, 6) if wide else Tile(128, 64, 64, 4, 6)
-    if num_rows <= 512:
-        return Tile(128, 64, 128, 4, 4) if narrow else Tile(128, 128, 64, 4, 5)
+    if num_rows <= 256 and narrow:
+        return Tile(128, 64, 128, 4, 4)
+    if num_rows <= 256 or (num_rows <= 1024 and not wide):
+        return Tile(128, 128, 64, 4, 5)
     return Tile(128, 256, 64, 8, 3)
 
 
@@ -123,7 +125,7 @@ def linear_triton(
     out_MN = torch.empty(num_rows, width, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     grid = (cdiv(num_rows, tile.rows) * cdiv(width, tile.cols),)
     options = dict(K=depth, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, **launch_options(tile.warps, tile.stages))
-    if num_rows < STREAM_ROWS:
+    if num_rows < TMA_ROWS:
         _stream_kernel[grid](x_MK, weight_NK, out_MN, num_rows, width, **options)
     else:
         x_desc = TensorDescriptor(x_MK, [num_rows, depth], [depth, 1], [tile.rows, tile.depth])
@@ -141,7 +143,7 @@ def linear(
     """
     if not x_MK.is_cuda:
         return linear_reference(x_MK, weight_NK, out_dtype)
-    if deterministic or not STREAM_ROWS < x_MK.shape[0] <= CUBLAS_ROWS:
+    if deterministic or not CUBLAS_ROWS[0] <= x_MK.shape[0] <= CUBLAS_ROWS[1]:
         return linear_triton(x_MK, weight_NK, out_dtype)
     if out_dtype not in (None, x_MK.dtype):
         return torch.mm(x_MK, weight_NK.t(), out_dtype=out_dtype)

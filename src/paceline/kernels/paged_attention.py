@@ -214,8 +214,11 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
     rows = max(QUERY_ROWS, padded_group)
     row_tiles = num_rows * cdiv(num_queries, rows // padded_group)
     max_splits = cdiv(block_table_RB.shape[1] * block_size, SPLIT)
-    # Enough programs to fill the GPU twice. The bits do not depend on it.
-    programs = min(max_splits, cdiv(2 * multiprocessors(q_RQHD.device), row_tiles * num_kv_heads))
+    # Share rows until every multiprocessor has a program; pipeline loads once occupancy no longer hides their latency.
+    # Neither choice changes a bit.
+    processors = multiprocessors(q_RQHD.device)
+    programs = min(max_splits, cdiv(processors, row_tiles * num_kv_heads))
+    stages = 2 if row_tiles * num_kv_heads > 4 * processors else 1
     out = torch.empty_like(q_RQHD)
     acc = maximum = total = None
     if programs > 1:
@@ -227,7 +230,7 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         num_queries, block_table_RB.shape[1], max_splits, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GROUP=padded_group, SPLIT=SPLIT, SHARED=programs > 1,
-        **launch_options(num_warps=4, num_stages=1 if programs > 1 else 2),
+        **launch_options(num_warps=4, num_stages=stages),
     )  # fmt: skip
     if programs > 1:
         _combine_kernel[(num_rows * num_queries, num_heads)](
