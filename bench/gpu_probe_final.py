@@ -1,9 +1,12 @@
 """A fake Qwen3-8B step and prefill made of the kernels alone: the table that says what the engine can reach.
 
-Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_final.py
+Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_final.py [batch sizes: only these steps]
 """
 
+# ruff: noqa: B023  (closures run at once)
+
 import functools
+import sys
 import time
 
 import gpu_probe_step as S
@@ -23,7 +26,7 @@ def main():
     model = S.Model()
     modes = {"fast": linear, "deterministic": functools.partial(linear, deterministic=True)}
     plain = {}
-    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    for rows in [int(a) for a in sys.argv[1:]] or (1, 2, 4, 8, 16, 32, 64, 128, 256):
         for name, call in modes.items():
             if rows <= 64 and name == "fast":
                 continue  # the same kernels
@@ -31,6 +34,8 @@ def main():
             ms, spread = time_graph(graph_of(lambda: model.step(*inputs, linear_=call)), repeats=11, inner=4)
             plain.setdefault(rows, ms)
             note(f"step batch {rows} {name}: {ms:.3f} ms, spread {spread:.3f}")
+    if sys.argv[1:]:
+        return
     for rows, queries in ((1, 4), (2, 4), (4, 4), (8, 4), (16, 4), (1, 8), (4, 8), (8, 8), (32, 4)):
         for name, call in modes.items():
             if rows * queries <= 64 and name == "fast":

@@ -51,9 +51,7 @@ class Model:
         residual, x = x, rms_norm(x, self.norm, EPSILON)
         for i in range(self.num_layers):
             qkv = linear_(x, self.qkv[i])
-            q = rope_and_write_kv(
-                qkv, positions, slots, self.cos, self.sin, self.k[i], self.v[i], HEADS, self.qk_norm, self.qk_norm, EPSILON
-            )
+            q = rope_and_write_kv(qkv, positions, slots, self.cos, self.sin, self.k[i], self.v[i], HEADS, self.qk_norm, self.qk_norm, EPSILON)
             x = linear_(attend(q, i).view(-1, HEADS * DIM), self.o[i])
             x, residual = rms_norm_residual(x, residual, self.norm, EPSILON)
             x = linear_(silu_multiply(linear_(x, self.gate_up[i])), self.down[i])

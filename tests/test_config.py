@@ -59,7 +59,7 @@ def test_dump_and_load_round_trip(tmp_path):
 
 
 def test_changed_keys():
-    assert changed_keys(Config(), load_config(None, ["learning.lr=0.5"])) == {"learning.lr": (1e-3, 0.5)}
+    assert changed_keys(Config(), load_config(None, ["learning.lr=0.5"])) == {"learning.lr": (1e-6, 0.5)}
 
 
 def test_shipped_recipes_are_valid():

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.backends.reference import ReferenceBackend
-from paceline.config import Config
+from paceline.config import Config, load_config
 from paceline.loop import Result
 from paceline.loop import train as run_training
 from paceline.policy.decoder import Decoder
@@ -20,7 +20,7 @@ from paceline.types import Completion, Purpose, Request, SamplingParams, request
 
 def train(config: Config | None = None, resume: str | Path | None = None, quiet: bool = True) -> Result:
     """Runs training; `result.summary` has accuracy before and after, and the run directory."""
-    return run_training(config or Config(), resume=Path(resume) if resume else None, console=Console(quiet=quiet))
+    return run_training(config or load_config("default"), resume=Path(resume) if resume else None, console=Console(quiet=quiet))
 
 
 def load(folder: str | Path = "builtin", dtype: str = "float32") -> "Policy":

@@ -51,8 +51,8 @@ def warmup(
     epochs: Annotated[int, typer.Option(help="with --data")] = 3,
     batch_size: Annotated[int, typer.Option(help="with --data")] = 32,
     lr: Annotated[float, typer.Option(help="with --data")] = 1e-4,
-    careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 500,
-    mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 250,
+    careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
+    mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
 ) -> None:
     """Makes a starting checkpoint by supervised training."""
     from paceline.session import policy_folder

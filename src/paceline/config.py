@@ -59,7 +59,7 @@ class RolloutConfig(Section):
 
 class LearningConfig(Section):
     algorithm: Literal["grpo"] = "grpo"
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-6, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)

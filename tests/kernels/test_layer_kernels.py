@@ -70,5 +70,9 @@ def test_cpu_rows_are_invariant(dtype):
     for num_rows in range(1, 129):
         r = slice((num_rows * 31) % (129 - num_rows), None)
         r = slice(r.start, r.start + num_rows)
-        part = rms_norm_residual_reference(x[r], residual[r], weight, 1e-6), silu_multiply_reference(x[r]), rope_reference(x[r].view(-1, 3, 32), angle[r], angle[r])
+        part = (
+            rms_norm_residual_reference(x[r], residual[r], weight, 1e-6),
+            silu_multiply_reference(x[r]),
+            rope_reference(x[r].view(-1, 3, 32), angle[r], angle[r]),
+        )
         assert torch.equal(part[0][0], whole[0][0][r]) and torch.equal(part[1], whole[1][r]) and torch.equal(part[2], whole[2][r])

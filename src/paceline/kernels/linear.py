@@ -8,8 +8,8 @@ A row's bits must not depend on how many rows ran with it.
   (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of reading the weights, which
   plain asynchronous copies do best; from there on whole tiles are loaded by TMA.
 
-The invariant kernels are also the fast ones, except for numbers of rows within CUBLAS_ROWS: there cuBLAS, which may split
-K and so rounds differently at different M, is up to 8% faster, and `deterministic=False` takes it.
+Up to 64 rows the invariant kernel is also the fastest. From CUBLAS_ROWS on, cuBLAS, which may split K and so rounds
+differently at different M, is 2-8% faster, and `deterministic=False` takes it.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +18,18 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels.triton_support import (
-    TensorDescriptor, cdiv, launch_next, launch_options, tl, triton, wait_previous,
+    TensorDescriptor,
+    cdiv,
+    launch_next,
+    launch_options,
+    tl,
+    triton,
+    wait_previous,
 )  # fmt: skip
 
 ROW_TILE = 32  # CPU: costs little at M = 128 and not much at M = 1
-TMA_ROWS = 64  # from here on tiles are full enough for TMA, which is slow to fill in rows that do not exist
-CUBLAS_ROWS = 65, 4096
+TMA_ROWS = 64  # from here on tiles are loaded by TMA, which is slow to fill in rows that do not exist
+CUBLAS_ROWS = 65
 
 
 def linear_reference(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,7 +61,8 @@ def choose_tile(num_rows: int, width: int) -> Tile:
     if num_rows <= 16:
         return Tile(16, 32, 512, 4, 4) if narrow else Tile(16, 64, 256, 4, 4)
     if num_rows <= 64:
-        return Tile(64, 32, 128, 4, 6) if narrow else Tile(64, 64, 64, 4, 6) if wide else Tile(64, 64, 128, 4, 5)
+        shallow = wide and num_rows < TMA_ROWS
+        return Tile(64, 32, 128, 4, 6) if narrow else Tile(64, 64, 64, 4, 6) if shallow else Tile(64, 64, 128, 4, 5)
     if num_rows <= 128:
         return Tile(128, 32, 128, 4, 5) if narrow else Tile(128, 128, 64, 8, 6) if wide else Tile(128, 64, 64, 4, 6)
     if num_rows <= 256 and narrow:
@@ -115,9 +122,7 @@ def _tma_kernel(
     tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
-def linear_triton(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None
-) -> torch.Tensor:
+def linear_triton(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> torch.Tensor:
     (num_rows, depth), width = x_MK.shape, weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, width)
     while depth % tile.depth:  # SmolLM's 576, for instance; a shallower tile gives the same bits
@@ -134,16 +139,14 @@ def linear_triton(
     return out_MN
 
 
-def linear(
-    x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, deterministic: bool = False
-) -> torch.Tensor:
+def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, deterministic: bool = False) -> torch.Tensor:
     """x times weight transposed, [M, N], in `out_dtype` (the LM head asks for float32; default x's own).
 
     On the GPU x and weight are contiguous 16-bit matrices and K is a multiple of 16.
     """
     if not x_MK.is_cuda:
         return linear_reference(x_MK, weight_NK, out_dtype)
-    if deterministic or not CUBLAS_ROWS[0] <= x_MK.shape[0] <= CUBLAS_ROWS[1]:
+    if deterministic or x_MK.shape[0] < CUBLAS_ROWS:
         return linear_triton(x_MK, weight_NK, out_dtype)
     if out_dtype not in (None, x_MK.dtype):
         return torch.mm(x_MK, weight_NK.t(), out_dtype=out_dtype)

@@ -66,9 +66,7 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torc
     return rms_norm_reference(x_MK, weight_K, epsilon)
 
 
-def rms_norm_residual(
-    x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_residual(x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual)."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon)

@@ -17,7 +17,14 @@ order of a plain reduction depends on the layout the compiler picks. Masked keys
 import torch
 
 from paceline.kernels.triton_support import (
-    cdiv, launch_next, launch_options, multiprocessors, next_power_of_2, tl, triton, wait_previous,
+    cdiv,
+    launch_next,
+    launch_options,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
 )  # fmt: skip
 
 SPLIT = 128  # keys per partial result
@@ -146,9 +153,6 @@ def _paged_attention_kernel(
     last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
     end = tl.where(context < 0, 0, context + last_query)
     num_splits = tl.cdiv(end, SPLIT)
-    if SHARED:
-        if tl.program_id(2) >= num_splits:
-            return
 
     column = tl.arange(0, HEAD_DIM)
     q_row = (row * num_queries + query) * NUM_HEADS + head

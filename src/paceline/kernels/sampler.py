@@ -128,9 +128,7 @@ def sample_triton(
     return sampled_R, logprob_R
 
 
-def sample(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(token int64 [R], full-vocabulary logprob [R] at the row's temperature, at 1 where it is 0).
 
     `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.

@@ -53,9 +53,7 @@ def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool 
     if INTERPRETED:
         return dict(PDL=False)
     pdl = has_dependent_launch(torch.cuda.current_device())
-    return dict(
-        PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl
-    )
+    return dict(PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl)
 
 
 def next_power_of_2(n: int) -> int:

@@ -1,4 +1,9 @@
-"""Fourth GPU call: tiles for 17 to 64 rows, each checked against one reference tile bit for bit."""
+"""GEMM tiles behind a small dependent kernel, as in a layer, each checked against one reference tile bit for bit.
+
+Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_tiles.py
+"""
+
+# ruff: noqa: B023  (closures run at once)
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +16,15 @@ from paceline.kernels.linear import Tile, choose_tile, linear_triton
 
 started = time.time()
 OPS = {"qkv": (6144, 4096, 10), "o": (4096, 4096, 12), "gate_up": (24576, 4096, 4), "down": (4096, 12288, 6), "head": (151936, 4096, 2)}
+
+
+def tiles(rows, *shapes):
+    return [Tile(rows, *shape) for shape in shapes]
+
+
 TILES = {
-    32: [Tile(32, c, d, w, s) for c, d, w, s in ((64, 256, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (32, 256, 4, 5), (32, 512, 4, 3), (32, 256, 4, 4), (128, 128, 4, 4), (64, 128, 8, 6))],
-    64: [Tile(64, c, d, w, s) for c, d, w, s in ((128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 8, 5), (64, 64, 4, 6), (64, 128, 4, 5), (128, 64, 4, 4), (32, 256, 4, 4))],
+    32: tiles(32, (64, 256, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (32, 256, 4, 5), (32, 512, 4, 3), (128, 128, 4, 4), (64, 128, 8, 6)),
+    64: tiles(64, (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 5), (64, 64, 4, 6), (64, 128, 4, 5), (128, 64, 4, 4), (32, 256, 4, 4)),
 }  # fmt: skip
 
 
@@ -32,8 +43,8 @@ torch.cuda.synchronize()
 for k, (x, w) in small.items():
     reference = linear_triton(x, w, torch.float32, Tile(64, 32, 128, 4, 4))
     different = []
-    for m, tiles in TILES.items():
-        for t in tiles:
+    for m, candidates in TILES.items():
+        for t in candidates:
             out = attempt(lambda: linear_triton(x[:m], w, torch.float32, t))
             if isinstance(out, str) or not torch.equal(out, reference[:m]):
                 different.append((t, out if isinstance(out, str) else "BITS"))
@@ -42,9 +53,10 @@ norm_weight, tiny = weight(4096), weight(1, 4096)
 for op, (n, k, copies) in OPS.items():
     weights = [weight(n, k) for _ in range(copies)]
     dtype = torch.float32 if op == "head" else None
-    for m, tiles in TILES.items():
+    for m, candidates in TILES.items():
         x, times = weight(m, k), {}
-        for t in dict.fromkeys([*tiles, choose_tile(m, n)]):
+        for t in dict.fromkeys([*candidates, choose_tile(m, n)]):
+
             def chain():
                 for w in weights:
                     norm.rms_norm(tiny, norm_weight, 1e-6)
@@ -55,6 +67,9 @@ for op, (n, k, copies) in OPS.items():
                 times[t] = value
         ranked = sorted(times, key=times.get)
         now = choose_tile(m, n)
-        print(f"[{time.time() - started:4.0f}] {op} M={m}:", " ".join(f"{t.rows}x{t.cols}x{t.depth}w{t.warps}s{t.stages}={times[t]:.1f}" for t in ranked[:5]), f"| now {times[now]:.1f}", flush=True)
-    del weights
-    torch.cuda.empty_cache()
+        print(
+            f"[{time.time() - started:4.0f}] {op} M={m}:",
+            " ".join(f"{t.rows}x{t.cols}x{t.depth}w{t.warps}s{t.stages}={times[t]:.1f}" for t in ranked[:5]),
+            f"| now {times[now]:.1f}",
+            flush=True,
+        )
