@@ -15,6 +15,7 @@ order of a plain reduction depends on the layout the compiler picks. Masked keys
 """
 
 import torch
+import torch.nn.functional as F
 
 from paceline.kernels.triton_support import (
     cdiv,
@@ -47,35 +48,37 @@ def attend_reference(
 
 
 def _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache):
+    """A step takes whole blocks, REFERENCE_KEYS keys, of the rows that reach that far; shapes per row never change."""
     num_tokens, num_heads, head_dim = q_THD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
-    keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
-    q = (q_THD.to(wide) * head_dim**-0.5).view(num_tokens * num_kv_heads, -1, head_dim)
-    acc = torch.zeros_like(q)
-    maximum = torch.full_like(q[..., :1], -torch.inf)
+    keys, values = k_cache.flatten(1), v_cache.flatten(1)
+    blocks_per_step = cdiv(REFERENCE_KEYS, block_size)
+    step_keys = blocks_per_step * block_size
+    q = (q_THD.to(wide) * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
+    acc = torch.zeros(q.shape, dtype=wide)
+    maximum = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide)
     total = torch.zeros_like(maximum)
-    head_H = torch.arange(num_kv_heads).view(1, -1, 1)
-    position_T11 = position_T.long().view(-1, 1, 1)
-    for start in range(0, int(position_T.max()) + 1, REFERENCE_KEYS):
-        token_N = torch.arange(start, start + REFERENCE_KEYS)
-        hidden_TN = token_N > position_T11.squeeze(1)
-        # A hidden key reads key 0 instead, which was written, so that no garbage meets a zero weight.
-        token_TN = torch.where(hidden_TN, 0, token_N)
-        slot_TN = block_table_TB.gather(1, token_TN // block_size).long() * block_size + token_TN % block_size
-        index = (slot_TN.unsqueeze(1) * num_kv_heads + head_H).flatten()
-        k = keys[index].to(wide).view(num_tokens * num_kv_heads, REFERENCE_KEYS, head_dim)
-        v = values[index].to(wide).view(num_tokens * num_kv_heads, REFERENCE_KEYS, head_dim)
-        hidden = hidden_TN.unsqueeze(1).expand(-1, num_kv_heads, -1).reshape(num_tokens * num_kv_heads, 1, REFERENCE_KEYS)
-        scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(hidden, -torch.inf)
-        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        finite = torch.where(new_maximum == -torch.inf, 0.0, new_maximum)
-        weights, rescale = (scores - finite).exp(), (maximum - finite).exp()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        acc = acc * rescale + torch.bmm(weights, v)
-        maximum = new_maximum
+    for start in range(0, int(position_T.max()) + 1, step_keys):
+        rows = (position_T >= start).nonzero().squeeze(1)
+        first_block = start // block_size
+        blocks = block_table_TB[rows, first_block : first_block + blocks_per_step]
+        blocks = F.pad(blocks, (0, blocks_per_step - blocks.shape[1])).flatten()
+        hidden_TN = torch.arange(start, start + step_keys) > position_T[rows].unsqueeze(1)
+        k = keys.index_select(0, blocks).to(wide).view(len(rows), step_keys, num_kv_heads, head_dim)
+        v = values.index_select(0, blocks).to(wide).view(len(rows), step_keys, num_kv_heads, head_dim)
+        v.masked_fill_(hidden_TN[:, :, None, None], 0.0)  # a slot never written may hold anything, and 0 x NaN is NaN
+        scores = torch.stack([torch.bmm(q[h, rows], k[:, :, h].transpose(1, 2)) for h in range(num_kv_heads)])
+        scores.masked_fill_(hidden_TN.unsqueeze(1), -torch.inf)
+        old_maximum = maximum[:, rows]
+        new_maximum = torch.maximum(old_maximum, scores.amax(-1, keepdim=True))
+        weights, rescale = (scores - new_maximum).exp_(), (old_maximum - new_maximum).exp_()
+        total[:, rows] = total[:, rows] * rescale + weights.sum(-1, keepdim=True)
+        weighted = torch.stack([torch.bmm(weights[h], v[:, :, h]) for h in range(num_kv_heads)])
+        acc[:, rows] = acc[:, rows] * rescale + weighted
+        maximum[:, rows] = new_maximum
     out = torch.where(total > 0, acc / total, 0.0)
-    return out.view(num_tokens, num_heads, head_dim).to(q_THD.dtype)
+    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
 
 
 def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R):
