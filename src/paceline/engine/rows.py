@@ -85,5 +85,9 @@ class Rows:
         return self.state.tokens[index, :longest].tolist(), self.state.logprobs[index, :longest].tolist()
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned first, so that the copy is ordered by the stream and the host does not wait for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,6 +1,6 @@
 """The shape of a decoder, read from and written to a Hugging Face `config.json`.
 
-The families differ in few places (biases, QK-norm, how RoPE is scaled), so one flat description serves them all.
+The families differ in few places (biases, QK-norm, experts, how RoPE is scaled), so one flat description serves them all.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,24 @@ class DecoderConfig:
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    num_experts: int = 0  # 0: every layer has one feed-forward, of intermediate_size
+    num_experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    normalise_expert_weights: bool = False  # the chosen experts' weights add up to one
+    dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def num_parameters(self) -> int:
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = h * (q + 2 * kv) + q * h + 3 * h * self.intermediate_size + 2 * h + (2 * self.head_dim if self.qk_norm else 0)
+        layer = h * (q + 2 * kv) + q * h + 2 * h + (2 * self.head_dim if self.qk_norm else 0)
         layer += (q + 2 * kv if self.qkv_bias else 0) + (h if self.output_bias else 0)
-        layer += 2 * self.intermediate_size + h if self.mlp_bias else 0
-        return self.num_layers * layer + h + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        dense = 3 * h * self.intermediate_size + (2 * self.intermediate_size + h if self.mlp_bias else 0)
+        sparse = self.num_experts * (3 * h * self.expert_intermediate_size + h)
+        feed_forwards = sum(sparse if self.has_experts(i) else dense for i in range(self.num_layers))
+        return self.num_layers * layer + feed_forwards + h + self.vocab_size * h * (1 if self.tie_embeddings else 2)
 
 
 def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
@@ -77,9 +87,10 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         qkv_bias=family == "qwen2" or bias,
         output_bias=family != "qwen2" and bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         bos_token_id=config.get("bos_token_id"),
+        **(_experts_from_huggingface(config) if family == "qwen3_moe" else {}),
     )
 
 
@@ -111,6 +122,15 @@ def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         out["attention_bias"] = config.qkv_bias
     if config.family == "llama":
         out["mlp_bias"] = config.mlp_bias
+    if config.family == "qwen3_moe":
+        out |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_token,
+            "moe_intermediate_size": config.expert_intermediate_size,
+            "norm_topk_prob": config.normalise_expert_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense_layers),
+        }
     return out
 
 
@@ -126,6 +146,21 @@ def read_config(folder: Path) -> DecoderConfig:
         extra = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
     return config
+
+
+def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is one list.
+
+    The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
+    """
+    layers, step, listed = range(config["num_hidden_layers"]), config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return dict(
+        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        expert_intermediate_size=config["moe_intermediate_size"],
+        normalise_expert_weights=bool(config.get("norm_topk_prob", False)),
+        dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step != 0),
+    )
 
 
 def _rope_from_huggingface(config: dict[str, Any]) -> RopeConfig:

@@ -4,7 +4,7 @@ Tokens run packed, `[T]` with their positions, without a batch dimension. What d
 each packed sequence) and generation (attend to a cache) is one callable, `attend(layer, q_THD, k_THD, v_THD)`, given
 to `forward`. Projections that share their input are one fused parameter; `huggingface.py` splits them for export.
 
-Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary.
+Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary; X experts, K experts per token, S = T x K.
 """
 
 from collections.abc import Callable
@@ -61,13 +61,56 @@ class FeedForward(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class DecoderLayer(nn.Module):
+class ExpertFeedForward(nn.Module):
+    """A router sends each token to K of the X feed-forwards; their outputs are added with the router's weights.
+
+        tokens            a     b     c            rows sorted by expert   [ b0 | a1 c0 | a0 b1 c1 ]
+        chosen experts    3 1   0 3   1 3          experts                   0    1       3
+
+    Each expert multiplies its run of rows. Scores stay in float32: rounded to bf16 they would tie, and a tie decides which
+    expert runs. The chosen weights are rounded to the model's type, as transformers does.
+    """
+
     def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        experts, size, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
+        self.experts_per_token, self.normalise = config.num_experts_per_token, config.normalise_expert_weights
+        self.router = nn.Linear(size, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
+        self.down = nn.Parameter(torch.empty(experts, size, inner))
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        weights_TK, experts_TK = self.route(x_TE)
+        sorted_S, order_S = experts_TK.flatten().sort(stable=True)
+        every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
+        ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
+        gate, up = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X).chunk(2, dim=-1)
+        out_SE = _multiply_runs(F.silu(gate) * up, self.down, ends_X)
+        out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
+        return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
+
+    def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TK, experts_TK = wide_linear(x_TE, self.router.weight).softmax(-1).topk(self.experts_per_token)
+        if self.normalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return weights_TK.to(x_TE.dtype), experts_TK
+
+
+def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
+    """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so on."""
+    if rows_SK.is_cuda and rows_SK.dtype == torch.bfloat16:
+        return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
+    lengths = ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
+    return torch.cat([F.linear(run, weight_NK) for run, weight_NK in zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)])
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = ExpertFeedForward(config) if config.has_experts(index) else FeedForward(config)
 
     def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
         x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
@@ -82,7 +125,7 @@ class Decoder(nn.Module):
         self.config = config
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+            self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to(dtype).to_empty(device=device)
@@ -100,7 +143,7 @@ class Decoder(nn.Module):
             elif parameter.ndim == 1:
                 parameter.data.fill_(1.0)
             else:
-                residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+                residual = name.endswith(("attention.output.weight", "feed_forward.down.weight", "feed_forward.down"))
                 parameter.data.normal_(0.0, 0.02 * (depth_scale if residual else 1.0), generator=generator)
         return self
 
@@ -125,10 +168,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """float32 (float64 for a float64 model), in the learner and in every engine."""
-        weight = self.head.weight
-        if weight.dtype in (torch.float32, torch.float64):
-            return F.linear(hidden_TE, weight)
-        return _WideLinear.apply(hidden_TE, weight)
+        return wide_linear(hidden_TE, self.head.weight)
+
+
+def wide_linear(x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
+    """A product that stays in float32 (float64 for a float64 model)."""
+    if weight_VE.dtype in (torch.float32, torch.float64):
+        return F.linear(x_TE, weight_VE)
+    return _WideLinear.apply(x_TE, weight_VE)
 
 
 class _WideLinear(torch.autograd.Function):

@@ -1,13 +1,17 @@
 """Hugging Face folders in and out: `config.json`, (sharded) safetensors, tokenizer files.
 
-The fused parameters of the decoder are split into, and filled from, the names that transformers and vLLM use.
+The fused parameters of the decoder are split into, and filled from, the names that transformers and vLLM use. Experts are one
+tensor each on disk, which is what both read and what the published checkpoints hold; transformers 5 can also write a layer's
+experts as one tensor, as it keeps them in memory, and such folders are read too.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -25,11 +29,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Slice:
-    """A Hugging Face tensor as rows `[start, stop)` of one of the decoder's parameters."""
+    """A Hugging Face tensor as rows `[start, stop)` of one of the decoder's parameters, or of one expert's part of it."""
 
     parameter: str
     start: int
     stop: int
+    expert: int | None = None
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        whole = parameter if self.expert is None else parameter[self.expert]
+        return whole[self.start : self.stop]
 
 
 def layout(config: DecoderConfig) -> dict[str, Slice]:
@@ -51,6 +60,9 @@ def layout(config: DecoderConfig) -> dict[str, Slice]:
         for kind, present in (("weight", True), ("bias", config.output_bias)):
             if present:
                 names[f"{theirs}self_attn.o_proj.{kind}"] = Slice(f"{ours}attention.output.{kind}", 0, e)
+        if config.has_experts(i):
+            names |= _expert_layout(config, f"{ours}feed_forward.", f"{theirs}mlp.")
+            continue
         for kind, present in (("weight", True), ("bias", config.mlp_bias)):
             if present:
                 names[f"{theirs}mlp.gate_proj.{kind}"] = Slice(f"{ours}feed_forward.gate_up.{kind}", 0, f)
@@ -62,11 +74,21 @@ def layout(config: DecoderConfig) -> dict[str, Slice]:
     return names
 
 
+def _expert_layout(config: DecoderConfig, ours: str, theirs: str) -> dict[str, Slice]:
+    f, e = config.expert_intermediate_size, config.hidden_size
+    names = {f"{theirs}gate.weight": Slice(f"{ours}router.weight", 0, config.num_experts)}
+    for x in range(config.num_experts):
+        names[f"{theirs}experts.{x}.gate_proj.weight"] = Slice(f"{ours}gate_up", 0, f, expert=x)
+        names[f"{theirs}experts.{x}.up_proj.weight"] = Slice(f"{ours}gate_up", f, 2 * f, expert=x)
+        names[f"{theirs}experts.{x}.down_proj.weight"] = Slice(f"{ours}down", 0, e, expert=x)
+    return names
+
+
 def exported_tensors(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of the decoder's parameters under their Hugging Face names."""
     parameters = dict(decoder.named_parameters())
     for name, piece in layout(decoder.config).items():
-        yield name, parameters[piece.parameter].detach()[piece.start : piece.stop]
+        yield name, piece.of(parameters[piece.parameter].detach())
 
 
 def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
@@ -80,7 +102,7 @@ def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
     parameters = dict(decoder.named_parameters())
     with torch.no_grad():
         for name, piece in layout(decoder.config).items():
-            tensor, target = read(name), parameters[piece.parameter][piece.start : piece.stop]
+            tensor, target = read(name), piece.of(parameters[piece.parameter])
             if tensor.shape != target.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the configuration asks for {tuple(target.shape)}")
             target.copy_(tensor)
@@ -98,15 +120,32 @@ def weight_reader(folder: Path) -> Callable[[str], torch.Tensor]:
         raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
     open_shards: dict[str, safe_open] = {}
 
-    def read(name: str) -> torch.Tensor:
-        if name not in shard_of:
-            raise ValueError(f"{folder} lacks the tensor {name}; it holds {len(shard_of)} others")
+    def shard_with(name: str) -> safe_open:
         shard = shard_of[name]
         if shard not in open_shards:
             open_shards[shard] = safe_open(folder / shard, "pt")
-        return open_shards[shard].get_tensor(name)
+        return open_shards[shard]
+
+    def read(name: str) -> torch.Tensor:
+        if name in shard_of:
+            return shard_with(name).get_tensor(name)
+        expert = EXPERT_TENSOR.fullmatch(name)
+        if expert and (fused := f"{expert['layer']}.{FUSED_EXPERTS[expert['kind']]}") in shard_of:
+            return _read_expert(shard_with(fused).get_slice(fused), int(expert["index"]), expert["kind"])
+        raise ValueError(f"{folder} lacks the tensor {name}; it holds {len(shard_of)} others")
 
     return read
+
+
+EXPERT_TENSOR = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+FUSED_EXPERTS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+def _read_expert(experts_XNK: Any, index: int, kind: str) -> torch.Tensor:
+    """One expert's matrix from the tensor that holds all of a layer's: gate above up, as in the decoder's own."""
+    rows = experts_XNK.get_shape()[1]
+    start, stop = {"gate": (0, rows // 2), "up": (rows // 2, rows), "down": (0, rows)}[kind]
+    return experts_XNK[index, start:stop]
 
 
 def save_policy(

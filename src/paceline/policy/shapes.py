@@ -8,5 +8,13 @@ SHAPES = {
     "qwen3-1.7b": DecoderConfig("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1e-6, RopeConfig(1e6), tie_embeddings=True, qk_norm=True),
     "qwen3-4b": DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 40960, 1e-6, RopeConfig(1e6), tie_embeddings=True, qk_norm=True),
     "qwen3-8b": DecoderConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 40960, 1e-6, RopeConfig(1e6), qk_norm=True),
+    "qwen3-30b-a3b": DecoderConfig(
+        "qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1e-6, RopeConfig(1e6), qk_norm=True,
+        num_experts=128, num_experts_per_token=8, expert_intermediate_size=768, normalise_expert_weights=True,
+    ),
+    "qwen3-235b-a22b": DecoderConfig(
+        "qwen3_moe", 151936, 4096, 12288, 94, 64, 4, 128, 40960, 1e-6, RopeConfig(1e6), qk_norm=True,
+        num_experts=128, num_experts_per_token=8, expert_intermediate_size=1536, normalise_expert_weights=True,
+    ),
     "llama-3.1-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, RopeConfig(500000.0)),
-}
+}  # fmt: skip

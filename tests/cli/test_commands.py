@@ -1,0 +1,108 @@
+"""The command line as a person uses it: help at once, errors with a way out, every command once."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.config import ConfigError
+from tests.loop_helpers import make_tiny_policy, tiny_overrides
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_help_needs_no_torch():
+    code = "import sys, paceline.cli; assert 'torch' not in sys.modules, 'torch was imported'"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True).returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.0, f"--help took {min(times):.2f} s"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["train", "learning.lrr=1"], "Did you mean 'learning.lr'?"),
+        (["train", "nonsense"], "neither a file nor a shipped recipe"),
+        (["train", "--resume", "nowhere"], "nowhere is not a run directory"),
+        (["eval", "no-such-folder"], "policy.path = 'no-such-folder'"),
+        (["export", "nowhere", "out"], "holds no config.json"),
+        (["bench", "decode", "--model", "nothing"], "neither a folder nor a named shape"),
+        (["train", "--replay", "nowhere", "run.root=/tmp/paceline-unused", "run.name=unused"], "holds no step_"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments, message, tmp_path):
+    arguments = [a.replace("/tmp/paceline-unused", str(tmp_path)) for a in arguments]
+    result = subprocess.run([sys.executable, "-m", "paceline", *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
+
+
+def test_eval_export_and_transformers(policy, tmp_path):
+    import torch
+    import transformers
+
+    output = invoke("eval", str(policy), "task.eval_problems=6", "eval.samples=4", "eval.pass_k=[1,4]", "eval.max_tokens=12")
+    assert "avg@4" in output and "pass@4" in output and "6 problems" in output
+    invoke("export", str(policy), str(tmp_path / "out"), "--dtype", "bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("a9b8=")["input_ids"]) == "a9b8="
+
+
+def test_train_leaves_a_run_directory(policy, tmp_path):
+    output = invoke("train", *tiny_overrides(policy, tmp_path, "run", steps=2))
+    assert "run directory" in output
+    for name in ("config.yaml", "metrics.jsonl", "samples/step_000002.jsonl", "checkpoints/step_000002/state.json", "checkpoints/best"):
+        assert (tmp_path / "run" / name).exists(), name
+
+
+def test_warmup_on_a_file(policy, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8)))
+    invoke("warmup", str(tmp_path / "warm"), "--data", str(tmp_path / "pairs.jsonl"), "--policy", str(policy), "--epochs", "30", "--lr", "1e-2")
+    import paceline
+
+    assert paceline.load(tmp_path / "warm").generate(["a1b2="], temperature=0.0, max_tokens=5) == [["#3"]]
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="bad.jsonl:1"):
+        invoke("warmup", str(tmp_path / "x"), "--data", str(tmp_path / "bad.jsonl"), "--policy", str(policy))
+
+
+def test_small_commands(tmp_path):
+    assert "torch" in invoke("doctor")
+    assert "default" in invoke("recipes")
+    assert "lr_schedule" in invoke("recipes", "default")
+    figures = tmp_path / "figures.json"
+    output = invoke("bench", "decode", "--batches", "1,3", "--prompt", "5", "--new", "4", "--repeats", "1", "--json", str(figures))
+    assert "step ms" in output and [p["batch"] for p in json.loads(figures.read_text())["points"]] == [1, 3]
+    output = invoke("bench", "rollout", "--requests", "4", "--prompt", "5", "--lengths", "lognormal:6,0.5,2,12", "--repeats", "1")
+    assert "4 requests" in output
+    with pytest.raises(ValueError, match="fixed:N or lognormal"):
+        invoke("bench", "rollout", "--lengths", "uniform:3")
+
+
+def test_python_api(policy, tmp_path):
+    import paceline
+
+    config = paceline.load_config(None, tiny_overrides(policy, tmp_path, "api", steps=1))
+    result = paceline.train(config)
+    assert result.finished and result.summary.run == tmp_path / "api"
+    loaded = paceline.load(result.summary.run / "checkpoints/best")
+    assert loaded.generate(["a9b8="], samples=2, seed=7) == loaded.generate(["a9b8="], samples=2, seed=7)
+    with pytest.raises(ConfigError):
+        paceline.load_config(None, ["run.stepz=1"])
