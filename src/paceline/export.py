@@ -1,5 +1,9 @@
-"""`paceline export`: a run's policy as a Hugging Face folder."""
+"""`paceline export`: a run's policy as a Hugging Face folder.
 
+With LoRA that is the merged model; its adapters go along as `adapter/`, a PEFT folder.
+"""
+
+import shutil
 from pathlib import Path
 
 from paceline.learning.checkpoint import newest_checkpoint
@@ -17,9 +21,12 @@ def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
         if newest is None:
             raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
         source = newest
+    adapter = source / "adapter"
     if (source / "policy").is_dir():
         source = source / "policy"
     read_config(source)
     policy = load_policy(source, DTYPES[dtype or "float32"])
     save_policy(policy, out, tokenizer_from=source)
+    if adapter.is_dir():
+        shutil.copytree(adapter, out / "adapter", dirs_exist_ok=True)
     return source

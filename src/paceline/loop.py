@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config
+from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
+from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import TrainingState, load_checkpoint, newest_checkpoint, save_best, save_checkpoint
 from paceline.learning.learner import Learner
 from paceline.report.clock import StageClock
@@ -39,7 +41,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     run = RunDirectory.create(config, recipe) if resume is None else _reopen(RunDirectory.open(resume), config)
     session = open_session(config)
     clock = StageClock(session.device)
-    learner = Learner(session.policy, config)
+    learner = Learner(session.policy, config, console.warn)
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
     if resume is not None:
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
@@ -49,7 +51,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         console.resumed(run.path, state.step)
     session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
-    source = _rollout_source(session, order, replay)
+    source = _rollout_source(session, order, replay, console)
     writers = make_writers(config, run.path)
     best_accuracy = state.best_accuracy
 
@@ -80,12 +82,12 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         while step < config.run.steps and not interrupted:
             step += 1
             with clock("rollout"):
-                groups = source.collect(step)
+                groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
             with clock("learn"):
                 metrics = learner.update(groups)
             with clock("sync"):
                 session.backend.update_weights(version=step)
-            metrics |= rollout_metrics(groups, source.take_stats()) | clock.take_metrics()
+            metrics |= rollout_metrics(groups, source.take_stats()) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
@@ -100,11 +102,13 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     return Result(finished=step == config.run.steps, summary=summarise_run(run))
 
 
-def _rollout_source(session: Session, order: ProblemOrder, replay: Path | None) -> RolloutSource:
+def _rollout_source(session: Session, order: ProblemOrder, replay: Path | None, console: Console) -> RolloutSource:
     if replay is not None:
         return SavedRollouts(replay)
     rollout = session.config.rollout
-    return LiveRollouts(session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling())
+    live = LiveRollouts(session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling())
+    rounds = session.config.learning.dynamic_sampling_rounds
+    return DynamicSampling(live, rollout.prompts_per_step, rounds, console.warn) if rounds else live
 
 
 def _reopen(run: RunDirectory, config: Config) -> RunDirectory:

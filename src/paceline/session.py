@@ -16,6 +16,7 @@ from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, load_policy
+from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout import GroupSampler
 from paceline.tasks import make_task
@@ -49,6 +50,8 @@ def open_session(config: Config) -> Session:
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
     policy = load_policy(folder, policy_dtype(config, device), device)
+    if config.policy.lora.rank:
+        add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
     task = make_task(config.task)
     backend = make_backend(policy, tokenizer, config)

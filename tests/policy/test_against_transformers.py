@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from paceline.policy.attention import PackedAttention
 from paceline.policy.config import from_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors, layout, load_policy, save_policy
-from tests.oracles import SMALL, double_precision, small_model
+from paceline.policy.shapes import SHAPES
+from tests.oracles import EXPERTS, SMALL, double_precision, small_model
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
@@ -31,6 +33,12 @@ CASES = {
     "qwen2-yarn-tied": ("qwen2", {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True, "rope_parameters": ROPES["default"]}),
+    "moe": ("qwen3_moe", {}),
+    "moe-plain-weights-tied": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
+    "moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
+    "moe-every-second-layer": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]}),
+    "moe-idle-experts": ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "moe-yarn": ("qwen3_moe", {"rope_parameters": ROPES["yarn"], "num_experts_per_tok": 8}),
 }
 
 
@@ -43,6 +51,16 @@ def oracle_in_double():
 def make_oracle(case: str) -> transformers.PreTrainedModel:
     family, changes = CASES[case]
     return small_model(family, **changes)
+
+
+def oracle_gradient(name: str, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    """transformers keeps a layer's experts in one tensor, gate above up, but writes them to disk one by one."""
+    if name in parameters:
+        return parameters[name].grad
+    layer, expert, projection, _ = name.rsplit(".", 3)
+    if projection == "down_proj":
+        return parameters[f"{layer}.down_proj"].grad[int(expert)]
+    return parameters[f"{layer}.gate_up_proj"].grad[int(expert)].chunk(2)[projection == "up_proj"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -63,11 +81,11 @@ def test_logits_and_gradients(case, tmp_path):
     gradients = dict(policy.named_parameters())
     oracle_gradients = dict(oracle.named_parameters())
     for name, piece in layout(policy.config).items():
-        gradient = gradients[piece.parameter].grad[piece.start : piece.stop]
-        torch.testing.assert_close(gradient, oracle_gradients[name].grad, rtol=1e-7, atol=1e-7, msg=name)
+        gradient = piece.of(gradients[piece.parameter].grad)
+        torch.testing.assert_close(gradient, oracle_gradient(name, oracle_gradients), rtol=1e-7, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "llama-llama3", "qwen2-yarn-tied", "qwen3"])
+@pytest.mark.parametrize("case", ["llama-biases", "llama-llama3", "qwen2-yarn-tied", "qwen3", "moe", "moe-every-second-layer"])
 def test_saved_folder_opens_in_transformers(case, tmp_path):
     make_oracle(case).save_pretrained(tmp_path / "in")
     policy = load_policy(tmp_path / "in", torch.float64)
@@ -79,16 +97,53 @@ def test_saved_folder_opens_in_transformers(case, tmp_path):
     assert again.config == policy.config
 
     tokens = torch.randint(0, 97, (1, 70))
-    reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64, attn_implementation="sdpa")
+    in_double = dict(dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager")
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **in_double)
     packed = PackedAttention([70], torch.device("cpu"))
     ours = policy.logits(policy(tokens[0], packed.positions_T, packed))
     torch.testing.assert_close(ours, reopened(tokens).logits[0], rtol=0, atol=1e-9)
 
 
-def test_activation_checkpointing_changes_nothing():
+def test_experts_on_disk(tmp_path):
+    """Written one by one under the published names; read also as transformers 5 keeps them, one tensor per layer."""
+    oracle = make_oracle("moe-dense-layer")
+    oracle.save_pretrained(tmp_path / "single")
+    oracle.save_pretrained(tmp_path / "fused", save_original_format=False)
+    single, fused = (load_policy(tmp_path / kind, torch.float64) for kind in ("single", "fused"))
+    for (name, a), (_, b) in zip(exported_tensors(single), exported_tensors(fused), strict=True):
+        assert torch.equal(a, b), name
+    save_policy(fused, tmp_path / "saved")
+    names = {kind: set(load_file(tmp_path / kind / "model.safetensors")) for kind in ("single", "fused", "saved")}
+    assert names["saved"] == names["single"] != names["fused"]
+    assert "model.layers.0.mlp.experts.7.gate_proj.weight" in names["saved"]
+    assert not any("gate_up" in name for name in names["saved"])
+
+
+def test_expert_configuration_is_written_as_published(tmp_path):
+    policy = Decoder(from_huggingface(make_oracle("moe-every-second-layer").config.to_dict()), torch.float64).initialise(0)
+    save_policy(policy, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["num_experts"], written["decoder_sparse_step"], written["mlp_only_layers"]) == (8, 1, [0, 2, 3])
+    assert transformers.AutoConfig.from_pretrained(tmp_path).num_experts == 8
+
+
+def test_half_precision_routes_like_float32():
+    """Scores are not rounded to bf16: experts that differ in float32 stay different."""
+    config = from_huggingface({"model_type": "qwen3_moe", **SMALL, **EXPERTS})
+    layer = Decoder(config, torch.bfloat16).initialise(3).layers[0].feed_forward
+    x = torch.randn(2000, config.hidden_size).bfloat16()
+    scores = x.double() @ layer.router.weight.double().t()
+    weights, experts = layer.route(x)
+    assert weights.dtype == torch.bfloat16
+    assert torch.equal(experts, scores.topk(3).indices)
+    assert len((scores.bfloat16().topk(3).indices != experts).nonzero()) > 10, "rounded scores would choose otherwise"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_activation_checkpointing_changes_nothing(family):
     gradients = []
     for checkpointing in (False, True):
-        policy = Decoder(from_huggingface({"model_type": "qwen3", **SMALL})).initialise(0)
+        policy = Decoder(from_huggingface({"model_type": family, **SMALL, **EXPERTS})).initialise(0)
         policy.activation_checkpointing = checkpointing
         packed = PackedAttention([9, 4], torch.device("cpu"))
         policy.logits(policy(torch.arange(13), packed.positions_T, packed)).pow(2).sum().backward()
@@ -102,8 +157,15 @@ def test_parameter_count():
         assert config.num_parameters == sum(p.numel() for p in Decoder(config).parameters()), case
 
 
+def test_published_sizes():
+    """As the Hugging Face pages of the models state them."""
+    assert SHAPES["qwen3-8b"].num_parameters == 8_190_735_360
+    assert SHAPES["qwen3-30b-a3b"].num_parameters == 30_532_122_624
+    assert SHAPES["qwen3-235b-a22b"].num_parameters == 235_093_634_560
+
+
 def test_unsupported_models_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="gpt2.*supported families: llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="gpt2.*supported families: llama, qwen2, qwen3, qwen3_moe"):
         from_huggingface({"model_type": "gpt2"})
     with pytest.raises(ValueError, match="sliding-window"):
         from_huggingface({"model_type": "qwen2", "use_sliding_window": True, **SMALL})

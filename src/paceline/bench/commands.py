@@ -57,6 +57,7 @@ def rollout(
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
     typer.echo(f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s")
     typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
+    typer.echo("mean step ms by running requests: " + ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items()))
     _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "point": point.record()})
 
 

@@ -5,6 +5,7 @@ import random
 import time
 from dataclasses import asdict, dataclass
 
+from paceline.backends.base import RolloutStats
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine, EngineSettings
@@ -44,6 +45,7 @@ class RolloutPoint:
     preemptions: int
     decode_steps: int
     tail_seconds: float  # with at most an eighth of the requests still running
+    step_ms_by_running: dict[int, float]  # mean step time with at most this many running, and more than the next smaller
 
     def record(self) -> dict:
         return asdict(self)
@@ -72,5 +74,14 @@ def bench_rollout(
     spread = Spread.of(seconds[1:])
     tail = sum(s for s, running in zip(stats.step_seconds, stats.running, strict=True) if running * 8 <= len(requests))
     return RolloutPoint(
-        len(requests), tokens, longest, spread, tokens / spread.median, seconds[0], engine.preemptions, len(stats.running), tail
-    )
+        len(requests), tokens, longest, spread, tokens / spread.median, seconds[0], engine.preemptions, len(stats.running), tail,
+        _step_ms_by_running(stats),
+    )  # fmt: skip
+
+
+def _step_ms_by_running(stats: RolloutStats) -> dict[int, float]:
+    bounds = [2**i for i in range(max(stats.running).bit_length() + 1)]
+    by_bound: dict[int, list[float]] = {}
+    for running, seconds in zip(stats.running, stats.step_seconds, strict=True):
+        by_bound.setdefault(next(b for b in bounds if running <= b), []).append(seconds * 1e3)
+    return {bound: sum(times) / len(times) for bound, times in sorted(by_bound.items())}

@@ -1,7 +1,7 @@
 """The decoder's layers over the paged cache, with the kernels: the same parameters that learning trains.
 
 `policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is fused into the
-norm that follows it, so a layer is nine launches.
+norm that follows it, so a layer is nine launches, thirteen with experts.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,13 @@ import torch.nn.functional as F
 
 from paceline.engine.cache import KVCache
 from paceline.kernels.linear import linear
+from paceline.kernels.moe import expert_feed_forward
 from paceline.kernels.norm import rms_norm, rms_norm_residual
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Decoder, ExpertFeedForward, FeedForward
 
 AttendCache = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -69,7 +70,7 @@ class PagedForward:
         normed_TE = rms_norm(residual_TE, policy.layers[0].attention_norm.weight, eps)
         following_norms = [layer.attention_norm for layer in policy.layers[1:]] + [policy.norm]
         for index, (layer, following_norm) in enumerate(zip(policy.layers, following_norms, strict=True)):
-            attention, feed_forward = layer.attention, layer.feed_forward
+            attention = layer.attention
             k_cache, v_cache = self.cache.layer(index)
             qkv = self._linear(normed_TE, attention.qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
@@ -78,9 +79,14 @@ class PagedForward:
                 break
             out_TE = self._linear(attend(q_THD, k_cache, v_cache).flatten(1), attention.output)
             normed_TE, residual_TE = rms_norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, eps)
-            out_TE = self._linear(silu_multiply(self._linear(normed_TE, feed_forward.gate_up)), feed_forward.down)
+            out_TE = self._feed_forward(normed_TE, layer.feed_forward)
             normed_TE, residual_TE = rms_norm_residual(out_TE, residual_TE, following_norm.weight, eps)
         return normed_TE
+
+    def _feed_forward(self, x_TE: torch.Tensor, module: FeedForward | ExpertFeedForward) -> torch.Tensor:
+        if isinstance(module, ExpertFeedForward):
+            return expert_feed_forward(x_TE, module.router.weight, module.gate_up, module.down, module.experts_per_token, module.normalise)
+        return self._linear(silu_multiply(self._linear(x_TE, module.gate_up)), module.down)
 
     def _linear(self, x_TE: torch.Tensor, module: torch.nn.Linear) -> torch.Tensor:
         out = linear(x_TE, module.weight, deterministic=self.deterministic)

@@ -4,6 +4,7 @@ The host fills a row when a request enters and reads it when it has finished; in
 tokens and test for the end. One extra row, the null row, is never active: batches are padded with it.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class Rows:
         rows, width = num_slots + 1, max_length + MAX_QUERY
         self.device = device
         self.null_slot = num_slots
+        self.reader = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -80,9 +82,14 @@ class Rows:
         self.state.active[self._tensor(slots)] = False
 
     def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and logprobs of whole rows, on the host."""
-        index = self._tensor(slots)
-        return self.state.tokens[index, :longest].tolist(), self.state.logprobs[index, :longest].tolist()
+        """Tokens and logprobs of whole rows, on the host.
+
+        What a row holds up to a length that has been seen never changes, so on a GPU a stream of its own reads it without
+        waiting for the steps that have been launched since.
+        """
+        with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
+            index = self._tensor(slots)
+            return self.state.tokens[index, :longest].tolist(), self.state.logprobs[index, :longest].tolist()
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self.device)

@@ -214,7 +214,7 @@ def _combine_kernel(
     tl.store(out_ptr + q_row * HEAD_DIM + column[None, :], out)
 
 
-def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R):
+def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, fill=1, stages=None):
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_group = next_power_of_2(num_heads // num_kv_heads)
@@ -224,8 +224,8 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
     # Share rows until every multiprocessor has a program; pipeline loads once occupancy no longer hides their latency.
     # Neither choice changes a bit.
     processors = multiprocessors(q_RQHD.device)
-    programs = min(max_splits, cdiv(processors, row_tiles * num_kv_heads))
-    stages = 2 if row_tiles * num_kv_heads > 4 * processors else 1
+    programs = min(max_splits, cdiv(fill * processors, row_tiles * num_kv_heads))
+    stages = stages or (2 if row_tiles * num_kv_heads > 4 * processors else 1)
     out = torch.empty_like(q_RQHD)
     acc = maximum = total = None
     if programs > 1:

@@ -74,18 +74,18 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
+def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=2):
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_group = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(QUERY_ROWS, padded_group)
+    rows = max(rows, padded_group)
     out = torch.empty_like(q_THD)
     grid = (num_kv_heads, num_tokens // (rows // padded_group) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
         head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=WARPS, num_stages=2),
+        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.policy.attention import PackedAttention
-from paceline.types import Group
+from paceline.types import Completion
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class TrainingSequence:
     rollout_logprobs: tuple[float, ...]
     advantage: float
     temperature: float
+    penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
 
     @property
     def loss_tokens(self) -> int:
@@ -30,7 +31,10 @@ class TrainingSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; everything with suffix R runs over the response tokens of all of them."""
+    """Packed sequences; everything with suffix R runs over the response tokens of all of them.
+
+    Numbers that come from Python stay float64 and are rounded where they meet the policy's own type.
+    """
 
     tokens_T: torch.Tensor
     attention: PackedAttention
@@ -44,45 +48,41 @@ class MicroBatch:
     num_sequences: int
 
 
-def training_sequences(groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[TrainingSequence]:
-    """One per sample that has tokens, in the groups' order."""
-    sequences = []
-    for group, group_advantages in zip(groups, advantages, strict=True):
-        for sample, advantage in zip(group.samples, group_advantages, strict=True):
-            completion = sample.completion
-            if not completion.tokens:
-                continue
-            prompt = completion.request.prompt
-            temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
-            mask = tuple(completion.loss_mask)
-            sequences.append(
-                TrainingSequence(prompt + completion.tokens, len(prompt), mask, completion.logprobs, advantage, temperature)
-            )
-    return sequences
+def training_sequence(completion: Completion) -> TrainingSequence:
+    """Without an advantage yet."""
+    prompt = completion.request.prompt
+    temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
+    return TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature)
+
+
+def cut(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
+    """Longest first, as many as fit the budget; one that is longer than the budget goes alone."""
+    parts: list[list[TrainingSequence]] = []
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
+        if not parts or sum(len(s.tokens) for s in parts[-1]) + len(sequence.tokens) > token_budget:
+            parts.append([])
+        parts[-1].append(sequence)
+    return parts
 
 
 def micro_batches(sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device) -> list[MicroBatch]:
-    """Longest first, as many as fit the budget; one that is longer than the budget goes alone."""
-    batches: list[list[TrainingSequence]] = []
-    for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
-        if not batches or sum(len(s.tokens) for s in batches[-1]) + len(sequence.tokens) > token_budget:
-            batches.append([])
-        batches[-1].append(sequence)
-    return [_pack(batch, device) for batch in batches]
+    return [pack(part, device) for part in cut(sequences, token_budget)]
 
 
-def _pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
+def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
     predictors: list[int] = []
     sequence_ids: list[int] = []
+    penalties: list[float] = []
     start = 0
     for index, sequence in enumerate(sequences):
         responses = len(sequence.tokens) - sequence.prompt_length
         first = start + sequence.prompt_length - 1
         predictors.extend(range(first, first + responses))
         sequence_ids.extend([index] * responses)
+        penalties.extend(sequence.penalties or [0.0] * responses)
         start += len(sequence.tokens)
 
-    def per_response(values: list, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
@@ -93,10 +93,10 @@ def _pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroB
         attention=PackedAttention([len(s.tokens) for s in sequences], device),
         predictors_R=predictors_R,
         targets_R=tokens_T[predictors_R + 1],
-        mask_R=per_response([m for s in sequences for m in s.loss_mask], torch.bool),
-        rollout_logprobs_R=per_response([x for s in sequences for x in s.rollout_logprobs], torch.float32),
-        advantages_R=per_response([s.advantage for s in sequences], torch.float32)[sequence_R],
-        temperatures_R=per_response([s.temperature for s in sequences], torch.float32)[sequence_R],
+        mask_R=tensor([m for s in sequences for m in s.loss_mask], torch.bool),
+        rollout_logprobs_R=tensor([x for s in sequences for x in s.rollout_logprobs]),
+        advantages_R=tensor([s.advantage for s in sequences])[sequence_R] - tensor(penalties),
+        temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,
         num_sequences=len(sequences),
     )

@@ -1,7 +1,8 @@
 """Checkpoints that survive a crash at any moment.
 
     checkpoints/step_000020/
-      policy/                 a Hugging Face folder
+      policy/                 a Hugging Face folder; with LoRA the merged model
+      adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
       state.json              step, optimiser steps, position in the task, best accuracy
       manifest.json           size and digest of every other file
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
+from paceline.policy.lora import has_adapters, load_adapters, save_adapters
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ def save_checkpoint(folder: Path, policy: Decoder, optimiser: MasterAdamW, state
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_policy(policy, partial / "policy", tokenizer_from)
+    if has_adapters(policy):
+        save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
     save_file({name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()}, partial / "optimiser.safetensors")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
     manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in (*_files(partial), partial / "policy", partial):
+    for path in (*sorted(partial.rglob("*")), partial):
         _sync(path)
     if final.exists():  # the same step again, after a resume
         shutil.rmtree(final)
@@ -97,7 +101,10 @@ def damage(path: Path) -> str | None:
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
     state = TrainingState(**json.loads((path / "state.json").read_text()))
-    fill(policy, weight_reader(path / "policy"))
+    if has_adapters(policy):
+        load_adapters(policy, path / "adapter")
+    else:
+        fill(policy, weight_reader(path / "policy"))
     optimiser.load_state(load_file(path / "optimiser.safetensors"), state.optimiser_steps)
     return state
 

@@ -40,8 +40,7 @@ class MasterAdamW:
         """
         gradients = [torch.zeros_like(m) if p.grad is None else p.grad.to(m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True)]
         norm = torch.nn.utils.get_total_norm(gradients)
-        for _, parameter in self.named:
-            parameter.grad = None
+        self.discard_gradients()
         if not torch.isfinite(norm):
             return float(norm)
         torch._foreach_mul_(gradients, torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
@@ -50,6 +49,10 @@ class MasterAdamW:
             if master.data_ptr() != parameter.data_ptr():
                 parameter.copy_(master)
         return float(norm)
+
+    def discard_gradients(self) -> None:
+        for _, parameter in self.named:
+            parameter.grad = None
 
     def _adamw(self, gradients: list[torch.Tensor]) -> None:
         """Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""

@@ -90,7 +90,9 @@ class ExpertFeedForward(nn.Module):
         return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
 
     def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights_TK, experts_TK = wide_linear(x_TE, self.router.weight).softmax(-1).topk(self.experts_per_token)
+        scores_TX = wide_linear(x_TE, self.router.weight)
+        experts_TK = scores_TX.topk(self.experts_per_token).indices
+        weights_TK = scores_TX.softmax(-1).gather(-1, experts_TK)
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK.to(x_TE.dtype), experts_TK

@@ -17,7 +17,6 @@ from paceline.learning.batch import MicroBatch
 class GSPO(GRPO):
     def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss:
         mask_R = batch.mask_R.to(logprobs_R.dtype)
-        # where, not times the mask: an observation's logprob may be anything, and nan times zero is nan
         log_ratio_R = torch.where(batch.mask_R, log_ratio(batch, logprobs_R), 0.0)
         mean_B = sequence_sums(batch, log_ratio_R) / sequence_sums(batch, mask_R).clamp(min=1)
         ratio_R = mean_B.exp()[batch.sequence_R]

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from paceline.config import LearningConfig
-from paceline.learning.algorithms.base import EPSILON, Advantage, LogRatios, TokenLoss, clipped_surrogate, log_ratio, with_reference_kl
+from paceline.learning.algorithms.base import EPSILON, Advantage, LogRatios, TokenLoss, clipped_surrogate, log_ratio
 from paceline.learning.batch import MicroBatch
 from paceline.types import Group
 
@@ -64,4 +64,4 @@ class ReinforcePlusPlus:
     def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss:
         ratio_R = log_ratio(batch, logprobs_R).exp()
         loss_R, clipped_R = clipped_surrogate(self.config, ratio_R, batch.advantages_R.to(logprobs_R.dtype))
-        return with_reference_kl(self.config, loss_R, clipped_R, logprobs_R, reference_R=None)
+        return TokenLoss(loss_R, clipped_R, torch.zeros_like(logprobs_R))

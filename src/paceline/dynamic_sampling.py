@@ -1,0 +1,65 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): prompts are drawn until enough groups have something to teach.
+
+A group whose samples all scored alike has no advantage and only dilutes the step. It is dropped, and further rounds of
+prompts are sampled until `prompts` groups are left:
+
+    prompt order   p0 p1 p2 p3 | p4 p5 p6 p7          two rounds of four; the first four that scored unevenly are taken
+    scored         =  /  =  /  |  /  =  /  /          = alike, / unevenly
+    taken             1     2     3     4  -          the last one is surplus
+
+Groups count in prompt order, never in order of arrival: taking the first to finish would prefer short responses. How many
+rounds a step takes depends on nothing but weights and seeds, and where the next step begins is the order's position, so a
+resumed run goes on as it would have.
+"""
+
+from collections.abc import Callable
+
+from paceline.backends.base import RolloutStats
+from paceline.rollout import RolloutSource
+from paceline.types import Group
+
+# A request's seed depends on its step, its prompt and its occurrence. A prompt that comes up again in a later round must be
+# sampled anew, so that round passes for a step that no run reaches; the first is the step itself.
+ROUND_STRIDE = 1 << 32
+
+
+class DynamicSampling:
+    """A `RolloutSource` on top of another; `metrics` are those of the last `collect`."""
+
+    def __init__(self, source: RolloutSource, prompts: int, rounds: int, warn: Callable[[str], None]) -> None:
+        self.source = source
+        self.prompts = prompts
+        self.rounds = rounds
+        self.warn = warn
+        self.metrics: dict[str, float] = {}
+
+    def collect(self, step: int) -> list[Group]:
+        first_round: list[Group] = []
+        uneven: list[Group] = []
+        sampled = rounds = 0
+        while len(uneven) < self.prompts and rounds < self.rounds:
+            groups = self.source.collect(step + rounds * ROUND_STRIDE)
+            first_round = first_round or groups
+            uneven += [group for group in groups if scored_unevenly(group)]
+            sampled += len(groups)
+            rounds += 1
+        taken = uneven[: self.prompts]
+        self.metrics = {
+            "rollout/sampling_rounds": float(rounds),
+            "rollout/dropped_groups": float(sampled - len(uneven)),
+            "rollout/surplus_groups": float(len(uneven) - len(taken)),
+        }
+        if len(taken) < self.prompts:
+            self.warn(f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} rounds; going on with those")
+        return taken or first_round  # without any, the step is reported and its update skipped
+
+    def take_stats(self) -> RolloutStats:
+        return self.source.take_stats()
+
+
+def scored_unevenly(group: Group) -> bool:
+    return len(set(group.rewards)) > 1
+
+
+def sampling_metrics(source: RolloutSource) -> dict[str, float]:
+    return source.metrics if isinstance(source, DynamicSampling) else {}

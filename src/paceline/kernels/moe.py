@@ -1,0 +1,262 @@
+"""`expert_feed_forward`: a router sends each token to K of X feed-forwards and adds up what they return.
+
+    slot = token * K + k: one of a token's K choices          M = 3 tokens, K = 2, tiles of 2 rows
+
+    token          0     1     2
+    expert         3 1   0 3   1 3                            slots sorted by expert   [ 2 | 1 4 | 0 3 5 ]
+    slot           0 1   2 3   4 5                            tiles                      0   1     3   3
+
+A token's bits must not depend on the other tokens, nor on how many of them chose the same expert. A slot's product is
+therefore accumulated over the depth in one order, whatever tile it lies in and wherever (as in linear.py), is written to the
+slot's own row, and a token's K rows are added in the order of its choices.
+
+- CPU: each expert's rows run through `linear_reference`, in its fixed tiles.
+- GPU: seven launches. The sort runs on the device and the grid is sized for the worst case (programs without a tile end at
+  once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
+
+Shape letters: M tokens, X experts, K choices per token (in names of weights: depth), S = M x K slots, E hidden, F inner size.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.kernels.linear import Tile, linear, linear_reference
+from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+
+SORT_BLOCK = 1024
+COMBINE_BLOCK = 1024
+
+
+def expert_feed_forward_reference(
+    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, num_choices: int, normalise: bool
+) -> torch.Tensor:
+    wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
+    weights_MK, experts_MK = route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
+    gate_up_SN = expert_linear_reference(x_ME, gate_up_XNE, experts_MK)
+    out_SE = expert_linear_reference(silu_multiply_reference(gate_up_SN), down_XEF, experts_MK)
+    return combine_reference(out_SE, weights_MK)
+
+
+def route_reference(scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the highest scores, best first (of equals the lowest number), and their softmax weights."""
+    experts_MK = scores_MX.sort(-1, descending=True, stable=True).indices[:, :num_choices]
+    weights_MK = scores_MX.softmax(-1).gather(-1, experts_MK)
+    if normalise:
+        weights_MK = weights_MK / _add_in_order(weights_MK.unbind(1)).unsqueeze(1)
+    return weights_MK.to(dtype), experts_MK
+
+
+def expert_linear_reference(x_RK: torch.Tensor, weight_XNK: torch.Tensor, experts_MK: torch.Tensor) -> torch.Tensor:
+    """Each slot's row times its expert's matrix, [S, N]; `x` has a row for every token or one for every slot."""
+    experts_S = experts_MK.flatten()
+    slots_per_row = len(experts_S) // len(x_RK)
+    out_SN = x_RK.new_empty(len(experts_S), weight_XNK.shape[1])
+    for expert in experts_S.unique().tolist():
+        slots = (experts_S == expert).nonzero().flatten()
+        out_SN[slots] = linear_reference(x_RK[slots // slots_per_row], weight_XNK[expert])
+    return out_SN
+
+
+def combine_reference(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
+    wide = torch.float64 if out_SE.dtype == torch.float64 else torch.float32
+    weighted_MKE = out_SE.to(wide).unflatten(0, weights_MK.shape) * weights_MK.to(wide).unsqueeze(-1)
+    return _add_in_order(weighted_MKE.unbind(1)).to(out_SE.dtype)
+
+
+def _add_in_order(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`Tensor.sum` may add in another order for another number of rows."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+@triton.jit
+def _route_kernel(
+    scores_ptr, weights_ptr, experts_ptr, X, CHOICES: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    launch_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
+    wait_previous(PDL)
+    scores = tl.load(scores_ptr + row * X + expert, mask=expert < X, other=float("-inf"))
+    highest = tl.max(scores, axis=0)
+    mass = tl.sum(tl.exp(scores - highest), axis=0)
+    weights = tl.zeros((BLOCK_K,), tl.float32)
+    experts = tl.zeros((BLOCK_K,), tl.int32)
+    for k in tl.static_range(CHOICES):
+        best = tl.max(scores, axis=0)
+        which = tl.min(tl.where(scores == best, expert, X - 1), axis=0)  # X - 1: a row of NaN must not point outside
+        weights = tl.where(choice == k, tl.exp(best - highest) / mass, weights)
+        experts = tl.where(choice == k, which, experts)
+        scores = tl.where(expert == which, float("-inf"), scores)
+    if NORMALISE:
+        weights = weights / tl.sum(weights, axis=0)
+    offset = row * CHOICES + choice
+    tl.store(weights_ptr + offset, weights.to(weights_ptr.dtype.element_ty), mask=choice < CHOICES)
+    tl.store(experts_ptr + offset, experts, mask=choice < CHOICES)
+
+
+def route_triton(scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_experts = scores_MX.shape
+    weights_MK = torch.empty(num_rows, num_choices, dtype=dtype, device=scores_MX.device)
+    experts_MK = torch.empty(num_rows, num_choices, dtype=torch.int32, device=scores_MX.device)
+    _route_kernel[(num_rows,)](
+        scores_MX, weights_MK, experts_MK, num_experts, CHOICES=num_choices, NORMALISE=normalise,
+        BLOCK_X=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(num_choices), **launch_options(num_warps=1),
+    )  # fmt: skip
+    return weights_MK, experts_MK
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """Slots sorted by expert, cut into tiles of at most `rows` slots of one expert. Everything lies on the device."""
+
+    slots_S: torch.Tensor
+    tiles_3T: torch.Tensor  # each tile's expert (-1: no such tile), and where in slots_S it starts and stops
+    rows: int
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
+def _sort_kernel(
+    experts_ptr, slots_ptr, tiles_ptr, num_slots, num_tiles, X,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: counts everybody's slots, then places its own. One more marks the tiles nobody needs."""
+    launch_next(PDL)
+    mine = tl.program_id(0)
+    expert, within = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK)
+    wait_previous(PDL)
+    counts = tl.zeros((BLOCK_X,), tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        chosen = tl.load(experts_ptr + first + within, mask=first + within < num_slots, other=X)
+        counts += tl.histogram(chosen, BLOCK_X)
+    counts = tl.where(expert < X, counts, 0)
+    tiles = (counts + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(expert < mine, counts, 0), axis=0)
+    stop = start + tl.sum(tl.where(expert == mine, counts, 0), axis=0)
+    first_tile = tl.sum(tl.where(expert < mine, tiles, 0), axis=0)
+    place = start
+    for first in range(0, num_slots, BLOCK):
+        slot = first + within
+        chosen = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+        is_mine = (chosen == mine).to(tl.int32)
+        tl.store(slots_ptr + place + tl.cumsum(is_mine, axis=0) - 1, slot, mask=is_mine != 0)
+        place += tl.sum(is_mine, axis=0)
+    last_tile = tl.where(mine < X, first_tile + (stop - start + ROWS - 1) // ROWS, num_tiles)
+    for first in range(first_tile, last_tile, BLOCK):
+        tile = first + within
+        tile_start = start + (tile - first_tile) * ROWS
+        tl.store(tiles_ptr + tile, tl.where(mine < X, mine, -1) + 0 * tile, mask=tile < last_tile)
+        tl.store(tiles_ptr + num_tiles + tile, tile_start, mask=tile < last_tile)
+        tl.store(tiles_ptr + 2 * num_tiles + tile, tl.minimum(tile_start + ROWS, stop), mask=tile < last_tile)
+
+
+def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
+    num_slots = experts_MK.numel()
+    num_tiles = (num_slots + (rows - 1) * min(num_experts, num_slots)) // rows  # of every expert, all but one tile are full
+    slots_S = torch.empty(num_slots, dtype=torch.int32, device=experts_MK.device)
+    tiles_3T = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_MK.device)
+    _sort_kernel[(num_experts + 1,)](
+        experts_MK, slots_S, tiles_3T, num_slots, num_tiles, num_experts,
+        ROWS=rows, BLOCK=SORT_BLOCK, BLOCK_X=next_power_of_2(num_experts + 1), **launch_options(num_warps=4),
+    )  # fmt: skip
+    return ExpertTiles(slots_S, tiles_3T, rows)
+
+
+def choose_expert_tile(num_slots: int, num_experts: int) -> Tile:
+    """By the slots an expert gets on average. Decoding (top 8 of 128: up to 256 tokens) reads weights and little else."""
+    average = num_slots / num_experts
+    return Tile(16, 32, 256, 4, 4) if average <= 16 else Tile(64, 64, 128, 4, 4) if average <= 96 else Tile(128, 128, 64, 8, 4)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _expert_linear_kernel(
+    x_ptr, weight_ptr, slots_ptr, tiles_ptr, out_ptr, num_tiles, N, K: tl.constexpr, SLOTS_PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights through L2."""
+    launch_next(PDL)
+    tile = tl.program_id(0) % num_tiles
+    col = tl.program_id(0) // num_tiles * COLS + tl.arange(0, COLS)
+    k = tl.arange(0, DEPTH)
+    wait_previous(PDL)
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        place = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, ROWS)
+        row_mask, col_mask = place < tl.load(tiles_ptr + 2 * num_tiles + tile), (col < N)[None, :]
+        slot = tl.load(slots_ptr + place, mask=row_mask, other=0).to(tl.int64)
+        row_mask = row_mask[:, None]
+        x_ptrs = x_ptr + (slot // SLOTS_PER_ROW)[:, None] * K + k[None, :]
+        weight_ptrs = weight_ptr + (expert * N + col)[None, :] * K + k[:, None]
+        acc = tl.zeros((ROWS, COLS), tl.float32)
+        for _ in range(K // DEPTH):
+            x = tl.load(x_ptrs, mask=row_mask, other=0.0)
+            weight = tl.load(weight_ptrs, mask=col_mask, other=0.0)
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+            x_ptrs += DEPTH
+            weight_ptrs += DEPTH
+        tl.store(out_ptr + slot[:, None] * N + col[None, :], acc.to(out_ptr.dtype.element_ty), mask=row_mask & col_mask)
+
+
+def expert_linear_triton(x_RK: torch.Tensor, weight_XNK: torch.Tensor, tiles: ExpertTiles, tile: Tile) -> torch.Tensor:
+    (num_rows, depth), width = x_RK.shape, weight_XNK.shape[1]
+    num_slots, num_tiles = len(tiles.slots_S), tiles.tiles_3T.shape[1]
+    while depth % tile.depth:  # a shallower tile gives the same bits
+        tile = replace(tile, depth=tile.depth // 2)
+    out_SN = torch.empty(num_slots, width, dtype=x_RK.dtype, device=x_RK.device)
+    _expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
+        x_RK, weight_XNK, tiles.slots_S, tiles.tiles_3T, out_SN, num_tiles, width, K=depth, SLOTS_PER_ROW=num_slots // num_rows,
+        ROWS=tiles.rows, COLS=tile.cols, DEPTH=tile.depth, **launch_options(tile.warps, tile.stages),
+    )  # fmt: skip
+    return out_SN
+
+
+@triton.jit
+def _combine_kernel(slots_ptr, weights_ptr, out_ptr, E, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < E
+    wait_previous(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(CHOICES):
+        weight = tl.load(weights_ptr + row * CHOICES + k).to(tl.float32)
+        total += weight * tl.load(slots_ptr + (row * CHOICES + k) * E + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * E + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def combine_triton(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
+    (num_rows, num_choices), width = weights_MK.shape, out_SE.shape[1]
+    out_ME = torch.empty(num_rows, width, dtype=out_SE.dtype, device=out_SE.device)
+    grid = (num_rows, cdiv(width, COMBINE_BLOCK))
+    _combine_kernel[grid](out_SE, weights_MK, out_ME, width, CHOICES=num_choices, BLOCK=COMBINE_BLOCK, **launch_options(num_warps=4))
+    return out_ME
+
+
+def experts_triton(
+    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, tile: Tile
+) -> torch.Tensor:
+    tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
+    gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
+    out_SE = expert_linear_triton(silu_multiply(gate_up_SN), down_XEF, tiles, tile)
+    return combine_triton(out_SE, weights_MK)
+
+
+def expert_feed_forward(
+    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, num_choices: int, normalise: bool
+) -> torch.Tensor:
+    """The sum over a token's chosen experts of weight x down(silu(gate) * up), [M, E].
+
+    On the GPU all tensors are contiguous and 16-bit, and E and F are multiples of 16. The router's scores stay in float32.
+    """
+    if not x_ME.is_cuda:
+        return expert_feed_forward_reference(x_ME, router_XE, gate_up_XNE, down_XEF, num_choices, normalise)
+    scores_MX = linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True)
+    weights_MK, experts_MK = route_triton(scores_MX, num_choices, normalise, x_ME.dtype)
+    tile = choose_expert_tile(experts_MK.numel(), gate_up_XNE.shape[0])
+    return experts_triton(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF, tile)

@@ -1,0 +1,232 @@
+"""LoRA (arXiv 2106.09685): small adapters on the decoder's projections are trained instead of its weights.
+
+    merged = base + alpha / rank * B A        an A [rank, in] and a B [out, rank] for each Hugging Face projection
+
+      qkv weight (fused)     adapters
+      ┌──────────┐
+      │ q_proj   │           B_q A_q
+      │ k_proj   │           none, if k_proj is no target
+      │ v_proj   │           B_v A_v
+      └──────────┘
+
+**One policy, not two.** A projection's own weight always holds the merged rows: that is the storage the engine reads. The
+learner multiplies with the same weight, and the adapters' gradients follow from the chain rule without a gradient of the
+weight's size (y = x Wᵀ, s = alpha / rank):
+
+    dB = s dyᵀ (x Aᵀ)        dA = s (dy B)ᵀ x        dx = dy W
+
+So learner and engine never disagree by the rounding of a bf16 merge, and the forward pass costs what it costs without
+adapters. As with bf16 weights under float32 masters, a step too small to move a rounded weight still moves its adapter.
+
+**No drift.** `merge` starts from a kept copy of the base every time, adds in float32 and rounds once; nothing is ever
+subtracted again. The copy is the price: the size of the adapted projections (13.9 GB for all seven of an 8B model in bf16),
+against masters, moments and gradients of the whole model. With `adapters_off` the copy is the KL reference as well.
+
+Adapters are float32 (float64 for a float64 policy), so they need no masters. Folders are PEFT's: `adapter_config.json` and
+`adapter_model.safetensors` with the names of the unfused projections.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from paceline.config import ConfigError, LoraConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import Slice, layout
+
+PEFT_PREFIX = "base_model.model."
+# What PEFT can do and this file does not, as its settings say "no": a folder that uses one of these is refused rather than misread.
+PLAIN = {
+    "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},
+    "alpha_pattern": {}, "layers_to_transform": None,
+}  # fmt: skip
+
+
+class Adapter(nn.Module):
+    """The factors of one Hugging Face projection, which is rows `[start, stop)` of a fused one."""
+
+    def __init__(self, name: str, piece: Slice, in_features: int, rank: int, like: torch.Tensor) -> None:
+        super().__init__()
+        self.name, self.start, self.stop = name, piece.start, piece.stop
+        options = dict(dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        self.A = nn.Parameter(torch.empty(rank, in_features, **options))
+        self.B = nn.Parameter(torch.zeros(piece.stop - piece.start, rank, **options))
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """PEFT's start: A uniform in +-1/sqrt(in), B zero, so that the policy is the base."""
+        bound = self.A.shape[1] ** -0.5
+        self.A.data.copy_(torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
+
+
+class AdaptedLinear(nn.Module):
+    """Takes the place of a fused `nn.Linear` and keeps its parameters, so that export and engine find them where they were."""
+
+    def __init__(self, linear: nn.Linear, adapters: Sequence[Adapter], config: LoraConfig) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.adapters = nn.ModuleDict({adapter.name.rsplit(".", 1)[-1]: adapter for adapter in adapters})
+        self.rank, self.alpha, self.scale = config.rank, config.alpha, config.alpha / config.rank
+        self.adapted = True  # False: compute with the base
+        self.register_buffer("base", linear.weight.detach().clone(), persistent=False)
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if not self.adapted:
+            return F.linear(x_TI, self.base, self.bias)
+        adapters = tuple(self.adapters.values())
+        spans = tuple((adapter.start, adapter.stop) for adapter in adapters)
+        factors = (factor for adapter in adapters for factor in (adapter.A, adapter.B))
+        return _MergedLinear.apply(x_TI, self.weight, self.bias, self.scale, spans, *factors)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        for adapter in self.adapters.values():
+            base = self.base[adapter.start : adapter.stop].to(adapter.A.dtype)
+            self.weight[adapter.start : adapter.stop].copy_(torch.addmm(base, adapter.B, adapter.A, alpha=self.scale))
+
+
+class _MergedLinear(torch.autograd.Function):
+    """The merged product, with gradients for the input and the factors (the formulas above)."""
+
+    @staticmethod
+    def forward(ctx, x_TI, weight_OI, bias_O, scale: float, spans: tuple[tuple[int, int], ...], *factors):
+        ctx.save_for_backward(x_TI, weight_OI, *factors)
+        ctx.scale, ctx.spans = scale, spans
+        return F.linear(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx, grad_TO):
+        x_TI, weight_OI, *factors = ctx.saved_tensors
+        gradients = []
+        for (start, stop), a_RI, b_OR in zip(ctx.spans, factors[::2], factors[1::2], strict=True):
+            part_TO = grad_TO[:, start:stop]
+            a_gradient = (part_TO @ b_OR.to(x_TI.dtype)).t() @ x_TI
+            b_gradient = part_TO.t() @ (x_TI @ a_RI.to(x_TI.dtype).t())
+            gradients += [ctx.scale * a_gradient.to(a_RI.dtype), ctx.scale * b_gradient.to(b_OR.dtype)]
+        x_gradient = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        return x_gradient, None, None, None, None, *gradients
+
+
+def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
+    """Freezes the policy and gives it trainable adapters, fresh ones or those of `config.path`."""
+    by_module: dict[str, list[tuple[str, Slice]]] = {}
+    for name, piece in _projections(policy, config.targets):
+        by_module.setdefault(piece.parameter.removesuffix(".weight"), []).append((name, piece))
+    policy.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for path, pieces in by_module.items():
+        linear = policy.get_submodule(path)
+        adapters = [Adapter(name, piece, linear.in_features, config.rank, linear.weight) for name, piece in pieces]
+        for adapter in adapters:
+            adapter.initialise(generator)
+        parent, _, attribute = path.rpartition(".")
+        setattr(policy.get_submodule(parent), attribute, AdaptedLinear(linear, adapters, config))
+    if config.path:
+        load_adapters(policy, Path(config.path))
+
+
+def has_adapters(policy: Decoder) -> bool:
+    return any(True for _ in _adapted(policy))
+
+
+def merge_adapters(policy: Decoder) -> None:
+    """Writes base plus adapters into the weights that everyone reads; nothing to do for a policy without adapters."""
+    for module in _adapted(policy):
+        module.merge()
+
+
+@contextmanager
+def adapters_off(policy: Decoder) -> Iterator[None]:
+    """Within, the policy computes with its base weights: what it was before its adapters."""
+    modules = list(_adapted(policy))
+    for module in modules:
+        module.adapted = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.adapted = True
+
+
+def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
+    """A folder that `PeftModel.from_pretrained` and vLLM's LoRA loader open."""
+    tensors: dict[str, torch.Tensor] = {}
+    for adapter in _all_adapters(policy):
+        tensors[f"{PEFT_PREFIX}{adapter.name}.lora_A.weight"] = adapter.A.detach().cpu().contiguous()
+        tensors[f"{PEFT_PREFIX}{adapter.name}.lora_B.weight"] = adapter.B.detach().cpu().contiguous()
+    module = next(_adapted(policy))
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": module.rank,
+        "lora_alpha": int(module.alpha) if module.alpha.is_integer() else module.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({adapter.name.rsplit(".", 1)[-1] for adapter in _all_adapters(policy)}),
+        "inference_mode": True,
+        **PLAIN,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def load_adapters(policy: Decoder, folder: Path) -> None:
+    """Fills the policy's adapters from a PEFT folder of the same rank, scale and projections, and merges."""
+    if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
+        raise FileNotFoundError(f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors")
+    _check_settings(json.loads((folder / "adapter_config.json").read_text()), policy, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    wanted = {
+        f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
+        for adapter in _all_adapters(policy)
+        for kind, factor in (("A", adapter.A), ("B", adapter.B))
+    }
+    if tensors.keys() != wanted.keys():
+        theirs = sorted({name.removesuffix(".weight").split(".")[-2] for name in tensors})
+        different = sorted(tensors.keys() ^ wanted.keys())
+        raise ConfigError(
+            f"{folder} has adapters on {', '.join(theirs)}; policy.lora.targets must name the same "
+            f"({len(different)} tensors differ, such as {different[0]})"
+        )
+    for name, factor in wanted.items():
+        if tensors[name].shape != factor.shape:
+            raise ConfigError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs {tuple(factor.shape)}")
+        factor.copy_(tensors[name])
+    merge_adapters(policy)
+
+
+def _check_settings(settings: dict[str, Any], policy: Decoder, folder: Path) -> None:
+    module = next(_adapted(policy))
+    for key, theirs, ours in (("rank", settings["r"], module.rank), ("alpha", settings["lora_alpha"], module.alpha)):
+        if theirs != ours:
+            raise ConfigError(f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set policy.lora.{key}={theirs:g}")
+    used = [key for key, plain in PLAIN.items() if settings.get(key) and settings[key] != plain]
+    if used:
+        raise ConfigError(f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the merged folder")
+
+
+def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Slice]]:
+    """Hugging Face module names of the targets and where they lie; experts have no adapters."""
+    weights = {name.removesuffix(".weight"): piece for name, piece in layout(policy.config).items() if name.endswith("_proj.weight")}
+    dense = {name: piece for name, piece in weights.items() if piece.expert is None}
+    available = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in dense))
+    missing = [target for target in targets if target not in available]
+    if missing:
+        raise ConfigError(f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has {', '.join(available)}")
+    return [(name, piece) for name, piece in dense.items() if name.rsplit(".", 1)[-1] in targets]
+
+
+def _adapted(policy: Decoder) -> Iterator[AdaptedLinear]:
+    return (module for module in policy.modules() if isinstance(module, AdaptedLinear))
+
+
+def _all_adapters(policy: Decoder) -> Iterator[Adapter]:
+    return (module for module in policy.modules() if isinstance(module, Adapter))

@@ -1,0 +1,121 @@
+"""Problems from a JSONL or parquet file: a column that asks, a column that knows, the rest for the rewards.
+
+verl's files work as they are: `prompt` as chat messages, `reward_model.ground_truth`, `extra_info`, `data_source`.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ConfigError, DataConfig
+from paceline.tasks.base import Message, Problem
+
+logger = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+
+class FileProblems:
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        if not config.path:
+            raise ConfigError("task.data.path is empty; give a .jsonl or .parquet file, such as task.data.path=train.jsonl")
+        rows = read_problems(Path(config.path), config, "path")
+        if config.held_out_path:
+            self.held_out = read_problems(Path(config.held_out_path), config, "held_out_path")
+            known = {_digest(problem.prompt) for problem in self.held_out}
+            self.train = [problem for problem in rows if _digest(problem.prompt) not in known]
+            if len(self.train) < len(rows):
+                logger.warning("%s: %d rows are also in %s and were dropped", config.path, len(rows) - len(self.train), config.held_out_path)
+        else:
+            self.held_out = [problem for problem in rows if is_held_out(problem, config.held_out_share, seed)]
+            self.train = [problem for problem in rows if not is_held_out(problem, config.held_out_share, seed)]
+        for side, problems in (("training", self.train), ("held-out", self.held_out)):
+            if not problems:
+                raise ConfigError(
+                    f"task.data: no {side} problems among the {len(rows)} rows of {config.path} (held_out_share = {config.held_out_share}); "
+                    "change the share, or give task.data.held_out_path"
+                )
+
+
+def is_held_out(problem: Problem, share: float, seed: int) -> bool:
+    """By a hash of the prompt alone: rows added later change nothing, and rows that ask the same stay on one side."""
+    digest = hashlib.blake2b(f"{seed}/{_digest(problem.prompt)}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
+    if not path.is_file():
+        raise ConfigError(f"task.data.{key} = {str(path)!r}: there is no such file")
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise ConfigError(f"task.data.{key} = {str(path)!r}: must end in {' or '.join(readers)}")
+    problems = [_problem(row, config, where) for where, row in readers[path.suffix](path)]
+    if not problems:
+        raise ConfigError(f"task.data.{key} = {str(path)!r} holds no rows")
+    return problems
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number} must be a JSON object, not a {type(row).__name__}")
+            yield f"{path}:{number}", row
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path}: parquet needs pyarrow; pip install 'paceline[data]'") from None
+    number = 0
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{path} row {number}", row
+
+
+def _problem(row: Row, config: DataConfig, where: str) -> Problem:
+    prompt = _prompt(_column(row, config.prompt_column, "prompt_column", where), where)
+    answer_column = config.answer_column or ("reward_model.ground_truth" if "answer" not in row and "reward_model" in row else "answer")
+    answer = _column(row, answer_column, "answer_column", where)
+    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    if config.answer_pattern:
+        found = re.search(config.answer_pattern, answer)
+        if found is None or not found.groups():
+            raise ConfigError(f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer {answer[-80:]!r}")
+        answer = found.group(1)
+    used = {config.prompt_column.split(".")[0]}
+    extra = {name: value for name, value in row.items() if name not in used}
+    return Problem(_digest([prompt, answer]), prompt, answer.strip(), extra)
+
+
+def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(message, dict) and "role" in message for message in value):
+        # parquet gives every message of a column the same keys; the ones that were not there come as None
+        return tuple({name: part for name, part in message.items() if part is not None} for message in value)
+    raise ConfigError(f"{where}: a prompt must be text or a list of messages with `role` and `content`, not {value!r:.80}")
+
+
+def _column(row: Row, name: str, key: str, where: str) -> Any:
+    value: Any = row
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        raise ConfigError(f"{where} has no value in task.data.{key} = {name!r}; its columns are {', '.join(row)}")
+    return value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,63 @@
+"""From a problem to the tokens the policy is asked with, and from an observation to the tokens it goes on from."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from paceline.config import ConfigError
+from paceline.tasks.base import Message, Observation, Problem
+from paceline.tasks.chat import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    prompt_format: str = "{prompt}"
+    chat: bool = False  # texts become a user message
+    system_prompt: str = ""
+
+    def encode(self, problem: Problem) -> tuple[int, ...]:
+        prompt = problem.prompt
+        if isinstance(prompt, str):
+            prompt = self.prompt_format.replace("{prompt}", prompt)
+            if not self.chat:
+                if self.system_prompt:
+                    raise ConfigError("task.system_prompt needs a chat, and the prompts are plain text; set task.chat=true")
+                return tuple(self.tokenizer.encode(prompt).ids)
+            prompt = ({"role": "user", "content": prompt},)
+        if self.system_prompt and prompt[0].get("role") != "system":
+            prompt = ({"role": "system", "content": self.system_prompt}, *prompt)
+        # The template writes the special tokens itself; the tokenizer must not add them again.
+        return tuple(self.tokenizer.encode(self._template().render(prompt), add_special_tokens=False).ids)
+
+    def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
+        """`last_token` ended the response: if it is the end token that the template would write next, it is there already."""
+        if isinstance(observation.content, str):
+            return tuple(self.tokenizer.encode(observation.content, add_special_tokens=False).ids)
+        messages: tuple[Message, ...] = observation.content
+        tokens = tuple(self.tokenizer.encode(self._template().follow_up(messages), add_special_tokens=False).ids)
+        return tokens[1:] if tokens and tokens[0] == last_token else tokens
+
+    def _template(self) -> ChatTemplate:
+        if self.template is None:
+            raise ConfigError(
+                "the task asks with chat messages, but the folder at policy.path has no chat template (`chat_template` in "
+                "tokenizer_config.json, or chat_template.jinja); add one, or ask with plain text (task.chat=false)"
+            )
+        return self.template
+
+
+def without_overlong(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str) -> list[Problem]:
+    """The problems whose prompt has at most `limit` tokens."""
+    lengths = [len(encoder.encode(problem)) for problem in problems]
+    kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
+    if not kept:
+        raise ConfigError(f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} tokens; allow more")
+    if len(kept) < len(problems):
+        logger.warning("task.max_prompt_tokens = %d: %d of %d %s prompts are longer and were dropped", limit, len(problems) - len(kept), len(problems), what)
+    return kept

@@ -1,0 +1,54 @@
+"""Problems from reasoning-gym (optional extra `reasoning`): any of its procedural datasets, by name and settings.
+
+Their verifier is the reward `reasoning_gym` in `rewards/scorers.py`; it runs in a worker process, since some raise on
+odd answers and some take their time.
+"""
+
+import difflib
+import hashlib
+import json
+from typing import Any
+
+from paceline.config import ConfigError
+from paceline.tasks.base import Problem
+
+TRIES = 20  # draws per wanted problem before the dataset counts as exhausted
+
+
+class ReasoningGymProblems:
+    def __init__(self, dataset: str, options: dict[str, Any], seed: int, train_problems: int, held_out_problems: int) -> None:
+        wanted = train_problems + held_out_problems
+        source = open_dataset(dataset, options | {"seed": seed, "size": TRIES * wanted})
+        problems: dict[str, Problem] = {}
+        for index in range(TRIES * wanted):
+            entry = source[index]
+            problem_id = f"{dataset}/{hashlib.blake2b(entry['question'].encode(), digest_size=8).hexdigest()}"
+            problems.setdefault(problem_id, Problem(problem_id, entry["question"], str(entry["answer"]), {"entry": entry}))
+            if len(problems) == wanted:
+                break
+        else:
+            raise ConfigError(
+                f"task.dataset = {dataset!r} with these options has {len(problems)} different problems, but task.train_problems + task.eval_problems "
+                f"= {train_problems} + {held_out_problems}; lower them or widen task.options"
+            )
+        unique = list(problems.values())
+        self.train = unique[:train_problems]
+        self.held_out = unique[train_problems:]
+
+
+def open_dataset(name: str, options: dict[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ConfigError("task.name = 'reasoning-gym' needs the package; pip install 'paceline[reasoning]'") from None
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"task.dataset = {name!r}: reasoning-gym has no such dataset.{hint} It has {', '.join(sorted(DATASETS))}.")
+    try:
+        return reasoning_gym.create_dataset(name, **options)
+    except (TypeError, AssertionError, ValueError) as error:
+        given = {key: value for key, value in options.items() if key not in ("seed", "size")}
+        known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
+        raise ConfigError(f"task.options = {json.dumps(given, default=str)}: {name} refuses them ({error}); it knows {', '.join(known)}") from None

@@ -1,0 +1,146 @@
+"""Reward functions by name: finding them, handing them the arguments they ask for, reading what they return.
+
+A function names what it wants to know:
+
+    def reward(response, answer): return float(answer in response)
+
+It may return a number, or {"score": number, "correct": bool}. verl's argument names are understood as well.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from paceline.tasks.base import Problem, Response
+from paceline.tasks.extract import extract
+
+BUILTIN = {
+    "exact": "paceline.tasks.rewards.scorers:exact",
+    "last-number": "paceline.tasks.rewards.scorers:last_number",
+    "math-verify": "paceline.tasks.rewards.scorers:math_verify",
+    "reasoning-gym": "paceline.tasks.rewards.scorers:reasoning_gym",
+}
+
+# What a reward function may ask for, by parameter name. The last four are verl's.
+ARGUMENTS: dict[str, Callable[[Problem, Response, str], Any]] = {
+    "prompt": lambda problem, response, how: problem.prompt,
+    "response": lambda problem, response, how: response.text,
+    "answer": lambda problem, response, how: problem.answer,
+    "extracted": lambda problem, response, how: extract(response.text, how),
+    "truncated": lambda problem, response, how: response.truncated,
+    "conversation": lambda problem, response, how: response.conversation,
+    "extra": lambda problem, response, how: problem.extra,
+    "solution_str": lambda problem, response, how: response.text,
+    "ground_truth": lambda problem, response, how: problem.answer,
+    "data_source": lambda problem, response, how: problem.extra.get("data_source", ""),
+    "extra_info": lambda problem, response, how: problem.extra.get("extra_info") or {},
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function to call, and how; travels to the worker processes."""
+
+    function: str  # module:function or path/to/file.py:function
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    time_limit: float = 10.0
+    batch: bool = False
+    extraction: str = "whole"
+
+
+@dataclass(frozen=True)
+class Paid:
+    score: float
+    correct: bool
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    reason: str  # error, timeout, died
+    message: str
+
+
+Asked = tuple[Problem, Response]
+Reply = list[Paid] | Failed  # to one call: a score per response, or why there is none
+
+
+@cache
+def load_function(name: str) -> Callable[..., Any]:
+    """Raises ValueError with the way out; whatever the user's module raises on import is part of the message."""
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise ValueError(f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or path/to/file.py:function")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    except Exception as error:
+        raise ValueError(f"{name!r}: {where} cannot be imported ({type(error).__name__}: {error})") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise ValueError(f"{name!r}: {where} has no function {attribute!r}; it has {', '.join(public) or 'none'}")
+    return function
+
+
+def _load_module(name: str) -> Any:
+    if str(Path.cwd()) not in sys.path:  # a console script does not look where it is started
+        sys.path.append(str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"paceline_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> list[str]:
+    """Which of ARGUMENTS the function takes; ValueError where it wants something nobody can give."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(ARGUMENTS)
+    takes = [p.name for p in parameters]
+    unknown = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in ARGUMENTS | dict(options)]
+    if unknown:
+        raise ValueError(f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own `options`")
+    surplus = [key for key in options if key not in takes]
+    if surplus:
+        raise ValueError(f"{name!r} does not take the options {', '.join(surplus)}; its parameters are {', '.join(takes)}")
+    return [argument for argument in ARGUMENTS if argument in takes]
+
+
+def keyword_arguments(target: Target, wanted: Sequence[str], asked: Sequence[Asked]) -> dict[str, Any]:
+    """For a batch every argument is a list; otherwise `asked` is one."""
+    values = {name: [ARGUMENTS[name](problem, response, target.extraction) for problem, response in asked] for name in wanted}
+    return (values if target.batch else {name: value[0] for name, value in values.items()}) | target.options
+
+
+def read_result(target: Target, result: Any, count: int) -> list[Paid]:
+    """What a function returned, as one `Paid` per response; raises where it cannot be that."""
+    results = list(result) if target.batch else [result]
+    if len(results) != count:
+        raise ValueError(f"returned {len(results)} scores for {count} responses")
+    return [_read_one(entry) for entry in results]
+
+
+def _read_one(entry: Any) -> Paid:
+    correct = None
+    if isinstance(entry, Mapping):
+        entry, correct = entry["score"], entry.get("correct")
+    score = float(entry)
+    if not math.isfinite(score):
+        raise ValueError(f"returned {score}")
+    return Paid(score, score >= 1.0 if correct is None else bool(correct))

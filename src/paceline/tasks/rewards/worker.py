@@ -1,0 +1,105 @@
+"""The other side of `pool.py`: a process that calls reward functions and tools, one call at a time.
+
+    parent ──[targets]──▶ worker ──Ready | LoadError──▶ ──(index, arguments)──▶ ──[Paid] | Observation | Failed──▶ ...
+
+It ends when the parent closes the connection or dies, even while a function hangs.
+"""
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.tasks.base import Done, Observation, Problem, Turn
+from paceline.tasks.rewards.functions import Asked, Failed, Paid, Target, keyword_arguments, load_function, read_result, wanted_arguments
+
+
+@dataclass(frozen=True)
+class Step:
+    """A tool to call: what the policy said so far, what comes back."""
+
+    function: str
+    options: dict[str, Any]
+    time_limit: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    coroutines: tuple[bool, ...]  # per target: belongs into an event loop, not here
+
+
+@dataclass(frozen=True)
+class LoadError:
+    message: str
+
+
+Call = Callable[[Any], Any]
+
+
+def main(descriptor: int, parent: int) -> None:
+    os.set_inheritable(descriptor, False)  # what a reward starts must not keep the connection open
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    try:
+        targets: list[Target | Step] = connection.recv()
+        try:
+            calls = [_prepare(target) for target in targets]
+        except Exception as error:
+            connection.send(LoadError(str(error)))
+            return
+        connection.send(Ready(tuple(inspect.iscoroutinefunction(load_function(target.function)) for target in targets)))
+        while True:
+            index, arguments = connection.recv()
+            # Should the parent be killed while a function holds the interpreter's lock (a regular expression that
+            # never ends), no thread of ours can react; the kernel can, by processor time.
+            signal.setitimer(signal.ITIMER_PROF, targets[index].time_limit * (os.cpu_count() or 1) + 5)
+            try:
+                reply = calls[index](arguments)
+            except BaseException as error:  # also SystemExit: a reward must not end its worker by accident
+                reply = Failed("error", _describe(error))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(reply)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _prepare(target: Target | Step) -> Call:
+    function = load_function(target.function)
+    if isinstance(target, Step):
+        return lambda arguments: _step(function, target, *arguments)
+    wanted = wanted_arguments(function, target.options, target.function)
+    return lambda asked: _reward(function, target, wanted, asked)
+
+
+def _reward(function: Callable[..., Any], target: Target, wanted: list[str], asked: list[Asked]) -> list[Paid]:
+    return read_result(target, function(**keyword_arguments(target, wanted, asked)), len(asked))
+
+
+def _step(function: Callable[..., Any], target: Step, problem: Problem, conversation: tuple[Turn, ...]) -> Observation | Done:
+    result = function(problem, conversation, **target.options)
+    if not isinstance(result, Observation | Done):
+        raise TypeError(f"a step must return Observation or Done (paceline.tasks.base), not {type(result).__name__}")
+    return result
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:500]}{where}"
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # with whatever the functions have started
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
