@@ -339,7 +339,11 @@ def _explain(problem: dict[str, Any]) -> str:
 def _fields_at(path: list[str]) -> list[str]:
     model: type[BaseModel] = Config
     for key in path:
+        if key.isdigit():  # an entry of a list
+            continue
         annotation = model.model_fields[key].annotation
+        if get_origin(annotation) is list:
+            annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from paceline.learning.checkpoint import newest_checkpoint
-from paceline.policy.huggingface import DTYPES, load_policy, save_policy
 from paceline.policy.config import read_config
+from paceline.policy.huggingface import DTYPES, load_policy, save_policy
 
 
 def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:

@@ -6,17 +6,24 @@ loop cannot tell them apart.
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Condition
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from paceline.backends.base import Backend, RolloutStats
 from paceline.report.samples import read_groups
-from paceline.tasks.base import Problem, Task
+from paceline.tasks.base import Done, Observation, Problem, Response
+from paceline.tasks.dialogue import Dialogue
 from paceline.tasks.order import ProblemOrder
-from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, Score, request_seed
+from paceline.tasks.rewards.functions import Failed
+from paceline.tasks.rewards.scoring import GroupScoring
+from paceline.tasks.task import Task, Turns
+from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, request_seed
 
 
 class RolloutSource(Protocol):
@@ -58,46 +65,134 @@ class SavedRollouts:
 
 
 class GroupSampler:
-    """Samples groups for problems on a backend and scores them with a task, each completion as soon as it is there."""
+    """Samples groups for problems on a backend and scores them with a task, each sample as soon as it is complete.
+
+    Where the task has turns, a response goes to the task's tool while the backend works on the others; when the tool
+    has answered, the backend is paused for a moment to take the continuation in.
+    """
 
     def __init__(self, backend: Backend, task: Task, tokenizer: Tokenizer, run_seed: int) -> None:
         self.backend = backend
         self.task = task
         self.tokenizer = tokenizer
         self.run_seed = run_seed
-        self.scoring = ThreadPoolExecutor(max_workers=4, thread_name_prefix="reward")
 
     def sample(self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams) -> list[Group]:
         requests = self._requests(problems, purpose, step, samples, sampling)
-        problem_of = {request.id: problem for problem, group in zip(problems, requests, strict=True) for request in group}
-        completed: dict[str, tuple[Completion, Future[Score]]] = {}
-        self.backend.submit([request for group in requests for request in group])
-        for completion in self.backend.completions():
-            future = self.scoring.submit(self._score, problem_of[completion.request.id], completion)
-            completed[completion.request.id] = completion, future
+        groups = [self.task.scoring.open_group(problem, samples) for problem in problems]
+        underway = {
+            request.id: SampleUnderway(group, index, Dialogue(request))
+            for group, siblings in zip(groups, requests, strict=True)
+            for index, request in enumerate(siblings)
+        }
+        self.backend.submit([sample.dialogue.request for sample in underway.values()])
+        if self.task.turns is None:
+            for completion in self.backend.completions():
+                self._add_response(underway, completion).finish()
+        else:
+            self._take_turns(self.task.turns, underway)
         return [
-            Group(problem.id, tuple(Sample(completed[r.id][0], completed[r.id][1].result()) for r in group))
-            for problem, group in zip(problems, requests, strict=True)
+            Group(group.problem.id, tuple(Sample(underway[r.id].dialogue.completion(), s) for r, s in zip(siblings, group.scores(), strict=True)))
+            for group, siblings in zip(groups, requests, strict=True)
         ]
+
+    def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
+        """Generates and asks the tool at the same time, until every sample has said its last word."""
+        answers = Answers(self.backend)
+        generating, in_tool = len(underway), 0
+        while generating or in_tool:
+            for completion in self.backend.completions():
+                generating -= 1
+                sample = self._add_response(underway, completion)
+                if sample.dialogue.finish_reason is FinishReason.STOP:
+                    in_tool += 1
+                    turns.step(sample.group.problem, sample.dialogue.conversation).add_done_callback(partial(answers.put, sample))
+                else:
+                    sample.finish()
+            continuations = []
+            for sample, answer in answers.take(wait=not generating and in_tool > 0):
+                in_tool -= 1
+                request = self._continuation(sample, answer)
+                if request is None:
+                    sample.finish()
+                else:
+                    continuations.append(request)
+            generating += len(continuations)
+            self.backend.submit(continuations)
+        self.backend.abort(underway)  # nothing is running: this lets go of the caches held for turns that did not come
+
+    def _add_response(self, underway: dict[str, "SampleUnderway"], completion: Completion) -> "SampleUnderway":
+        sample = underway[completion.request.id]
+        sample.dialogue.add_response(completion, self.tokenizer.decode(completion.tokens))
+        return sample
+
+    def _continuation(self, sample: "SampleUnderway", answer: Observation | Done | Failed) -> Request | None:
+        if isinstance(answer, Failed):
+            sample.group.note_failure(sample.index, "step", answer)
+        if not isinstance(answer, Observation):
+            return None
+        tokens = self.task.prompts.encode_observation(answer, sample.dialogue.tokens[-1])
+        return sample.dialogue.continue_with(tokens, self.tokenizer.decode(tokens))
 
     def _requests(
         self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
     ) -> list[list[Request]]:
+        turns = self.task.turns
+        if turns is not None:
+            sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))
         seen: Counter[str] = Counter()
         groups = []
         for number, problem in enumerate(problems):
-            prompt = tuple(self.tokenizer.encode(problem.prompt).ids)
+            prompt = self.task.prompts.encode(problem)
             occurrence = seen[problem.id]
             seen[problem.id] += 1
             name = f"{purpose}/{step}/{number}"
             seeds = [request_seed(purpose, self.run_seed, step, problem.id, occurrence, i) for i in range(samples)]
-            groups.append([Request(f"{name}/{i}", prompt, seed, sampling, group=name) for i, seed in enumerate(seeds)])
+            groups.append([Request(f"{name}/{i}", prompt, seed, sampling, group=name, hold=turns is not None) for i, seed in enumerate(seeds)])
         return groups
 
-    def _score(self, problem: Problem, completion: Completion) -> Score:
-        if completion.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
-            return Score(reward=0.0, correct=False)
-        return self.task.score(problem, self.tokenizer.decode(completion.tokens), completion.truncated)
-
     def close(self) -> None:
-        self.scoring.shutdown(wait=False, cancel_futures=True)
+        self.task.close()
+
+
+@dataclass(frozen=True)
+class SampleUnderway:
+    group: GroupScoring
+    index: int  # within the group
+    dialogue: Dialogue
+
+    def finish(self) -> None:
+        """Hands the sample to its rewards."""
+        dialogue = self.dialogue
+        if dialogue.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
+            self.group.add(self.index, None)
+        else:
+            last = dialogue.conversation[-1].text if dialogue.conversation else ""
+            self.group.add(self.index, Response(last, dialogue.finish_reason is FinishReason.LENGTH, dialogue.conversation))
+
+
+class Answers:
+    """What the tool has answered, from the threads that wait for it to the one that generates.
+
+    A new answer pauses the backend, so that `completions` returns; taking the answers resumes it. Both under one lock:
+    a pause that came late would stop whoever uses the backend next.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.changed = Condition()
+        self.answers: list[tuple[SampleUnderway, Observation | Done | Failed]] = []
+
+    def put(self, sample: SampleUnderway, future: "Future[Observation | Done | Failed]") -> None:
+        with self.changed:
+            self.answers.append((sample, future.result()))
+            self.backend.pause()
+            self.changed.notify()
+
+    def take(self, wait: bool) -> list[tuple[SampleUnderway, Observation | Done | Failed]]:
+        with self.changed:
+            if wait:
+                self.changed.wait_for(lambda: self.answers)
+            self.backend.resume()
+            answers, self.answers = self.answers, []
+            return answers

@@ -20,10 +20,11 @@ from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout import GroupSampler
 from paceline.tasks import make_task
-from paceline.tasks.base import Task
+from paceline.tasks.task import Task
 from paceline.types import SamplingParams
 
 BUILTIN_POLICY = Path(__file__).parent / "assets" / "builtin"
+BUILTIN_POLICIES = {"builtin": BUILTIN_POLICY, "builtin-moe": BUILTIN_POLICY.with_name("builtin-moe")}
 
 
 @dataclass
@@ -53,7 +54,7 @@ def open_session(config: Config) -> Session:
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
-    task = make_task(config.task)
+    task = make_task(config.task, tokenizer, folder)
     backend = make_backend(policy, tokenizer, config)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
@@ -79,9 +80,11 @@ def prepare_device(config: Config) -> torch.device:
 
 
 def policy_folder(path: str) -> Path:
-    folder = BUILTIN_POLICY if path == "builtin" else Path(path)
+    folder = BUILTIN_POLICIES.get(path, Path(path))
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"policy.path = {path!r}: {folder} is not a Hugging Face folder with a config.json; `builtin` is the shipped policy")
+        raise ConfigError(
+            f"policy.path = {path!r}: {folder} is not a Hugging Face folder with a config.json; shipped are: {', '.join(BUILTIN_POLICIES)}"
+        )
     return folder
 
 

@@ -139,6 +139,25 @@ def test_half_precision_routes_like_float32():
     assert len((scores.bfloat16().topk(3).indices != experts).nonzero()) > 10, "rounded scores would choose otherwise"
 
 
+@pytest.mark.gpu
+def test_grouped_product_on_the_gpu():
+    """Output and gradients in bf16, some experts idle, against the same layer in float64."""
+    config = from_huggingface({"model_type": "qwen3_moe", **SMALL, "hidden_size": 256, **EXPERTS, "num_experts": 64, "moe_intermediate_size": 128})
+    layer = Decoder(config, torch.bfloat16, "cuda").initialise(0).layers[0].feed_forward
+    exact = Decoder(config, torch.float64).layers[0].feed_forward
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(40, 256, device="cuda").bfloat16()
+    assert len(layer.route(x)[1].unique()) < 64
+    results = []
+    for module, rows in ((layer, x), (exact, x.double().cpu())):
+        rows.requires_grad_()
+        out = module(rows)
+        out.square().sum().backward()
+        results.append([out, rows.grad, *(p.grad for p in module.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.cpu() - theirs).norm() < 0.02 * theirs.norm()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_activation_checkpointing_changes_nothing(family):
     gradients = []

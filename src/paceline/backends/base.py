@@ -25,6 +25,32 @@ class RolloutStats:
     prefill_tokens: int = 0
     running: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    strategies: list[str] = field(default_factory=list)  # how each step ran: `plain`, or drafter and length such as `history:5`
+    drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
+
+
+@dataclass
+class DraftStats:
+    """What verification said of one drafter's proposals. A draft is one row's proposal in one step."""
+
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per draft, the policy's own token included."""
+        return 1.0 + self.accepted / max(1, self.drafts)
+
+    def note(self, proposed: int, accepted: Sequence[int]) -> None:
+        """`accepted` has one entry per draft."""
+        self.drafts += len(accepted)
+        self.proposed += proposed * len(accepted)
+        self.accepted += int(sum(accepted))
+        self.accepted_at += [0] * (proposed - len(self.accepted_at))
+        for i in range(proposed):
+            self.accepted_at[i] += int(sum(a > i for a in accepted))
 
 
 class Backend(Protocol):

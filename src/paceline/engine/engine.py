@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
+from paceline.backends.base import DraftStats, RolloutStats
+from paceline.drafting.base import Drafter
 from paceline.engine.blocks import BlockPool
 from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.engine.forward import PagedForward
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
-from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
+from paceline.engine.rows import MAX_QUERY, MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
 from paceline.policy.decoder import Decoder
@@ -45,6 +46,18 @@ class EngineSettings:
     deterministic: bool = False
 
 
+@dataclass(frozen=True)
+class Strategy:
+    """How a step runs: with `count` tokens proposed by a drafter, or plain."""
+
+    drafter: str = ""
+    count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.drafter}:{self.count}" if self.count else "plain"
+
+
+PLAIN = Strategy()
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
 
 
@@ -62,12 +75,21 @@ class Launched:
     """A step whose outcome the host has not read yet."""
 
     sequences: list[Sequence]  # in the order of the batch; a slot may have a new owner by the time this is read
+    strategy: Strategy
     status: StepStatus  # on the host, valid once `ready`
     ready: torch.cuda.Event | None
 
 
 class Engine:
-    def __init__(self, policy: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        settings: EngineSettings,
+        tokenizer: Tokenizer | None = None,
+        drafters: Listing[Drafter] = (),
+        strategy: Strategy = PLAIN,
+        version: int = 0,
+    ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer  # only for stop strings
         self.settings = settings
@@ -80,6 +102,11 @@ class Engine:
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
         self.buckets = buckets_up_to(slots)
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        for drafter in drafters:
+            drafter.bind(self.rows.state, self.runner.proposals_SK)
+        self.behind: dict[str, set[int]] = {name: set() for name in self.drafters}  # slots that ran without this drafter
+        self.set_strategy(strategy)
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
@@ -96,6 +123,7 @@ class Engine:
         self.length_bound = np.zeros(slots + 1, dtype=np.int64)
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
         self.limit = np.zeros(slots + 1, dtype=np.int64)
+        self.seen_length = np.zeros(slots + 1, dtype=np.int64)  # as of the last outcome read
         self.running_slots = np.zeros(0, dtype=np.int64)
         self.batch: list[Sequence] = []  # the running sequences in the order of `running_slots`
         self.batch_key = StepVariant()
@@ -180,6 +208,14 @@ class Engine:
     def close(self) -> None:
         self._preempt_all()
         self.waiting.clear()
+
+    def set_strategy(self, strategy: Strategy) -> None:
+        """From the next step on; nothing that runs is disturbed."""
+        if strategy.count and strategy.drafter not in self.drafters:
+            raise ValueError(f"there is no drafter {strategy.drafter!r} here; there are: {', '.join(self.drafters) or 'none'}")
+        if strategy.count and not strategy.count <= min(self.drafters[strategy.drafter].max_tokens, MAX_QUERY - 1):
+            raise ValueError(f"{strategy}: {strategy.drafter} proposes at most {min(self.drafters[strategy.drafter].max_tokens, MAX_QUERY - 1)} tokens")
+        self.strategy = strategy
 
     # -- who runs -------------------------------------------------------------------------------------------------
 
@@ -315,23 +351,46 @@ class Engine:
             self.running[s.slot] = s
             self.length_bound[s.slot], self.limit[s.slot] = s.length, s.limit
             self.capacity[s.slot] = len(s.blocks) * BLOCK_SIZE
+            self.seen_length[s.slot] = s.length
         self.rows.enter(new_rows)
+        for s in sequences:
+            for drafter in self.drafters.values():
+                drafter.observe_enter(s.slot, s.request)
+                self.behind[drafter.name].add(s.slot)
         self._running_changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, queries: int = 1) -> None:
+    def _launch(self) -> None:
+        strategy = self.strategy
+        queries = strategy.count + 1
         if self.reserved_queries < queries and not self._reserve(queries):
+            return
+        if strategy.count and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
         bucket = next(size for size in self.buckets if size >= len(self.batch))
+        if strategy.count:
+            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count)
+        for name, behind in self.behind.items():
+            if name != strategy.drafter:
+                behind.update(self.running)
         status = self.runner.run(bucket, queries, self.batch_key)
         ready = None
         if self.rows.device.type == "cuda":
             status, ready = status.to_host(), torch.cuda.Event()
             ready.record()
-        self.launched.append(Launched(self.batch, status, ready))
+        self.launched.append(Launched(self.batch, strategy, status, ready))
         self.length_bound[self.running_slots] += queries
+
+    def _catch_up(self, name: str) -> bool:
+        """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""
+        if self.behind[name] & self.running.keys():
+            self._drain()
+            slots = sorted(self.behind[name] & self.running.keys())
+            self.drafters[name].catch_up(slots, self.length_bound[slots].tolist())
+        self.behind[name].clear()
+        return bool(self.running)
 
     def _reserve(self, queries: int) -> bool:
         """Blocks for the next RESERVE_STEPS steps of every running row; False if nobody is left running."""
@@ -370,8 +429,10 @@ class Engine:
         now = time.perf_counter()
         self.stats.running.append(len(launched.sequences))
         self.stats.step_seconds.append(now - self._last_outcome)
+        self.stats.strategies.append(str(launched.strategy))
         self._last_outcome = now
         lengths, states = launched.status.lengths_states[:, : len(launched.sequences)].numpy()
+        self._note_lengths(launched, lengths)
         # A row that has ended stays so in the steps launched after; it left when the first of them was read.
         here = [i for i, sequence in enumerate(launched.sequences) if sequence.slot >= 0] if self.watched else []
         for i in here:
@@ -384,6 +445,16 @@ class Engine:
             for sequence, _, reason in ended:
                 self._finish(sequence, self._cut_at_text(sequence) or reason)
             self._running_changed()
+
+    def _note_lengths(self, launched: Launched, lengths: np.ndarray) -> None:
+        """How far each row came in this step, and so how much of its draft was accepted."""
+        slots = np.array([sequence.slot for sequence in launched.sequences])
+        here = slots >= 0
+        gained = (lengths - self.seen_length[slots])[here]
+        self.seen_length[slots[here]] = lengths[here]
+        if launched.strategy.count:
+            stats = self.stats.drafts.setdefault(launched.strategy.drafter, DraftStats())
+            stats.note(launched.strategy.count, gained[gained > 0] - 1)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.request.hold and reason is not FinishReason.ABORTED:
@@ -461,6 +532,9 @@ class Engine:
             self._drop_shared(prompt)
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.slot in self.running:
+            for drafter in self.drafters.values():
+                drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
         self.pool.release(sequence.blocks)
         self.free_slots.append(sequence.slot)
         self.running.pop(sequence.slot, None)

@@ -4,13 +4,19 @@ On a CPU there is nothing to capture and the step runs as it is.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from paceline.drafting.base import Drafter
 from paceline.engine.forward import PagedForward
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step import StepStatus, StepVariant, step
+
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,18 @@ class CapturedStep:
     status: StepStatus
 
 
+@dataclass(frozen=True)
+class DraftKey:
+    bucket: int
+    drafter: str
+    count: int
+
+
 class StepRunner:
-    """Runs a step for the first `bucket` entries of `slots`, which the caller has filled."""
+    """Runs drafts and steps for the first `bucket` entries of `slots`, which the caller has filled.
+
+    A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
+    """
 
     def __init__(self, forward: PagedForward, rows: Rows, num_slots: int) -> None:
         self.forward = forward
@@ -35,6 +51,7 @@ class StepRunner:
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
         self.captured: dict[GraphKey, CapturedStep] = {}
+        self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self._pool = None
 
@@ -44,15 +61,25 @@ class StepRunner:
             return self._step(bucket, queries, variant)
         key = GraphKey(bucket, queries, variant)
         if key not in self.captured:
-            self._capture(key)
+            self.captured[key] = CapturedStep(*self._captured(lambda: self._step(bucket, queries, variant)))
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
 
+    def draft(self, bucket: int, drafter: Drafter, count: int) -> None:
+        """Fills the proposals of the bucket's rows."""
+        if self.rows.device.type != "cuda":
+            drafter.propose(self.slots[:bucket], count)
+            return
+        key = DraftKey(bucket, drafter.name, count)
+        if key not in self.captured_drafts:
+            self.captured_drafts[key], _ = self._captured(lambda: drafter.propose(self.slots[:bucket], count))
+        self.captured_drafts[key].replay()
+
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant)
 
-    def _capture(self, key: GraphKey) -> None:
+    def _captured(self, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
         start = time.perf_counter()
         torch.cuda.synchronize()
@@ -61,16 +88,16 @@ class StepRunner:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(key.bucket, key.queries, key.variant)
+            function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
-            status = self._step(key.bucket, key.queries, key.variant)
-        self.captured[key] = CapturedStep(graph, status)
+            outcome = function()
         self.slots.copy_(kept)
         torch.cuda.synchronize()
         self.capture_seconds += time.perf_counter() - start
+        return graph, outcome
 
 
 def buckets_up_to(num_slots: int) -> list[int]:

@@ -10,7 +10,7 @@ A token's bits must not depend on the other tokens, nor on how many of them chos
 therefore accumulated over the depth in one order, whatever tile it lies in and wherever (as in linear.py), is written to the
 slot's own row, and a token's K rows are added in the order of its choices.
 
-- CPU: each expert's rows run through `linear_reference`, in its fixed tiles.
+- CPU: each expert's rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
 - GPU: seven launches. The sort runs on the device and the grid is sized for the worst case (programs without a tile end at
   once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
 
@@ -20,11 +20,13 @@ Shape letters: M tokens, X experts, K choices per token (in names of weights: de
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from paceline.kernels.linear import Tile, linear, linear_reference
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
+ROW_TILE = 8  # CPU: an expert rarely has many rows
 SORT_BLOCK = 1024
 COMBINE_BLOCK = 1024
 
@@ -34,29 +36,36 @@ def expert_feed_forward_reference(
 ) -> torch.Tensor:
     wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
     weights_MK, experts_MK = route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
-    gate_up_SN = expert_linear_reference(x_ME, gate_up_XNE, experts_MK)
-    out_SE = expert_linear_reference(silu_multiply_reference(gate_up_SN), down_XEF, experts_MK)
-    return combine_reference(out_SE, weights_MK)
+    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(router_XE))
+    rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
+    rows_RE[place_S] = x_ME.repeat_interleave(num_choices, 0)
+    inner_RF = silu_multiply_reference(_multiply_tiles(rows_RE, gate_up_XNE, tile_experts))
+    return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
 
 def route_reference(scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the highest scores, best first (of equals the lowest number), and their softmax weights."""
-    experts_MK = scores_MX.sort(-1, descending=True, stable=True).indices[:, :num_choices]
+    experts_MK = scores_MX.sort(dim=-1, descending=True, stable=True).indices[:, :num_choices]
     weights_MK = scores_MX.softmax(-1).gather(-1, experts_MK)
     if normalise:
         weights_MK = weights_MK / _add_in_order(weights_MK.unbind(1)).unsqueeze(1)
     return weights_MK.to(dtype), experts_MK
 
 
-def expert_linear_reference(x_RK: torch.Tensor, weight_XNK: torch.Tensor, experts_MK: torch.Tensor) -> torch.Tensor:
-    """Each slot's row times its expert's matrix, [S, N]; `x` has a row for every token or one for every slot."""
-    experts_S = experts_MK.flatten()
-    slots_per_row = len(experts_S) // len(x_RK)
-    out_SN = x_RK.new_empty(len(experts_S), weight_XNK.shape[1])
-    for expert in experts_S.unique().tolist():
-        slots = (experts_S == expert).nonzero().flatten()
-        out_SN[slots] = linear_reference(x_RK[slots // slots_per_row], weight_XNK[expert])
-    return out_SN
+def tile_slots(experts_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
+    """Each slot's row when every expert's slots fill tiles of their own, and the expert of each tile."""
+    counts_X = experts_S.bincount(minlength=num_experts)
+    tiles_X = (counts_X + ROW_TILE - 1) // ROW_TILE
+    first_row_X = (tiles_X.cumsum(0) - tiles_X) * ROW_TILE
+    sorted_S, order_S = experts_S.sort(stable=True)
+    rank_S = torch.arange(len(experts_S)) - (counts_X.cumsum(0) - counts_X)[sorted_S]
+    place_S = torch.empty_like(order_S).index_copy_(0, order_S, first_row_X[sorted_S] + rank_S)
+    return place_S, torch.arange(num_experts).repeat_interleave(tiles_X).tolist()
+
+
+def _multiply_tiles(rows_RK: torch.Tensor, weight_XNK: torch.Tensor, tile_experts: list[int]) -> torch.Tensor:
+    weights = weight_XNK.unbind()
+    return torch.cat([F.linear(tile, weights[expert]) for tile, expert in zip(rows_RK.split(ROW_TILE), tile_experts, strict=True)])
 
 
 def combine_reference(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
@@ -151,7 +160,7 @@ def _sort_kernel(
     for first in range(first_tile, last_tile, BLOCK):
         tile = first + within
         tile_start = start + (tile - first_tile) * ROWS
-        tl.store(tiles_ptr + tile, tl.where(mine < X, mine, -1) + 0 * tile, mask=tile < last_tile)
+        tl.store(tiles_ptr + tile, tl.where(mine < X, mine, -1), mask=tile < last_tile)
         tl.store(tiles_ptr + num_tiles + tile, tile_start, mask=tile < last_tile)
         tl.store(tiles_ptr + 2 * num_tiles + tile, tl.minimum(tile_start + ROWS, stop), mask=tile < last_tile)
 

@@ -5,14 +5,20 @@ context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_s
 
 A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it:
 
-    keys    | split 0 | split 1 | split 2 |      SPLIT keys each; boundaries are absolute positions
-    result = fold(fold(split 0, split 1), split 2)    each split from a fresh state, folded left to right by whoever does it
+    keys    | tile tile tile tile | tile tile tile tile | tile ..     boundaries are absolute positions
+            |       group 0       |       group 1       | group 2
+    group  = online softmax over its tiles in order, from a fresh state
+    result = fold(fold(group 0, group 1), group 2)
 
-With few rows, many programs share a row's splits and a second kernel folds their partial results; with many rows one
-program walks its whole row and folds in registers. Both fold the same numbers in the same order. Queries and the heads
-of a GQA group are packed into the tile's rows; row sums go through the tensor core like everything else, because the
-order of a plain reduction depends on the layout the compiler picks. Masked keys add exact zeros.
+A program walks neighbouring groups of a row, with the next tiles' loads in flight. If it has the whole row it folds in
+registers. Otherwise every program writes its groups' results to memory, and the one that finishes last folds them, in
+the same order: who computes a group changes no bit. Queries and the heads of a GQA group are packed into the tile's
+rows; row sums go through the tensor core like everything else, because the order of a plain reduction depends on the
+layout the compiler picks. Masked keys add exact zeros.
 """
+
+import functools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +34,8 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )  # fmt: skip
 
-SPLIT = 128  # keys per partial result
+TILE = 64  # keys per step of the online softmax
+GROUP = 256  # keys per partial result
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
 
@@ -90,15 +97,16 @@ def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_
 
 
 @triton.jit
-def attend_split(
-    q, query_position, start, end, table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
+def attend_tile(
+    q, acc, maximum, total, query_position, start, end, table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of `q [rows, HEAD_DIM]` over the SPLIT keys from `start`: (unnormalised sum, maximum, total weight).
+    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
 
-    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents.
+    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
+    was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
     """
-    token = start + tl.arange(0, SPLIT)
+    token = start + tl.arange(0, TILE)
     exists = token < end
     block = tl.load(table_ptr + token // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + token % BLOCK_SIZE
@@ -107,24 +115,32 @@ def attend_split(
     v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
-    maximum = tl.max(scores, axis=1)
-    finite = tl.where(maximum == -float("inf"), 0.0, maximum)
+    maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - finite)
     weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
-    acc = tl.dot(weights, v, input_precision="ieee")
+    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
     # Equal columns. More columns than rows: for a square result the compiler would stack the warps over 16 rows.
     COLUMNS: tl.constexpr = 16 if q.shape[0] >= 64 else 2 * q.shape[0]
-    total = tl.dot(weights, tl.full((SPLIT, COLUMNS), 1.0, v.dtype), input_precision="ieee")
-    return acc, maximum, tl.max(total, axis=1)
+    tile_total = tl.dot(weights, tl.full((TILE, COLUMNS), 1.0, v.dtype), input_precision="ieee")
+    return acc, new_maximum, total * rescale + tl.max(tile_total, axis=1)
 
 
 @triton.jit
-def fold(acc, maximum, total, split_acc, split_maximum, split_total):
-    """Add one split's result to what the splits before it gave. Adding an empty split changes no bit."""
-    new_maximum = tl.maximum(maximum, split_maximum)
+def fold(acc, maximum, total, group_acc, group_maximum, group_total):
+    """Add one group's result to what the groups before it gave. Adding an empty group changes no bit."""
+    new_maximum = tl.maximum(maximum, group_maximum)
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    old, new = tl.exp2(maximum - finite), tl.exp2(split_maximum - finite)
-    acc = acc * tl.expand_dims(old, -1) + split_acc * tl.expand_dims(new, -1)
-    return acc, new_maximum, total * old + split_total * new
+    old, new = tl.exp2(maximum - finite), tl.exp2(group_maximum - finite)
+    acc = acc * tl.expand_dims(old, -1) + group_acc * tl.expand_dims(new, -1)
+    return acc, new_maximum, total * old + group_total * new
+
+
+@triton.jit
+def ends_group(start, stop, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Whether the tile at `start` is its group's last, or the last one before `stop`."""
+    return ((start + TILE) % GROUP == 0) | (start + TILE >= stop)
 
 
 @triton.jit
@@ -133,117 +149,135 @@ def normalised(acc, total):
     return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_width", "max_splits"])
+@triton.jit
+def _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, exists, column, HEAD_DIM: tl.constexpr):
+    """Past the L1 cache, which other multiprocessors' writes do not reach."""
+    acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0, cache_modifier=".cg")
+    maximum = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"), cache_modifier=".cg")
+    return acc, maximum, tl.load(total_ptr + partial, mask=exists, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["num_queries", "table_width", "max_groups", "min_groups"])
 def _paged_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
-    num_queries, table_width, max_splits, scale,
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr, finished_ptr,
+    num_queries, table_width, max_groups, min_groups, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (kv head, row and query tile, p): program p of P takes splits p, p + P, ... SHARED means P > 1."""
+    """Programs (kv head, row and query tile, p). A row is cut into runs of at least `min_groups` groups; SHARED: p > 0 exists."""
     launch_next(PDL)
     wait_previous(PDL)
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERIES: tl.constexpr = ROWS // PADDED_GQA
     query_tiles = tl.cdiv(num_queries, QUERIES)
     row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
     kv_head = tl.program_id(0)  # fastest, because the heads of a token are neighbours in memory
-    query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GROUP
-    member = tl.arange(0, ROWS) % PADDED_GROUP
-    valid = (query < num_queries) & (member < GROUP)
-    head = kv_head * GROUP + member
     context = tl.load(context_ptr + row).to(tl.int32)
     last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
     end = tl.where(context < 0, 0, context + last_query)
-    num_splits = tl.cdiv(end, SPLIT)
+    first, stop, programs = 0, end, 1
+    if SHARED:
+        num_groups = tl.cdiv(end, GROUP)
+        run = tl.maximum(tl.cdiv(num_groups, tl.num_programs(2)), min_groups)
+        programs = tl.maximum(tl.cdiv(num_groups, run), 1)
+        if tl.program_id(2) >= programs:
+            return
+        first = tl.program_id(2) * run * GROUP
+        stop = tl.minimum(end, first + run * GROUP)
 
+    query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GQA
+    member = tl.arange(0, ROWS) % PADDED_GQA
+    valid = (query < num_queries) & (member < GQA)
+    head = kv_head * GQA + member
     column = tl.arange(0, HEAD_DIM)
-    q_row = (row * num_queries + query) * NUM_HEADS + head
-    q_offset = q_row.to(tl.int64)[:, None] * HEAD_DIM + column[None, :]
+    q_row = ((row * num_queries + query) * NUM_HEADS + head).to(tl.int64)
+    q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
-        split_acc, split_maximum, split_total = attend_split(
-            q, context + query, split * SPLIT, end, row_table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
-            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
+    acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
+    total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for start in range(first, stop, TILE):
+        group_acc, group_maximum, group_total = attend_tile(
+            q, group_acc, group_maximum, group_total, context + query, start, end, row_table_ptr, k_cache_ptr, v_cache_ptr,
+            kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
-        if not SHARED:
-            acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
+        if ends_group(start, stop, TILE, GROUP):
+            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
+            if SHARED:
+                partial = q_row * max_groups + start // GROUP
+                write = valid & (programs > 1)
+                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=write[:, None])
+                tl.store(maximum_ptr + partial, group_maximum, mask=write)
+                tl.store(total_ptr + partial, group_total, mask=write)
+    if SHARED:
+        if programs > 1:
+            tl.debug_barrier()  # all threads have written
+            counter_ptr = finished_ptr + tl.program_id(1) * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1:
+                tl.store(counter_ptr, 0)  # for the next launch
+                acc, maximum, total = tl.zeros_like(acc), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros_like(total)
+                num_groups = tl.cdiv(end, GROUP)
+                for group in range(0, num_groups, 4):  # four loads in flight
+                    partial = q_row * max_groups + group
+                    a0, m0, t0 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, valid, column, HEAD_DIM)
+                    a1, m1, t1 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 1, valid & (group + 1 < num_groups), column, HEAD_DIM)
+                    a2, m2, t2 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 2, valid & (group + 2 < num_groups), column, HEAD_DIM)
+                    a3, m3, t3 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 3, valid & (group + 3 < num_groups), column, HEAD_DIM)
+                    acc, maximum, total = fold(acc, maximum, total, a0, m0, t0)
+                    acc, maximum, total = fold(acc, maximum, total, a1, m1, t1)
+                    acc, maximum, total = fold(acc, maximum, total, a2, m2, t2)
+                    acc, maximum, total = fold(acc, maximum, total, a3, m3, t3)
+                tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         else:
-            partial = q_row.to(tl.int64) * max_splits + split
-            tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], split_acc, mask=valid[:, None])
-            tl.store(maximum_ptr + partial, split_maximum, mask=valid)
-            tl.store(total_ptr + partial, split_total, mask=valid)
-    if not SHARED:
+            tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    else:
         tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit(do_not_specialize=["num_queries", "max_splits"])
-def _combine_kernel(
-    acc_ptr, maximum_ptr, total_ptr, context_ptr, out_ptr, num_queries, max_splits,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per (query, head). Splits are loaded BATCH at a time and folded one by one."""
-    launch_next(PDL)
-    wait_previous(PDL)
-    query_row = tl.program_id(0)
-    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
-    num_splits = tl.where(context < 0, 0, (context + query_row % num_queries) // SPLIT + 1)
-    q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    column = tl.arange(0, HEAD_DIM)
-    index = tl.arange(0, BATCH)
-    acc = tl.zeros((1, HEAD_DIM), tl.float32)
-    maximum = tl.full((1,), -float("inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    for first in range(0, num_splits, BATCH):
-        partial = q_row * max_splits + first + index
-        exists = first + index < num_splits
-        maxima = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"))
-        totals = tl.load(total_ptr + partial, mask=exists, other=0.0)
-        accs = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0)
-        for i in tl.static_range(BATCH):
-            pick = index == i  # one term and zeros: the sums and the maximum only select
-            split_acc = tl.sum(tl.where(pick[:, None], accs, 0.0), axis=0)[None, :]
-            split_maximum = tl.max(tl.where(pick, maxima, -float("inf")), axis=0)
-            split_total = tl.sum(tl.where(pick, totals, 0.0), axis=0)
-            acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
-    out = normalised(acc, total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + q_row * HEAD_DIM + column[None, :], out)
+@dataclass(frozen=True)
+class Launch:
+    """How the work is cut up; no choice changes a bit."""
+
+    programs: int  # at most, per row and kv head
+    min_groups: int  # that a program walks
+    warps: int = 4
+    stages: int = 3
 
 
-def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, fill=1, stages=None):
+@functools.cache
+def _finished(device: torch.device, tiles: int) -> torch.Tensor:
+    """How many programs of a tile have finished. The last one sets it back to zero, so this survives graph replays."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def default_launch(device: torch.device, tiles: int, max_groups: int) -> Launch:
+    processors = multiprocessors(device)
+    return Launch(min(max_groups, cdiv(8 * processors, tiles)), 1)
+
+
+def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None):
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    padded_group = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(QUERY_ROWS, padded_group)
-    row_tiles = num_rows * cdiv(num_queries, rows // padded_group)
-    max_splits = cdiv(block_table_RB.shape[1] * block_size, SPLIT)
-    # Share rows until every multiprocessor has a program; pipeline loads once occupancy no longer hides their latency.
-    # Neither choice changes a bit.
-    processors = multiprocessors(q_RQHD.device)
-    programs = min(max_splits, cdiv(fill * processors, row_tiles * num_kv_heads))
-    stages = stages or (2 if row_tiles * num_kv_heads > 4 * processors else 1)
+    padded_gqa = next_power_of_2(num_heads // num_kv_heads)
+    rows = max(QUERY_ROWS, padded_gqa)
+    row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
+    max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
+    launch = launch or default_launch(q_RQHD.device, row_tiles * num_kv_heads, max_groups)
     out = torch.empty_like(q_RQHD)
-    acc = maximum = total = None
-    if programs > 1:
-        partials = (num_rows, num_queries, num_heads, max_splits)
+    acc = maximum = total = finished = None
+    if launch.programs > 1:
+        partials = (num_rows, num_queries, num_heads, max_groups)
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
-    _paged_attention_kernel[(num_kv_heads, row_tiles, programs)](
-        q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
-        num_queries, block_table_RB.shape[1], max_splits, head_dim**-0.5 * LOG2E,
+        finished = _finished(q_RQHD.device, next_power_of_2(row_tiles * num_kv_heads))
+    _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
+        q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total, finished,
+        num_queries, block_table_RB.shape[1], max_groups, launch.min_groups, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
-        PADDED_GROUP=padded_group, SPLIT=SPLIT, SHARED=programs > 1,
-        **launch_options(num_warps=4, num_stages=stages),
+        PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1,
+        **launch_options(num_warps=launch.warps, num_stages=launch.stages),
     )  # fmt: skip
-    if programs > 1:
-        _combine_kernel[(num_rows * num_queries, num_heads)](
-            acc, maximum, total, context_len_R, out, num_queries, max_splits,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, SPLIT=SPLIT, BATCH=4, **launch_options(num_warps=1),
-        )  # fmt: skip
     return out
 
 

@@ -6,13 +6,13 @@ each sequence were in the cache before, and the chunk's own K and V have been wr
     q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s sits at position context_len[s] + j
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
-A query gets the bits that decoding would have given it, however the prompt was cut into chunks: the splits are those of
+A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and groups are those of
 paged_attention.py, and the tensor core rounds alike for tiles of any height.
 """
 
 import torch
 
-from paceline.kernels.paged_attention import LOG2E, SPLIT, attend_reference, attend_split, fold, normalised
+from paceline.kernels.paged_attention import GROUP, LOG2E, TILE, attend_reference, attend_tile, ends_group, fold, normalised
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
@@ -33,12 +33,12 @@ def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seql
 def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr, num_sequences, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     wait_previous(PDL)
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERIES: tl.constexpr = ROWS // PADDED_GQA
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     # The last sequence whose first tile is not after this one.
     low, high = tile * 0, tile * 0 + num_sequences - 1
@@ -55,22 +55,23 @@ def _prefill_attention_kernel(
         return
     context = tl.load(context_ptr + low).to(tl.int32)
 
-    query = first_query + tl.arange(0, ROWS) // PADDED_GROUP
-    member = tl.arange(0, ROWS) % PADDED_GROUP
-    valid = (query < length) & (member < GROUP)
-    q_row = (first_token + query).to(tl.int64) * NUM_HEADS + kv_head * GROUP + member
+    query = first_query + tl.arange(0, ROWS) // PADDED_GQA
+    member = tl.arange(0, ROWS) % PADDED_GQA
+    valid = (query < length) & (member < GQA)
+    q_row = (first_token + query).to(tl.int64) * NUM_HEADS + kv_head * GQA + member
     q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     end = context + tl.minimum(length, first_query + QUERIES)
-    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, end, SPLIT):
-        split_acc, split_maximum, split_total = attend_split(
-            q, context + query, start, end, table_ptr + low.to(tl.int64) * table_width, k_cache_ptr, v_cache_ptr, kv_head, scale,
-            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
+    acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
+    total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for start in range(0, end, TILE):
+        group_acc, group_maximum, group_total = attend_tile(
+            q, group_acc, group_maximum, group_total, context + query, start, end, table_ptr + low.to(tl.int64) * table_width,
+            k_cache_ptr, v_cache_ptr, kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
-        acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
+        if ends_group(start, end, TILE, GROUP):
+            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -78,14 +79,14 @@ def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    padded_group = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(rows, padded_group)
+    padded_gqa = next_power_of_2(num_heads // num_kv_heads)
+    rows = max(rows, padded_gqa)
     out = torch.empty_like(q_THD)
-    grid = (num_kv_heads, num_tokens // (rows // padded_group) + num_sequences)
+    grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
         head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=warps, num_stages=stages),
+        ROWS=rows, PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, **launch_options(num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return out
 

@@ -2,7 +2,8 @@
 
 A row is a line of several tensors (tokens, length, limit, ...), addressed by slot. `gather_queries` takes the last token of
 each row and its proposals; `append_samples` keeps the samples up to the first that its proposal did not foresee, cut at
-stop tokens and limits. Each is one launch, so that the step around the forward pass costs microseconds.
+stop tokens and limits. A proposal of -1 means none: it runs as token 0 and agrees with no sample. Each function is one
+launch, so that the step around the forward pass costs microseconds.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def gather_queries_reference(
     stored_RQ = active_R.unsqueeze(1) & (positions_RQ < limit_R.unsqueeze(1))
     block_RQ = rows.block_table[slots_R.unsqueeze(1), positions_RQ // block_size].long()
     return Queries(
-        tokens_RQ=torch.cat((last_R1, proposals_SK[slots_R, : queries - 1]), dim=1),
+        tokens_RQ=torch.cat((last_R1, proposals_SK[slots_R, : queries - 1].clamp(min=0)), dim=1),
         positions_RQ=positions_RQ.clamp(max=max_position),
         cache_slots_RQ=torch.where(stored_RQ, block_RQ * block_size + positions_RQ % block_size, -1),
         context_R=torch.where(active_R, length_R - 1, -1),
@@ -105,7 +106,7 @@ def _gather_kernel(
     block = tl.load(table_ptr + slot * table_width + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     stored = (position < limit) & (active != 0)
     out = row * queries + q
-    tl.store(out_tokens_ptr + out, tl.where(q == 0, last, proposed), mask=valid)
+    tl.store(out_tokens_ptr + out, tl.where(q == 0, last, tl.maximum(proposed, 0)), mask=valid)
     tl.store(out_positions_ptr + out, tl.minimum(position, max_position), mask=valid)
     tl.store(out_cache_ptr + out, tl.where(stored, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=valid)
     tl.store(out_sample_ptr + out, position + 1, mask=valid)

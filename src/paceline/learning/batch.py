@@ -3,6 +3,8 @@
     sequence   p0 p1 p2 r0 r1 r2          prompt, then response
     predictors       p2 r0 r1             the hidden state that predicts a response token stands one place before it
     targets             r0 r1 r2
+
+A token budget cuts a step into micro-batches; a sequence is never split, so whatever is a sum over one stays in one place.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ Whatever begins with `time/` or `memory/` differs from run to run; everything el
 from collections.abc import Sequence
 
 from paceline.backends.base import RolloutStats
+from paceline.tasks.base import FAILED
 from paceline.types import Group
 
 TAIL_SHARE = 8  # a decode step belongs to the tail when at most an eighth of the samples still run
@@ -20,6 +21,7 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         "reward/mean": _mean(rewards),
         "reward/std": _mean([(r - _mean(rewards)) ** 2 for r in rewards]) ** 0.5,
         **{f"reward/{name}": _mean([s.score.components.get(name, 0.0) for s in samples]) for name in components},
+        "reward/failures": sum(any(name.startswith(FAILED) for name in s.score.components) for s in samples),
         "rollout/accuracy": _mean([sample.score.correct for sample in samples]),
         "rollout/zero_variance_groups": _mean([len(set(group.rewards)) == 1 for group in groups]),
         "rollout/length_mean": _mean(lengths),

@@ -1,9 +1,22 @@
-"""Prompts and verifiable rewards."""
+"""Prompts and verifiable rewards: `make_task` builds what the recipe's `task` section asks for."""
 
-from paceline.config import TaskConfig
-from paceline.tasks.base import Task
-from paceline.tasks.running_sums import RunningSums
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.tasks.make import make_task
+    from paceline.tasks.task import Task
+
+__all__ = ["Task", "make_task"]
 
 
-def make_task(config: TaskConfig) -> Task:
-    return RunningSums(config.seed, config.train_problems, config.eval_problems)
+def __getattr__(name: str):
+    """Loads on first use: worker processes import this package for a reward function and little else."""
+    if name == "make_task":
+        from paceline.tasks.make import make_task
+
+        return make_task
+    if name == "Task":
+        from paceline.tasks.task import Task
+
+        return Task
+    raise AttributeError(f"module 'paceline.tasks' has no attribute {name!r}")

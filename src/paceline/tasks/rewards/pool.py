@@ -124,7 +124,7 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}  # noqa: PTH109
         environment.setdefault("OMP_NUM_THREADS", "1")  # several workers, and a policy that wants the cores
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.tasks.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-c", f"from paceline.tasks.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -133,14 +133,20 @@ class Worker:
         theirs.close()
         self.connection = Connection(ours.detach())
         try:
+            self.ready = self._load(targets)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _load(self, targets: Sequence[Target | Step]) -> Ready:
+        try:
             self.connection.send(list(targets))
             reply = self.connection.recv() if self.connection.poll(START_LIMIT) else LoadError(f"importing took longer than {START_LIMIT:.0f} s")
         except (EOFError, ConnectionError):
             reply = LoadError(f"the worker process ended while importing (exit status {self.process.wait()})")
         if isinstance(reply, LoadError):
-            self.kill()
             raise ValueError(reply.message)
-        self.ready: Ready = reply
+        return reply
 
     def call(self, index: int, arguments: Any, time_limit: float) -> Any:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.tasks.reasoning_gym import open_dataset
 
 # A sign belongs to a number unless something stands right before it: in "7-3" the last number is 3.
-NUMBER = re.compile(r"(?<![\w.)])[-+\u2212]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)|(?<=[\w.)])\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w.)])[-+\u2212])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
 def exact(extracted: str | None, answer: str) -> float:

@@ -8,7 +8,6 @@ It ends when the parent closes the connection or dies, even while a function han
 import inspect
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -99,7 +98,3 @@ def _die_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)  # with whatever the functions have started
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""One sample over several turns, merged into one completion.
+
+    request    prompt
+    turn 1            response 1                                     sampled
+    step                         observation                         not sampled: outside the loss, logprob 0
+    turn 2            prompt = everything so far ──▶ response 2      sampled, same seed
+    completion        response 1 observation response 2
+
+Every turn keeps the id of the original request: only one is running at a time, and whoever aborts the sample by that
+id finds the turn that is. `max_tokens` bounds the whole, observations included.
+"""
+
+from dataclasses import replace
+
+from paceline.tasks.base import Turn
+from paceline.types import Completion, FinishReason, Request, Segment
+
+
+class Dialogue:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.conversation: tuple[Turn, ...] = ()
+        self.tokens: tuple[int, ...] = ()
+        self.logprobs: tuple[float, ...] = ()
+        self.segments: tuple[Segment, ...] = ()
+        self.top_logprobs: tuple[dict[int, float], ...] = ()
+        self.finish_reason = FinishReason.ABORTED
+        self.error = ""
+        self.observation: tuple[int, ...] = ()  # handed out, not yet followed by a response
+        self.observed = ""
+
+    def add_response(self, completion: Completion, text: str) -> None:
+        self.error = completion.error
+        if self.tokens and completion.finish_reason is FinishReason.REFUSED:
+            self.finish_reason = FinishReason.LENGTH  # what was said stands; there is no room to go on
+            return
+        self.finish_reason = completion.finish_reason
+        if not completion.tokens:
+            return
+        self._take_observation(completion.segments[0].weight_version)
+        start = len(self.tokens)
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.segments += tuple(replace(s, start=s.start + start, stop=s.stop + start) for s in completion.segments)
+        self.top_logprobs += completion.top_logprobs
+        self.conversation += (Turn(text, sampled=True),)
+
+    def continue_with(self, observation: tuple[int, ...], text: str) -> Request | None:
+        """The request for the next turn; None (and the sample is truncated) where no token is left for it."""
+        remaining = self.request.sampling.max_tokens - len(self.tokens) - len(observation)
+        if remaining <= 0:
+            self.finish_reason = FinishReason.LENGTH
+            return None
+        self.observation, self.observed = observation, text
+        prompt = self.request.prompt + self.tokens + observation
+        return replace(self.request, prompt=prompt, sampling=replace(self.request.sampling, max_tokens=remaining), continues=self.request.id)
+
+    def completion(self) -> Completion:
+        return Completion(self.request, self.tokens, self.logprobs, self.finish_reason, self.segments, self.error, self.top_logprobs)
+
+    def _take_observation(self, weight_version: int) -> None:
+        """An observation counts once a response follows; until then it may turn out that nothing does."""
+        if not self.observation:
+            return
+        start, count = len(self.tokens), len(self.observation)
+        self.tokens += self.observation
+        self.logprobs += (0.0,) * count
+        self.segments += (Segment(start, start + count, weight_version, sampled=False),)
+        self.top_logprobs += ({},) * count if self.request.sampling.top_logprobs else ()
+        self.conversation += (Turn(self.observed, sampled=False),)
+        self.observation, self.observed = (), ""

@@ -1,0 +1,189 @@
+"""Every algorithm against its paper's formula, written as loops over samples and tokens in float64: loss and gradients.
+
+The oracles share nothing with the code but the forward pass of one sequence.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from paceline.config import ALGORITHM_DEFAULTS, load_config
+from paceline.learning.algorithms import ALGORITHMS
+from paceline.learning.algorithms.dapo import overlong_punishment, punish_overlong
+from paceline.learning.learner import Learner
+from paceline.policy.decoder import Decoder
+from paceline.types import Group, Sample, Score
+from tests.learning.samples import MAX_TOKENS, make_config, make_groups, make_policy, response_logprobs, watch_gradients
+
+Oracle = Callable[[Decoder, Decoder, list[Group]], torch.Tensor]
+
+
+def clipped(ratio: torch.Tensor, advantage: float, low: float, high: float) -> torch.Tensor:
+    bounded = min(max(ratio, torch.tensor(1 - low, dtype=torch.float64)), torch.tensor(1 + high, dtype=torch.float64))
+    return -min(ratio * advantage, bounded * advantage)
+
+
+def token_losses(policy: Decoder, sample: Sample, advantage: float, low: float, high: float) -> list[torch.Tensor]:
+    new, completion = response_logprobs(policy, sample.completion), sample.completion
+    ratios = [(new[t] - completion.logprobs[t]).exp() for t, sampled in enumerate(completion.loss_mask) if sampled]
+    return [clipped(ratio, advantage, low, high) for ratio in ratios]
+
+
+def group_advantages(group: Group) -> list[float]:
+    mean, deviation = statistics.mean(group.rewards), statistics.stdev(group.rewards)
+    return [(reward - mean) / (deviation + 1e-6) for reward in group.rewards]
+
+
+def grpo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
+    """As the paper has it: mean within each response, beta 0.04 on the k3 KL."""
+    responses = []
+    for group in groups:
+        for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
+            new, fixed = response_logprobs(policy, sample.completion), response_logprobs(reference, sample.completion).detach()
+            kls = [(f - n).exp() - (f - n) - 1 for n, f, m in zip(new, fixed, sample.completion.loss_mask, strict=True) if m]
+            losses = token_losses(policy, sample, advantage, 0.2, 0.2)
+            responses.append(sum(loss + 0.04 * kl for loss, kl in zip(losses, kls, strict=True)) / len(losses))
+    return sum(responses) / len(responses)
+
+
+def dapo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
+    """Token mean over the step, clip 0.2 and 0.28."""
+    losses = [
+        loss
+        for group in groups
+        for sample, advantage in zip(group.samples, group_advantages(group), strict=True)
+        for loss in token_losses(policy, sample, advantage, 0.2, 0.28)
+    ]
+    return sum(losses) / len(losses)
+
+
+def dr_grpo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
+    """Centred rewards, and the sum over tokens over a constant."""
+    responses = []
+    for group in groups:
+        for sample in group.samples:
+            advantage = sample.score.reward - statistics.mean(group.rewards)
+            responses.append(sum(token_losses(policy, sample, advantage, 0.2, 0.2)) / MAX_TOKENS)
+    return sum(responses) / len(responses)
+
+
+def gspo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
+    """The ratio of whole sequences, to the power 1 / length, clipped at 3e-4 and 4e-4."""
+    responses = []
+    for group in groups:
+        for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
+            completion = sample.completion
+            sampled = [t for t, use in enumerate(completion.loss_mask) if use]
+            new = response_logprobs(policy, completion)
+            new_likelihood, old_likelihood = sum(new[t] for t in sampled), sum(completion.logprobs[t] for t in sampled)
+            ratio = (new_likelihood.exp() / math.exp(old_likelihood)) ** (1 / len(sampled))
+            responses.append(clipped(ratio, advantage, 3e-4, 4e-4))
+    return sum(responses) / len(responses)
+
+
+def reinforce_plus_plus(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
+    """Returns of a reward at the end and a KL penalty of 0.01 at each token, whitened over the step's tokens."""
+    returns, ratios = [], []
+    for group in groups:
+        for sample in group.samples:
+            completion = sample.completion
+            fixed, new = response_logprobs(reference, completion).detach(), response_logprobs(policy, completion)
+            sampled = [t for t, use in enumerate(completion.loss_mask) if use]
+            for t in sampled:
+                kl_to_go = sum(completion.logprobs[i] - fixed[i].item() for i in sampled if i >= t)
+                returns.append(sample.score.reward - 0.01 * kl_to_go)
+                ratios.append((new[t] - completion.logprobs[t]).exp())
+    mean, deviation = statistics.mean(returns), statistics.stdev(returns)
+    losses = [clipped(ratio, (value - mean) / (deviation + 1e-6), 0.2, 0.2) for ratio, value in zip(ratios, returns, strict=True)]
+    return sum(losses) / len(losses)
+
+
+CASES: dict[str, tuple[list[str], Oracle]] = {
+    "grpo": (["learning.kl_coef=0.04", "learning.loss_mean=sequence"], grpo),
+    "dapo": ([], dapo),
+    "dr_grpo": ([], dr_grpo),
+    "gspo": ([], gspo),
+    "reinforce++": ([], reinforce_plus_plus),
+}
+
+
+def test_every_algorithm_has_an_oracle_and_defaults():
+    assert set(CASES) == set(ALGORITHMS) == set(ALGORITHM_DEFAULTS)
+
+
+@pytest.mark.parametrize("algorithm", CASES)
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_loss_and_gradients_follow_the_paper(algorithm, budget):
+    """With nothing set but the algorithm, however the step is cut into micro-batches."""
+    overrides, oracle = CASES[algorithm]
+    config = make_config(f"learning.algorithm={algorithm}", f"learning.micro_batch_tokens={budget}", *overrides)
+    # GSPO's clip is so narrow that all samples would be outside of it, were they far from the policy.
+    groups = near_policy(make_groups()) if algorithm == "gspo" else make_groups()
+    policy, reference, expected_policy = make_policy(), make_policy(seed=1).requires_grad_(False), make_policy()
+    learner = Learner(policy, config)
+    if learner.reference is not None:
+        learner.reference = reference
+    expected = oracle(expected_policy, reference, groups)
+    expected.backward()
+
+    gradients = watch_gradients(learner)
+    metrics = learner.update(groups)
+    assert metrics["policy/loss"] == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+    for name, parameter in expected_policy.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
+    assert 0 < metrics["policy/clip_fraction"] < 1, "both branches of the clip must have been tested"
+    assert (metrics["policy/reference_kl"] > 0) == (config.learning.kl_coef > 0)
+
+
+def near_policy(groups: list[Group]) -> list[Group]:
+    policy, shifts = make_policy(), torch.Generator().manual_seed(5)
+    for group in groups:
+        for sample in group.samples:
+            shift = 6e-4 * torch.randn((), generator=shifts, dtype=torch.float64)
+            logprobs = tuple((response_logprobs(policy, sample.completion) + shift).tolist())
+            object.__setattr__(sample.completion, "logprobs", logprobs)
+    return groups
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
+    """0.1 is not its own rounded mean; reinforce++ must not turn the KL that is left into a signal."""
+    policy, reference = make_policy(), make_policy(seed=1)
+    learner = Learner(policy, make_config(f"learning.algorithm={algorithm}", "learning.kl_coef=0.1"))
+    learner.reference = reference
+    groups = [Group(g.prompt_id, tuple(Sample(s.completion, Score(reward, True)) for s in g.samples)) for g in make_groups()]
+    before = [parameter.clone() for parameter in policy.parameters()]
+    assert learner.update(groups) == {"policy/skipped": 1.0}
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_the_algorithm_sets_the_papers_values_and_explicit_keys_win():
+    dapo = load_config(None, ["learning.algorithm=dapo"]).learning
+    assert (dapo.clip_low, dapo.clip_high, dapo.loss_mean, dapo.kl_coef) == (0.2, 0.28, "token", 0)
+    assert dapo.overlong_share == 0.2 and dapo.dynamic_sampling_rounds > 0
+    assert load_config(None, ["learning.algorithm=dr_grpo"]).learning.loss_mean == "constant"
+    gspo = load_config(None, ["learning.algorithm=gspo", "learning.clip_high=0.01"]).learning
+    assert (gspo.clip_low, gspo.clip_high, gspo.loss_mean) == (3e-4, 0.01, "sequence")
+    assert load_config(None, ["learning.algorithm=reinforce++", "learning.kl_coef=0"]).learning.kl_coef == 0
+
+
+@pytest.mark.parametrize("length, expected", [(1, 0), (16384, 0), (18432, -0.5), (20480, -1), (30000, -1)])
+def test_overlong_punishment_with_the_papers_numbers(length, expected):
+    assert overlong_punishment(length, max_tokens=20480, share=0.2) == pytest.approx(expected)
+
+
+def test_overlong_punishment_is_a_reward_component_of_its_own():
+    groups = make_groups()
+    punished = punish_overlong(groups, max_tokens=12, share=0.5)
+    for before, after in zip(groups, punished, strict=True):
+        for old, new in zip(before.samples, after.samples, strict=True):
+            length = len(old.completion.tokens)
+            expected = 0.0 if length <= 6 else max(-1.0, (6 - length) / 6)
+            assert new.score.components["overlong"] == pytest.approx(expected)
+            assert new.score.reward == pytest.approx(old.score.reward + expected)
+            assert new.completion == old.completion and new.score.correct == old.score.correct
+    assert punish_overlong(groups, max_tokens=12, share=0.0) == groups

@@ -1,0 +1,84 @@
+"""Answers found in responses, and the built-in verifiers, against cases written by hand."""
+
+from decimal import Decimal
+
+import pytest
+
+from paceline.config import ConfigError
+from paceline.tasks.extract import check_extraction, extract
+from paceline.tasks.rewards.scorers import exact, find_last_number, last_number, math_verify, reasoning_gym
+
+
+@pytest.mark.parametrize(
+    "response, how, answer",
+    [
+        ("  4 \n", "whole", "4"),
+        ("I add.\nAnswer: 4", "answer-line", "4"),
+        ("I add.\n**Answer:** 4 \n\n", "answer-line", "4"),
+        ("answer : x = 2", "answer-line", "x = 2"),
+        ("Answer: 4\nor maybe not", "answer-line", None),  # only the last line counts
+        ("The answer: 4", "answer-line", None),
+        ("", "answer-line", None),
+        ("#### 3\n#### 18 ", r"####\s*(.+)", "18"),
+        ("none", r"####\s*(.+)", None),
+        ("<a>x\ny</a>", r"(?s)<a>(.*?)</a>", "x\ny"),
+    ],
+)
+def test_extract(response, how, answer):
+    check_extraction(how)
+    assert extract(response, how) == answer
+
+
+def test_wrong_extractions_are_refused():
+    with pytest.raises(ConfigError, match="neither whole, answer-line nor a regular expression"):
+        check_extraction("(unclosed")
+    with pytest.raises(ConfigError, match="with a group around the answer"):
+        check_extraction("answer_line")
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("it is 18", "18"), ("$1,200.50.", "1200.50"), ("7-3", "3"), ("7 - 3", "3"), ("= -4", "-4"), ("(-4)", "-4"), ("x=-4", "-4"), ("\u22125", "-5"),
+        ("-$5", "-5"), ("1,234,567 eggs", "1234567"), ("1, 2", "2"), ("3 and 4.", "4"), ("18%", "18"), ("about 2kg", "2"), ("#### 42", "42"), ("0.5", "0.5"),
+    ],
+)  # fmt: skip
+def test_last_number_is_found(text, number):
+    assert find_last_number(text) == Decimal(number)
+
+
+def test_no_number():
+    assert find_last_number("none at all") is None and find_last_number("") is None
+
+
+def test_exact_and_last_number():
+    assert exact(" 4\n", "4") == 1.0 and exact("4.0", "4") == 0.0 and exact(None, "4") == 0.0
+    assert last_number("So $1,200.00", "a 3, then #### 1200") == 1.0
+    assert last_number("1200 or 3", "1200") == 0.0 and last_number(None, "1") == 0.0 and last_number("x", "1") == 0.0
+    assert last_number("9" * 100_000, "1") == 0.0
+    with pytest.raises(ValueError, match="holds no number"):
+        last_number("1", "blue")
+
+
+@pytest.mark.parametrize(
+    "response, answer, score",
+    [(r"so $\frac{1}{2}$", "0.5", 1.0), (r"\boxed{x^2+1}", "$1+x^2$", 1.0), (r"\frac{2}{4}", r"\frac{1}{2}", 1.0), ("$3$", "4", 0.0), ("no idea", "4", 0.0)],
+)
+def test_math_verify(response, answer, score):
+    pytest.importorskip("math_verify", reason="needs math-verify: pip install 'paceline[math]'")
+    assert math_verify(response, answer) == score
+    assert math_verify(None, answer) == 0.0
+
+
+def test_reasoning_gym_verifier_is_guarded():
+    gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'")
+    entry = gym.create_dataset("gcd", seed=1, size=1)[0]
+    dataset = gym.create_dataset("gcd")
+    padded = f"it is {entry['answer']}, I think, but who knows for sure what it may be"
+    paid = dataset.score_answer(padded, entry)
+    assert 0 < paid < 0.1, "the oracle: the package itself pays a little for this"
+    arguments = dict(extra={"entry": entry}, dataset="gcd", options="{}")
+    assert reasoning_gym(padded, threshold=0.1, **arguments) == 0.0
+    assert reasoning_gym(padded, threshold=0.0, **arguments) == paid
+    assert reasoning_gym(entry["answer"], threshold=0.1, **arguments) == 1.0
+    assert reasoning_gym(None, threshold=0.1, **arguments) == 0.0
