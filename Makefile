@@ -23,6 +23,7 @@ test: $(VENV)/.test
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
 test-full: $(VENV)/.test
+	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
 	$(BIN)/pytest -m slow $(ARGS)
 
 lint: $(VENV)/.test
@@ -31,4 +32,4 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check src tests
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info

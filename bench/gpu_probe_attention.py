@@ -1,45 +1,137 @@
-"""Decode attention variants: microseconds per layer, beside reading the KV at 4.575 TB/s.
+"""Sweep of decode and prefill attention (scratch)."""
 
-Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_attention.py
-"""
-
-import itertools
+import math
+import random
+import sys
+import time
 
 import torch
 from gpu_probe_step import graph_of, time_graph
-from probe_paged_attention import paged_attention_triton
+from probe_paged_attention import paged_attention_triton as old_attention
 
-HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 32, 8, 128, 16, 12
+from paceline.kernels import paged_attention as decode
+from paceline.kernels import prefill_attention as prefill
+from paceline.kernels.paged_attention import Launch
+
+sys.path.insert(0, "tests/kernels")
+HEADS, KV_HEADS, DIM, BLOCK, WIDTH, PROCESSORS = 32, 8, 128, 16, 4096, 132
+
+
+def mixed(rows, seed=0):
+    rng = random.Random(seed)
+    return [max(200, min(4000, int(rng.lognormvariate(math.log(800), 0.8)))) for _ in range(rows)]
+
+
+WORKLOADS = [
+    *((f"{c}x{r}", [c] * r) for c, r in ((256, 32), (256, 64), (256, 128), (256, 256), (1024, 1), (1024, 4), (1024, 16), (1024, 32), (1024, 64))),
+    *((f"{c}x{r}", [c] * r) for c, r in ((3000, 1), (3000, 2), (3000, 4), (3000, 8), (3000, 16), (3000, 32))),
+    *((f"mixed x{r}", mixed(r)) for r in (16, 64, 192)),
+]
+FILLS = (1, 2, 4, 8, 16)
+SHAPES = {  # tile, group, warps, stages: fills, min_groups
+    (64, 256, 4, 3): (FILLS, (1, 2, 4)),
+    (64, 256, 4, 4): (FILLS, (1, 2, 4)),
+    (64, 256, 4, 2): ((2, 8), (1,)),
+    (64, 256, 4, 5): ((2, 8), (1,)),
+    (64, 256, 8, 3): ((2, 8), (1,)),
+    (64, 256, 2, 3): ((2, 8), (1,)),
+    (64, 128, 4, 3): ((2, 8), (1,)),
+    (64, 512, 4, 4): ((2, 8), (1,)),
+    (32, 256, 2, 4): ((2, 8), (1,)),
+    (32, 256, 4, 5): ((2, 8), (1,)),
+    (128, 256, 8, 3): ((2, 8), (1,)),
+    (128, 256, 4, 2): ((2, 8), (1,)),
+}
 
 
 def main() -> None:
-    for context, rows in ((256, 32), (256, 64), (256, 128), (256, 256), (1024, 16), (1024, 64), (3000, 8), (3000, 1)):
-        per_row = -(-(context + 700) // BLOCK)
-        shape = (rows * per_row, BLOCK, KV_HEADS, DIM)
-        caches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(LAYERS)]
-        table = torch.randperm(rows * per_row, device="cuda").int().view(rows, per_row)
-        q = torch.randn(rows, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-        contexts = torch.full((rows,), context, device="cuda", dtype=torch.int64)
-        ideal = rows * context * KV_HEADS * DIM * 4 / 4.575e6
-        results = []
-        for split, warps, stages, head_major, fill in itertools.product((32, 64, 128), (2, 4, 8), (1, 2, 3, 4), (False, True), (1, 2)):
-            if stages > 2 and split == 128 or (fill == 2 and rows * 8 > 264):
-                continue
+    begin = time.time()
+    from test_attention import check_invariance
 
-            def run():
-                for k, v in caches:
-                    paged_attention_triton(q, k, v, table, contexts, fill, stages, split, warps, head_major)  # noqa: B023
-
+    for tile, group in ((64, 256), (128, 256)):
+        decode.TILE, decode.GROUP, prefill.TILE, prefill.GROUP = tile, group, tile, group
+        try:
+            check_invariance(32, 8, 128, torch.bfloat16, "cuda")
+            print("invariant", tile, group, f"{time.time() - begin:.1f}", flush=True)
+        except AssertionError as error:
+            print("NOT invariant", tile, group, str(error)[:100], flush=True)
+    for sequences, new, context in ((1, 8192, 20000), (64, 128, 0), (4, 1000, 1500)):
+        blocks_per = -(-(new + context) // BLOCK)
+        k, v = (torch.randn(sequences * blocks_per, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(sequences * blocks_per, device="cuda").int().view(sequences, blocks_per)
+        q = torch.randn(sequences * new, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        bounds = torch.arange(0, sequences * new + 1, new, device="cuda", dtype=torch.int32)
+        contexts = torch.full((sequences,), context, device="cuda", dtype=torch.int32)
+        line = []
+        for tile, group, rows, warps, stages in (
+            (64, 256, 128, 8, 2), (64, 256, 128, 8, 3), (64, 256, 128, 8, 4), (64, 256, 64, 4, 2), (64, 256, 64, 4, 3), (128, 256, 128, 8, 2), (64, 512, 128, 8, 3)
+        ):  # fmt: skip
+            prefill.TILE, prefill.GROUP = tile, group
             try:
-                ms, _ = time_graph(graph_of(run), repeats=3, inner=3)
-            except Exception:
-                continue
-            results.append((ms / LAYERS * 1e3, f"s{split}w{warps}st{stages}{'H' if head_major else 'N'}f{fill}"))
-        results.sort()
-        now = next(r for r in results if r[1] == f"s128w4st{2 if rows * 8 > 528 else 1}Nf1")
-        best_n = next(r for r in results if "N" in r[1])
-        shown = " ".join(f"{name}:{us:.1f}" for us, name in results[:7])
-        print(f"ctx {context} rows {rows} ideal {ideal:.1f} now {now[0]:.1f} best N {best_n[1]}:{best_n[0]:.1f} | {shown}", flush=True)
+                prefill.prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages)
+                times = []
+                for _ in range(4):
+                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    prefill.prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages)
+                    end.record()
+                    torch.cuda.synchronize()
+                    times.append(start.elapsed_time(end))
+                line.append(f"t{tile}g{group}r{rows}w{warps}s{stages}:{sorted(times)[1]:.3f}")
+            except Exception as error:
+                line.append(f"t{tile}r{rows}w{warps}s{stages}:{type(error).__name__}")
+        print(f"prefill {sequences}x{new}+{context}", *line, flush=True)
+    print(f"{time.time() - begin:.1f} s", flush=True)
+
+    for name, lengths in WORKLOADS:
+        if time.time() - begin > float(sys.argv[1]):
+            break
+        rows, tokens = len(lengths), sum(lengths)
+        layers = max(2, min(12, 8_000_000_000 // (tokens * 4096)))
+        blocks = [-(-(n + 1) // BLOCK) for n in lengths]
+        caches = [[torch.empty(sum(blocks), BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2)] for _ in range(layers)]
+        order, used = torch.randperm(sum(blocks)).int(), 0
+        table = torch.zeros(rows, WIDTH // BLOCK, dtype=torch.int32)
+        for row, count in enumerate(blocks):
+            table[row, :count] = order[used : used + count]
+            used += count
+        table = table.cuda()
+        q = torch.randn(rows, 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        contexts = torch.tensor(lengths, device="cuda", dtype=torch.int64)
+
+        def timed(attend, *args):
+            def run():
+                for k, v in caches:  # noqa: B023
+                    attend(q, k, v, table, contexts, *args)  # noqa: B023
+
+            ms, _ = time_graph(graph_of(run), repeats=3, inner=3)
+            return ms / layers * 1e3  # noqa: B023
+
+        results = {"old": timed(old_attention)}
+        expected = old_attention(q, *caches[0], table, contexts).float()
+        for (tile, group, warps, stages), (fills, minima) in SHAPES.items():
+            decode.TILE, decode.GROUP = tile, group
+            seen = set()
+            for fill in fills:
+                programs = min(-(-WIDTH // group), -(-fill * PROCESSORS // (rows * KV_HEADS)))
+                for minimum in minima:
+                    launch = Launch(programs, minimum if programs > 1 else 1, warps, stages)
+                    if launch in seen:
+                        continue
+                    seen.add(launch)
+                    label = f"t{tile}g{group}w{warps}s{stages}P{programs}m{launch.min_groups}"
+                    try:
+                        out = decode.paged_attention_triton(q, *caches[0], table, contexts, launch).float()
+                        error = (out - expected).norm() / expected.norm()
+                        results[label + ("" if error < 1e-2 else f"WRONG{error:.1e}")] = timed(decode.paged_attention_triton, launch)
+                    except Exception as error:
+                        results[label + type(error).__name__] = math.inf
+        full = " ".join(f"{label}:{us:.1f}" for label, us in results.items())
+        with open(f"{sys.argv[2]}/full.txt", "a") as log:
+            log.write(f"{name} {full}\n")
+        best = " ".join(f"{label}:{us:.1f}" for label, us in sorted(results.items(), key=lambda r: r[1])[:5])
+        print(f"{name} ideal {tokens * 4096 / 4.575e6:.1f} old {results['old']:.1f} | {best}", flush=True)
+    print(f"{time.time() - begin:.1f} s")
 
 
 main()

@@ -123,6 +123,12 @@ class TaskConfig(Section):
         return self
 
 
+class SpeculationConfig(Section):
+    drafter: Literal["none", "history"] = Field("none", description="who proposes tokens; completions are the same whoever does")
+    tokens: int = Field(5, ge=1, le=15, description="proposed per step")
+    max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
+
+
 class RolloutConfig(Section):
     backend: Literal["native", "reference"] = Field("native", description="reference: a plain generator, the engine's test oracle")
     prompts_per_step: int = Field(16, ge=1)
@@ -133,6 +139,7 @@ class RolloutConfig(Section):
     kv_tokens: int = Field(0, ge=0, description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU")
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
+    speculation: SpeculationConfig = SpeculationConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 

@@ -27,6 +27,7 @@ from paceline.report.summary import Summary, summarise_run
 from paceline.report.writers import make_writers
 from paceline.rollout import LiveRollouts, RolloutSource, SavedRollouts
 from paceline.session import Session, open_session
+from paceline.speculation_check import check_speculation
 from paceline.tasks.order import ProblemOrder
 
 
@@ -96,6 +97,10 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 evaluate_at(step)
             if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:
                 save(step)
+    if step == config.run.steps and replay is None:
+        check = check_speculation(session, order.position, step + 1)
+        if check is not None:
+            console.speculation(check)
     for writer in writers:
         writer.close()
     session.close()

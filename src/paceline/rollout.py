@@ -134,9 +134,7 @@ class GroupSampler:
         tokens = self.task.prompts.encode_observation(answer, sample.dialogue.tokens[-1])
         return sample.dialogue.continue_with(tokens, self.tokenizer.decode(tokens))
 
-    def _requests(
-        self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
-    ) -> list[list[Request]]:
+    def _requests(self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams) -> list[list[Request]]:
         turns = self.task.turns
         if turns is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paceline.drafting.history import HistoryDrafter
-from paceline.engine.engine import PLAIN, Engine, EngineSettings, Strategy
+from paceline.engine.engine import Engine, EngineSettings
 from paceline.kernels.row_step import RowTensors
+from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 from tests.engine.test_engine import bits, grouped_requests
@@ -87,7 +88,7 @@ def folders(tmp_path_factory):
 
 def run(folder, requests, drafters=(), strategy=PLAIN, between=lambda engine, count: None, **settings) -> tuple[Engine, dict[str, Completion]]:
     settings = {"max_running": 8, "kv_tokens": 2048, **settings}
-    engine = Engine(load_policy(folder, torch.float32), EngineSettings(**settings), drafters=drafters, strategy=strategy)
+    engine = Engine(load_policy(folder, torch.float32), EngineSettings(**settings), drafters=drafters, pacer=FixedPacer(strategy, 1000))
     engine.submit(requests)
     done = {}
     for completion in engine.completions():
@@ -118,7 +119,7 @@ def test_changing_strategy_in_the_middle_changes_nothing(folders):
     choices = [PLAIN, Strategy("history", 3), Strategy("random", 2), Strategy("half-right", 7), Strategy("history", 15)]
 
     def switch(engine: Engine, count: int) -> None:
-        engine.set_strategy(rng.choice(choices))
+        engine.pacer = FixedPacer(rng.choice(choices), 1000)
 
     drafters = [HistoryDrafter(), RandomDrafter(), HalfRightDrafter(plain)]
     engine, done = run(folders["qwen3"], requests, drafters, Strategy("history", 4), switch, kv_tokens=256)
@@ -164,7 +165,7 @@ def test_history_follows_siblings_and_earlier_epochs(folders):
     assert stats.drafts["history"].accepted_at[0] >= stats.drafts["history"].accepted_at[6] > 0
 
     restored = HistoryDrafter()
-    engine2 = Engine(engine.policy, engine.settings, drafters=[restored], strategy=Strategy("history", 7))
+    engine2 = Engine(engine.policy, engine.settings, drafters=[restored], pacer=FixedPacer(Strategy("history", 7), 8))
     restored.load_state(history.state())
     engine2.submit([Request("c", tuple(range(5, 30)), 3, greedy)])
     list(engine2.completions())
@@ -176,11 +177,3 @@ def test_the_bank_forgets_the_oldest(folders):
     requests = [Request(str(i), (5 + i % 4, 6), i, SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(20)]
     run(folders["llama"], requests, [history], Strategy("history", 3))
     assert sum(len(entries) for entries in history.banked.values()) == 3 and not history.live
-
-
-def test_wrong_strategies_are_refused_by_name(folders):
-    engine, _ = run(folders["llama"], [], [HistoryDrafter()])
-    with pytest.raises(ValueError, match="no drafter 'eagle' here; there are: history"):
-        engine.set_strategy(Strategy("eagle", 3))
-    with pytest.raises(ValueError, match="at most 15"):
-        engine.set_strategy(Strategy("history", 16))

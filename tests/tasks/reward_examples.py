@@ -1,6 +1,7 @@
 """Reward functions and tools as users write them, good and bad; `test_rewards.py` runs them in workers."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -79,10 +80,8 @@ async def judge(response):
 
 async def stubborn(response):
     while True:
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(1000)
-        except asyncio.CancelledError:
-            pass
 
 
 async def judge_group(response):
@@ -102,3 +101,7 @@ def broken_tool(problem, conversation):
 
 def wrong_tool(problem, conversation):
     return "text"
+
+
+def garbled_tool(problem, conversation):
+    return Observation(17)

@@ -40,7 +40,8 @@ LLAMA = """{{- bos_token }}
 ALTERNATING = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 THINKING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
@@ -49,7 +50,9 @@ THINKING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
         {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {%- if message.reasoning_content is defined and loop.index0 > ns.last %}{%- set content = '<think>' ~ message.reasoning_content ~ '</think>' ~ content %}{%- endif %}
+        {%- if message.reasoning_content is defined and loop.index0 > ns.last %}
+            {%- set content = '<think>' ~ message.reasoning_content ~ '</think>' ~ content %}
+        {%- endif %}
         {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
     {%- elif message.role in ('user', 'system', 'tool') %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}

@@ -13,6 +13,12 @@ def write_jsonl(path, rows):
     return str(path)
 
 
+def write_parquet(path, rows):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'paceline[data]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
 def sums(count, start=0):
     return [{"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}", "level": n % 3} for n in range(start, start + count)]
 
@@ -72,10 +78,7 @@ def test_verl_files_work_as_they_are(tmp_path, suffix):
     rows[3]["prompt"].append({"role": "assistant", "content": "hm", "name": "bot"})
     path = tmp_path / f"a{suffix}"
     if suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'paceline[data]'")
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        write_parquet(path, rows)
     else:
         write_jsonl(path, rows)
     problems = read_problems(path, DataConfig(path=str(path)), "path")
@@ -86,10 +89,7 @@ def test_verl_files_work_as_they_are(tmp_path, suffix):
 
 
 def test_parquet_and_jsonl_give_the_same_problems(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'paceline[data]'")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(sums(20)), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", sums(20))
     config = DataConfig(path="x", prompt_column="question")
     write_jsonl(tmp_path / "a.jsonl", sums(20))
     assert read_problems(tmp_path / "a.parquet", config, "path") == read_problems(tmp_path / "a.jsonl", config, "path")

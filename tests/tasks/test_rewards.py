@@ -208,11 +208,11 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
         "task = make_task(TaskConfig(rewards=rewards), byte_tokenizer(), Path('.'))\n"
         "task.scoring.open_group(task.train[0], 1).add(0, Response('hang', False))\n"
         "time.sleep(1.5)\n"
-        "print([p.process.pid for p in task.scoring.pool.state.alive][0], flush=True)\n"
-        + ("time.sleep(100)\n" if ending == "kill" else "")
+        "print([p.process.pid for p in task.scoring.pool.state.alive][0], flush=True)\n" + ("time.sleep(100)\n" if ending == "kill" else "")
     )
     root = Path(__file__).parent.parent.parent
-    process = subprocess.Popen([sys.executable, str(script)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
     worker = int(process.stdout.readline())
     assert Path(f"/proc/{worker}").exists()
     if ending == "kill":

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.config import ConfigError
 from paceline.tasks.extract import check_extraction, extract
-from paceline.tasks.rewards.scorers import exact, find_last_number, last_number, math_verify, reasoning_gym
+from paceline.tasks.rewards.scorers import exact, find_last_number, last_number
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,9 @@ def test_wrong_extractions_are_refused():
 @pytest.mark.parametrize(
     "text, number",
     [
-        ("it is 18", "18"), ("$1,200.50.", "1200.50"), ("7-3", "3"), ("7 - 3", "3"), ("= -4", "-4"), ("(-4)", "-4"), ("x=-4", "-4"), ("\u22125", "-5"),
-        ("-$5", "-5"), ("1,234,567 eggs", "1234567"), ("1, 2", "2"), ("3 and 4.", "4"), ("18%", "18"), ("about 2kg", "2"), ("#### 42", "42"), ("0.5", "0.5"),
+        ("it is 18", "18"), ("$1,200.50.", "1200.50"), ("7-3", "3"), ("7 - 3", "3"), ("= -4", "-4"), ("(-4)", "-4"), ("x=-4", "-4"),
+        ("-$5", "-5"), ("1,234,567 eggs", "1234567"), ("1, 2", "2"), ("3 and 4.", "4"), ("18%", "18"), ("about 2kg", "2"),
+        ("\u22125", "-5"), ("#### 42", "42"), ("0.5", "0.5"), ("12,3456", "3456"), ("2-$3", "3"),
     ],
 )  # fmt: skip
 def test_last_number_is_found(text, number):
@@ -62,23 +63,33 @@ def test_exact_and_last_number():
 
 @pytest.mark.parametrize(
     "response, answer, score",
-    [(r"so $\frac{1}{2}$", "0.5", 1.0), (r"\boxed{x^2+1}", "$1+x^2$", 1.0), (r"\frac{2}{4}", r"\frac{1}{2}", 1.0), ("$3$", "4", 0.0), ("no idea", "4", 0.0)],
+    [
+        (r"so $\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{x^2+1}", "$1+x^2$", 1.0),
+        (r"\frac{2}{4}", r"\frac{1}{2}", 1.0),
+        ("$3$", "4", 0.0),
+        ("no idea", "4", 0.0),
+    ],
 )
 def test_math_verify(response, answer, score):
     pytest.importorskip("math_verify", reason="needs math-verify: pip install 'paceline[math]'")
+    from paceline.tasks.rewards.math_scorer import math_verify
+
     assert math_verify(response, answer) == score
     assert math_verify(None, answer) == 0.0
 
 
 def test_reasoning_gym_verifier_is_guarded():
     gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'")
+    from paceline.tasks.rewards.gym_verifier import verify
+
     entry = gym.create_dataset("gcd", seed=1, size=1)[0]
     dataset = gym.create_dataset("gcd")
     padded = f"it is {entry['answer']}, I think, but who knows for sure what it may be"
     paid = dataset.score_answer(padded, entry)
     assert 0 < paid < 0.1, "the oracle: the package itself pays a little for this"
     arguments = dict(extra={"entry": entry}, dataset="gcd", options="{}")
-    assert reasoning_gym(padded, threshold=0.1, **arguments) == 0.0
-    assert reasoning_gym(padded, threshold=0.0, **arguments) == paid
-    assert reasoning_gym(entry["answer"], threshold=0.1, **arguments) == 1.0
-    assert reasoning_gym(None, threshold=0.1, **arguments) == 0.0
+    assert verify(padded, threshold=0.1, **arguments) == 0.0
+    assert verify(padded, threshold=0.0, **arguments) == paid
+    assert verify(entry["answer"], threshold=0.1, **arguments) == 1.0
+    assert verify(None, threshold=0.1, **arguments) == 0.0

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paceline.backends.base import RolloutStats
+from paceline.backends.native import make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import RewardConfig, RolloutConfig, TaskConfig, TurnsConfig, load_config
 from paceline.loop import train
-from paceline.backends.native import make_native
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
     """The oracle: the reference backend, asked anew for every turn with everything so far as its prompt."""
     sampler = make_sampler()
     completions, _ = completions_of(sampler)
-    fresh = ReferenceBackend(load_policy_of(sampler), 16, sampler.tokenizer)
+    fresh = ReferenceBackend(sampler.backend.policy, 16, sampler.tokenizer)
     wanted = {}
     for c in completions:
         for n, s in enumerate(s for s in c.segments if s.sampled):
@@ -83,14 +83,10 @@ def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
     assert {c.request.id: c.tokens for c in fresh.completions()} == wanted
 
 
-def load_policy_of(sampler):
-    return sampler.backend.policy
-
-
 def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
     sampler = make_sampler()
     completions, _ = completions_of(sampler)
-    policy = load_policy_of(sampler)
+    policy = sampler.backend.policy
     for c in completions:
         whole = torch.tensor([*c.request.prompt, *c.tokens])
         packed = PackedAttention([len(whole)], policy.device)
@@ -103,7 +99,7 @@ def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
 
 
 def test_backends_agree_and_nothing_stays_held(make_sampler):
-    native, reference, tight = make_sampler(), make_sampler("reference"), make_sampler(kv_tokens=160)
+    native, reference, tight = make_sampler(), make_sampler("reference"), make_sampler(kv_tokens=320)
     tokens = [c.tokens for c in completions_of(native)[0]]
     assert tokens == [c.tokens for c in completions_of(reference)[0]]
     assert tokens == [c.tokens for c in completions_of(tight)[0]], "also when held caches have to be given up"
@@ -115,7 +111,7 @@ def test_backends_agree_and_nothing_stays_held(make_sampler):
 
 def test_the_budget_covers_observations(make_sampler):
     completions, _ = completions_of(make_sampler(), max_tokens=4)
-    assert {c.finish_reason for c in completions} == {FinishReason.LENGTH, FinishReason.STOP}
+    assert all(c.truncated for c in completions), "the tool would answer twice, and there is no room for that"
     assert all(len(c.tokens) <= 4 and c.segments[-1].sampled for c in completions)
     assert any(c.truncated and len(c.tokens) < 4 for c in completions), "a turn without room for a response is not begun"
 
@@ -126,7 +122,10 @@ def test_top_logprobs_stay_aligned(make_sampler):
         assert [len(top) for top in c.top_logprobs] == [2 if sampled else 0 for sampled in c.loss_mask]
 
 
-@pytest.mark.parametrize("tool, message", [("broken_tool", "out of order"), ("wrong_tool", "must return Observation or Done")])
+@pytest.mark.parametrize(
+    "tool, message",
+    [("broken_tool", "out of order"), ("wrong_tool", "must return Observation or Done"), ("garbled_tool", "must be text or messages")],
+)
 def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, caplog, tool, message):
     completions, scores = completions_of(make_sampler(tool=tool))
     assert all(len(c.segments) == 1 for c in completions) and message in caplog.text
@@ -148,7 +147,8 @@ class Script:
     def completions(self):
         deadline = time.monotonic() + 20
         while self.requests and not self.paused:
-            ready = [r for r in self.requests if r.id not in self.slow] or (self.requests if not any(self.texts[k] for k in self.texts if k not in self.slow) else [])
+            others_done = not any(texts for name, texts in self.texts.items() if name not in self.slow)
+            ready = [r for r in self.requests if others_done or r.id not in self.slow]
             if not ready:
                 assert time.monotonic() < deadline, "the continuation was not submitted while another sample was still running"
                 time.sleep(0.01)
@@ -235,7 +235,8 @@ def test_a_run_with_turns_learns_and_repeats_itself(policy_folder, tmp_path):
     metrics = comparable_metrics(runs[0])
     assert metrics == comparable_metrics(runs[1])
     trained = [m for m in metrics if m["kind"] == "train"]
-    assert all(m["policy/skipped"] == 0 and m["policy/largest_logprob_delta"] < 1e-4 for m in trained), "observations are outside the comparison and the loss"
+    assert all(m["policy/skipped"] == 0 for m in trained)
+    assert all(m["policy/largest_logprob_delta"] < 1e-4 for m in trained), "observations are outside the comparison, hence the loss"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,9 @@ def test_calculate(expression, result):
     assert calculate(expression) == result
 
 
-@pytest.mark.parametrize("expression", ["", "2**9", "__import__('os')", "a+1", "1;2", "9" * 201, "1+", "9" * 39 + "*99", "1e999", "1j", "True", "'a'*9"])
+@pytest.mark.parametrize(
+    "expression", ["", "2**9", "__import__('os')", "a+1", "1;2", "9" * 201, "1+", "9" * 39 + "*99", "1e999", "1j", "True", "'a'*9"]
+)
 def test_calculate_refuses(expression):
     with pytest.raises(ValueError):
         calculate(expression)

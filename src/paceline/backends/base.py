@@ -75,4 +75,9 @@ class Backend(Protocol):
 
     def take_stats(self) -> RolloutStats: ...
 
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        """What the drafters have learned, for a checkpoint; empty where there are none."""
+
+    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
     def close(self) -> None: ...

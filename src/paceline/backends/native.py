@@ -4,8 +4,10 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.config import ConfigError, RolloutConfig
+from paceline.drafting.history import HistoryDrafter
 from paceline.engine.cache import token_bytes
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 
 GPU_SHARE = 0.5  # of the memory that is free when the engine starts; the rest is for learning
@@ -20,7 +22,11 @@ def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, 
         admission=rollout.admission,
         deterministic=rollout.deterministic,
     )
-    return Engine(policy, settings, tokenizer)
+    speculation = rollout.speculation
+    if speculation.drafter == "none":
+        return Engine(policy, settings, tokenizer)
+    pacer = FixedPacer(Strategy(speculation.drafter, speculation.tokens), speculation.max_running)
+    return Engine(policy, settings, tokenizer, [HistoryDrafter()], pacer)
 
 
 def default_kv_tokens(policy: Decoder, max_running: int, longest_response: int) -> int:

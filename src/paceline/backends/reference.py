@@ -103,6 +103,12 @@ class ReferenceBackend:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        pass
+
     def close(self) -> None:
         self.waiting.clear()
         self.running, self.cache = [], []

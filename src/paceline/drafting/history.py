@@ -19,8 +19,9 @@ class HistoryDrafter:
     name = "history"
     max_tokens = 15
 
-    def __init__(self, bank_entries: int = 2048, entries_per_prompt: int = 16, siblings: int = 16) -> None:
+    def __init__(self, bank_entries: int = 2048, entries_per_prompt: int = 16, siblings: int = 16, bank_tokens: int = 1 << 24) -> None:
         self.bank_entries = bank_entries
+        self.bank_tokens = bank_tokens  # bounds the bank where sequences are long: 128 MiB
         self.entries_per_prompt = entries_per_prompt
         self.siblings = siblings
         self.live: dict[tuple[int, ...], dict[int, None]] = defaultdict(dict)  # slots by prompt, in order of entry
@@ -32,6 +33,7 @@ class HistoryDrafter:
         self.rows, self.proposals_SK = rows, proposals_SK
         slots, width = rows.tokens.shape
         device = rows.tokens.device
+        self.bank_entries = max(self.entries_per_prompt, min(self.bank_entries, self.bank_tokens // width))
         self.bank_NW = torch.zeros(self.bank_entries, width, dtype=torch.int64, device=device)
         self.bank_length_N = torch.zeros(self.bank_entries, dtype=torch.int64, device=device)
         self.sources_SC = torch.full((slots, self.entries_per_prompt + self.siblings + 1), NO_SOURCE, dtype=torch.int32, device=device)

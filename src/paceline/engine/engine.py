@@ -25,9 +25,10 @@ from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.engine.forward import PagedForward
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
-from paceline.engine.rows import MAX_QUERY, MAX_STOP_IDS, NewRow, Rows, to_device
+from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
+from paceline.pacing.strategy import PLAIN, Pacer, Strategy
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.types import Completion, FinishReason, Request
@@ -46,18 +47,6 @@ class EngineSettings:
     deterministic: bool = False
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """How a step runs: with `count` tokens proposed by a drafter, or plain."""
-
-    drafter: str = ""
-    count: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.drafter}:{self.count}" if self.count else "plain"
-
-
-PLAIN = Strategy()
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
 
 
@@ -87,7 +76,7 @@ class Engine:
         settings: EngineSettings,
         tokenizer: Tokenizer | None = None,
         drafters: Listing[Drafter] = (),
-        strategy: Strategy = PLAIN,
+        pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
         self.policy = policy
@@ -106,7 +95,7 @@ class Engine:
         for drafter in drafters:
             drafter.bind(self.rows.state, self.runner.proposals_SK)
         self.behind: dict[str, set[int]] = {name: set() for name in self.drafters}  # slots that ran without this drafter
-        self.set_strategy(strategy)
+        self.pacer = pacer
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
@@ -205,17 +194,18 @@ class Engine:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
+
+    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, drafter in self.drafters.items():
+            own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+            if own:
+                drafter.load_state(own)
+
     def close(self) -> None:
         self._preempt_all()
         self.waiting.clear()
-
-    def set_strategy(self, strategy: Strategy) -> None:
-        """From the next step on; nothing that runs is disturbed."""
-        if strategy.count and strategy.drafter not in self.drafters:
-            raise ValueError(f"there is no drafter {strategy.drafter!r} here; there are: {', '.join(self.drafters) or 'none'}")
-        if strategy.count and not strategy.count <= min(self.drafters[strategy.drafter].max_tokens, MAX_QUERY - 1):
-            raise ValueError(f"{strategy}: {strategy.drafter} proposes at most {min(self.drafters[strategy.drafter].max_tokens, MAX_QUERY - 1)} tokens")
-        self.strategy = strategy
 
     # -- who runs -------------------------------------------------------------------------------------------------
 
@@ -362,7 +352,7 @@ class Engine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        strategy = self.strategy
+        strategy = self.pacer.choose(len(self.batch)) if self.pacer is not None else PLAIN
         queries = strategy.count + 1
         if self.reserved_queries < queries and not self._reserve(queries):
             return

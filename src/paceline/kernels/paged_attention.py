@@ -97,8 +97,16 @@ def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_
 
 
 @triton.jit
+def tile_blocks(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only loads whose
+    addresses do not wait for another load of the same step."""
+    token = start + tl.arange(0, TILE)
+    return tl.load(table_ptr + token // BLOCK_SIZE, mask=token < end, other=0)
+
+
+@triton.jit
 def attend_tile(
-    q, acc, maximum, total, query_position, start, end, table_ptr, k_cache_ptr, v_cache_ptr, kv_head, scale,
+    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
@@ -108,8 +116,7 @@ def attend_tile(
     """
     token = start + tl.arange(0, TILE)
     exists = token < end
-    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
     offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0)
     v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
@@ -150,8 +157,9 @@ def normalised(acc, total):
 
 
 @triton.jit
-def _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, exists, column, HEAD_DIM: tl.constexpr):
+def _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, partials_end, valid, column, HEAD_DIM: tl.constexpr):
     """Past the L1 cache, which other multiprocessors' writes do not reach."""
+    exists = valid & (partial < partials_end)
     acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0, cache_modifier=".cg")
     maximum = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"), cache_modifier=".cg")
     return acc, maximum, tl.load(total_ptr + partial, mask=exists, other=0.0, cache_modifier=".cg")
@@ -197,19 +205,21 @@ def _paged_attention_kernel(
     acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
     maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
     total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    block = tile_blocks(row_table_ptr, first, end, BLOCK_SIZE, TILE)
     for start in range(first, stop, TILE):
         group_acc, group_maximum, group_total = attend_tile(
-            q, group_acc, group_maximum, group_total, context + query, start, end, row_table_ptr, k_cache_ptr, v_cache_ptr,
+            q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr,
             kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
+        block = tile_blocks(row_table_ptr, start + TILE, end, BLOCK_SIZE, TILE)
         if ends_group(start, stop, TILE, GROUP):
             acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
             if SHARED:
-                partial = q_row * max_groups + start // GROUP
-                write = valid & (programs > 1)
-                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=write[:, None])
-                tl.store(maximum_ptr + partial, group_maximum, mask=write)
-                tl.store(total_ptr + partial, group_total, mask=write)
+                if programs > 1:
+                    partial = q_row * max_groups + start // GROUP
+                    tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
+                    tl.store(maximum_ptr + partial, group_maximum, mask=valid)
+                    tl.store(total_ptr + partial, group_total, mask=valid)
     if SHARED:
         if programs > 1:
             tl.debug_barrier()  # all threads have written
@@ -217,13 +227,13 @@ def _paged_attention_kernel(
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1:
                 tl.store(counter_ptr, 0)  # for the next launch
                 acc, maximum, total = tl.zeros_like(acc), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros_like(total)
-                num_groups = tl.cdiv(end, GROUP)
-                for group in range(0, num_groups, 4):  # four loads in flight
+                partials_end = q_row * max_groups + tl.cdiv(end, GROUP)
+                for group in range(0, tl.cdiv(end, GROUP), 4):  # four loads in flight
                     partial = q_row * max_groups + group
-                    a0, m0, t0 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, valid, column, HEAD_DIM)
-                    a1, m1, t1 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 1, valid & (group + 1 < num_groups), column, HEAD_DIM)
-                    a2, m2, t2 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 2, valid & (group + 2 < num_groups), column, HEAD_DIM)
-                    a3, m3, t3 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 3, valid & (group + 3 < num_groups), column, HEAD_DIM)
+                    a0, m0, t0 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, partials_end, valid, column, HEAD_DIM)
+                    a1, m1, t1 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 1, partials_end, valid, column, HEAD_DIM)
+                    a2, m2, t2 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 2, partials_end, valid, column, HEAD_DIM)
+                    a3, m3, t3 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 3, partials_end, valid, column, HEAD_DIM)
                     acc, maximum, total = fold(acc, maximum, total, a0, m0, t0)
                     acc, maximum, total = fold(acc, maximum, total, a1, m1, t1)
                     acc, maximum, total = fold(acc, maximum, total, a2, m2, t2)

@@ -12,7 +12,7 @@ paged_attention.py, and the tensor core rounds alike for tiles of any height.
 
 import torch
 
-from paceline.kernels.paged_attention import GROUP, LOG2E, TILE, attend_reference, attend_tile, ends_group, fold, normalised
+from paceline.kernels.paged_attention import GROUP, LOG2E, TILE, attend_reference, attend_tile, ends_group, fold, normalised, tile_blocks
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
@@ -65,11 +65,14 @@ def _prefill_attention_kernel(
     acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
     maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
     total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    row_table_ptr = table_ptr + low.to(tl.int64) * table_width
+    block = tile_blocks(row_table_ptr, 0, end, BLOCK_SIZE, TILE)
     for start in range(0, end, TILE):
         group_acc, group_maximum, group_total = attend_tile(
-            q, group_acc, group_maximum, group_total, context + query, start, end, table_ptr + low.to(tl.int64) * table_width,
-            k_cache_ptr, v_cache_ptr, kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+            q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
+        block = tile_blocks(row_table_ptr, start + TILE, end, BLOCK_SIZE, TILE)
         if ends_group(start, end, TILE, GROUP):
             acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])

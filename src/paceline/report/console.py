@@ -1,12 +1,16 @@
 """What a person watching a run sees: a line per step, and a closing table."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich.console
 from rich.table import Table
 
 from paceline.evaluation import Evaluation
 from paceline.report.summary import Summary
+
+if TYPE_CHECKING:
+    from paceline.speculation_check import SpeculationCheck
 
 
 class Console:
@@ -38,6 +42,13 @@ class Console:
             f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
             f"{'-' if entropy is None else format(entropy, '.4f'):>8} {metrics['time/tokens_per_second']:>7.0f} "
             f"{metrics['time/rollout']:>7.2f}s {metrics['time/learn']:>6.2f}s{note}"
+        )
+
+    def speculation(self, check: "SpeculationCheck") -> None:
+        self.out.print(
+            f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
+            f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "
+            f"accept length {check.accept_length:.2f}, tokens identical: {'yes' if check.identical else 'NO'}"
         )
 
     def summary(self, summary: Summary) -> None:

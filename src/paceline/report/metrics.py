@@ -35,6 +35,11 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         tail = [running * TAIL_SHARE <= len(samples) for running in stats.running]
         values["rollout/decode_steps"] = len(tail)
         values["rollout/tail_steps"] = _mean(tail)
+        drafts = list(stats.drafts.values())
+        if drafts:
+            values["speculation/accept_length"] = 1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts))
+            values["speculation/accepted"] = sum(d.accepted for d in drafts) / max(1, sum(d.proposed for d in drafts))
+            values["speculation/steps"] = _mean([strategy != "plain" for strategy in stats.strategies])
         values["time/tail"] = sum(seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail)
     return values
 

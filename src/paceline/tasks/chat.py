@@ -83,7 +83,9 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Iterable[str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Iterable[str] | None = None, sort_keys: bool = False
+) -> str:
     """Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -14,7 +14,9 @@ def check_extraction(how: str) -> None:
     except re.error as error:
         raise ConfigError(f"task.extract = {how!r}: neither {', '.join(NAMED)} nor a regular expression ({error})") from None
     if groups < 1:
-        raise ConfigError(f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'")
+        raise ConfigError(
+            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'"
+        )
 
 
 def extract(response: str, how: str) -> str | None:

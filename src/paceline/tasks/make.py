@@ -24,6 +24,7 @@ from paceline.tasks.running_sums import RunningSums
 from paceline.tasks.task import Task, Turns
 
 TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}  # function, and the texts that end a turn
+GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
 EXTRAS = {"math-verify": ("math_verify", "math")}  # scorer: the package it needs, and the extra that brings it
 
 
@@ -76,7 +77,7 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
             continue
         target = targets[index]
         run = from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
-        rewards.append(Reward(reward, run, require_end=config.require_end and target.function in BUILTIN.values()))
+        rewards.append(Reward(reward, run, require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values())))
         index += 1
     turns = Turns(pool, len(targets) - 1, stop) if tool is not None else None
     return Scoring(rewards, pool, loop), turns
@@ -91,7 +92,7 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
     if function == "task":
         if config.name != "reasoning-gym":
             raise ConfigError(f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or module:function")
-        function = "reasoning-gym"
+        function = GYM_VERIFIER
         options = {"dataset": config.dataset, "options": json.dumps(config.options), "threshold": config.threshold}
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
         raise ConfigError(f"task.rewards: {function!r} needs a package that is not installed; pip install 'paceline[{EXTRAS[function][1]}]'")

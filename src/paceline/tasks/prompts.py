@@ -59,5 +59,6 @@ def without_overlong(problems: Sequence[Problem], encoder: PromptEncoder, limit:
     if not kept:
         raise ConfigError(f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} tokens; allow more")
     if len(kept) < len(problems):
-        logger.warning("task.max_prompt_tokens = %d: %d of %d %s prompts are longer and were dropped", limit, len(problems) - len(kept), len(problems), what)
+        dropped = len(problems) - len(kept)
+        logger.warning("task.max_prompt_tokens = %d: %d of %d %s prompts are longer and were dropped", limit, dropped, len(problems), what)
     return kept

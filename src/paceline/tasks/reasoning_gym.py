@@ -1,7 +1,7 @@
 """Problems from reasoning-gym (optional extra `reasoning`): any of its procedural datasets, by name and settings.
 
-Their verifier is the reward `reasoning_gym` in `rewards/scorers.py`; it runs in a worker process, since some raise on
-odd answers and some take their time.
+Their verifiers are in `rewards/gym_verifier.py`; they run in worker processes, since some raise on odd answers and some
+take their time.
 """
 
 import difflib

@@ -24,8 +24,7 @@ from paceline.tasks.extract import extract
 BUILTIN = {
     "exact": "paceline.tasks.rewards.scorers:exact",
     "last-number": "paceline.tasks.rewards.scorers:last_number",
-    "math-verify": "paceline.tasks.rewards.scorers:math_verify",
-    "reasoning-gym": "paceline.tasks.rewards.scorers:reasoning_gym",
+    "math-verify": "paceline.tasks.rewards.math_scorer:math_verify",
 }
 
 # What a reward function may ask for, by parameter name. The last four are verl's.

@@ -85,7 +85,13 @@ def _step(function: Callable[..., Any], target: Step, problem: Problem, conversa
     result = function(problem, conversation, **target.options)
     if not isinstance(result, Observation | Done):
         raise TypeError(f"a step must return Observation or Done (paceline.tasks.base), not {type(result).__name__}")
+    if isinstance(result, Observation) and not isinstance(result.content, str) and not _are_messages(result.content):
+        raise TypeError(f"an observation must be text or messages with `role` and `content`, not {result.content!r:.80}")
     return result
+
+
+def _are_messages(content: Any) -> bool:
+    return isinstance(content, tuple | list) and bool(content) and all(isinstance(message, dict) and "role" in message for message in content)
 
 
 def _describe(error: BaseException) -> str:
