@@ -117,8 +117,9 @@ class GroupSampler:
                     sample.finish()
                 else:
                     continuations.append(request)
-            generating += len(continuations)
-            self.backend.submit(continuations)
+            if continuations:
+                generating += len(continuations)
+                self.backend.submit(continuations)
         self.backend.abort(underway)  # nothing is running: this lets go of the caches held for turns that did not come
 
     def _add_response(self, underway: dict[str, "SampleUnderway"], completion: Completion) -> "SampleUnderway":

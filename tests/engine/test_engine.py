@@ -258,3 +258,16 @@ def test_longest_expected_goes_first(folders):
     requests = [Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n) for n in (3, 9, 6)]
     engine.submit(requests)
     assert [c.request.id for c in engine.completions()] == ["9", "6", "3"]
+
+
+def test_a_broken_policy_does_not_poison_the_cache(folders):
+    """Weights that turn to NaN spoil the completions made with them and nothing after."""
+    requests = grouped_requests(4, 2, 30)
+    expected = bits(run(make_engine(folders["llama"], kv_tokens=512), requests))
+    engine = make_engine(folders["llama"], kv_tokens=512)
+    good = {name: tensor.clone() for name, tensor in exported_tensors(engine.policy)}
+    engine.update_weights(1, {name: tensor * float("nan") for name, tensor in good.items()}.items())
+    spoiled = run(engine, requests)
+    assert all(lp != lp for completion in spoiled.values() for lp in completion.logprobs), "every logprob is NaN"
+    engine.update_weights(2, good.items())
+    assert bits(run(engine, requests)) == expected

@@ -139,23 +139,27 @@ def test_loss_and_gradients_follow_the_paper(algorithm, budget):
 
 
 def near_policy(groups: list[Group]) -> list[Group]:
+    """Samples of nearly this policy: each a little more or less likely as a whole, those with an observation exactly as likely.
+
+    An observation has logprob 0, as in rollouts.
+    """
     policy, shifts = make_policy(), torch.Generator().manual_seed(5)
-    for group in groups:
-        for sample in group.samples:
-            shift = 6e-4 * torch.randn((), generator=shifts, dtype=torch.float64)
-            logprobs = tuple((response_logprobs(policy, sample.completion) + shift).tolist())
-            object.__setattr__(sample.completion, "logprobs", logprobs)
+    for sample in (sample for group in groups for sample in group.samples):
+        shift = 1e-3 * torch.randn((), generator=shifts, dtype=torch.float64) * all(sample.completion.loss_mask)
+        new = response_logprobs(policy, sample.completion) + shift
+        logprobs = tuple(x if sampled else 0.0 for x, sampled in zip(new.tolist(), sample.completion.loss_mask, strict=True))
+        object.__setattr__(sample.completion, "logprobs", logprobs)
     return groups
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
 def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
-    """0.1 is not its own rounded mean; reinforce++ must not turn the KL that is left into a signal."""
+    """The mean of three times 0.1 is not 0.1; reinforce++ must not turn the KL that is left into a signal."""
     policy, reference = make_policy(), make_policy(seed=1)
     learner = Learner(policy, make_config(f"learning.algorithm={algorithm}", "learning.kl_coef=0.1"))
     learner.reference = reference
-    groups = [Group(g.prompt_id, tuple(Sample(s.completion, Score(reward, True)) for s in g.samples)) for g in make_groups()]
+    groups = [Group(g.prompt_id, tuple(Sample(s.completion, Score(reward, True)) for s in g.samples[:3])) for g in make_groups()]
     before = [parameter.clone() for parameter in policy.parameters()]
     assert learner.update(groups) == {"policy/skipped": 1.0}
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
@@ -187,3 +191,16 @@ def test_overlong_punishment_is_a_reward_component_of_its_own():
             assert new.score.reward == pytest.approx(old.score.reward + expected)
             assert new.completion == old.completion and new.score.correct == old.score.correct
     assert punish_overlong(groups, max_tokens=12, share=0.0) == groups
+
+
+def test_clip_fraction_counts_the_tokens_without_a_gradient():
+    policy, groups = make_policy(), make_groups()
+    without, tokens = 0, 0
+    for group in groups:
+        for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
+            new, completion = response_logprobs(policy, sample.completion), sample.completion
+            ratios = [math.exp(new[t].item() - completion.logprobs[t]) for t, sampled in enumerate(completion.loss_mask) if sampled]
+            without += sum((advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) for ratio in ratios)
+            tokens += len(ratios)
+    metrics = Learner(policy, make_config("learning.algorithm=dapo")).update(groups)
+    assert metrics["policy/clip_fraction"] == pytest.approx(without / tokens) and without > 0

@@ -47,6 +47,16 @@ def hangs(response):
     return 1.0
 
 
+def moody(response):
+    mood = sum(map(ord, response))
+    if mood % 5 == 0:
+        while True:
+            pass
+    if mood % 5 == 1:
+        os._exit(1)
+    return len(response) / 24
+
+
 def not_a_number(response):
     return {"nan": float("nan"), "none": None, "text": "many"}[response]
 

@@ -1,12 +1,15 @@
 """Tasks from recipes: reasoning-gym, GSM8K from files, and recipes that cannot work."""
 
 import json
+import sys
 
 import pytest
 
 from paceline.config import ConfigError, load_config, parse_config
+from paceline.tasks import make
 from paceline.tasks.base import Response
 from paceline.tasks.make import make_task
+from paceline.tasks.reasoning_gym import ReasoningGymProblems
 from tests.tasks.test_chat import CHATML, byte_tokenizer, save_folder
 
 GYM_OPTIONS = "task.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
@@ -72,8 +75,9 @@ def test_reasoning_gym_by_name_and_options(open_task):
     task = open_task(None, *base)
     prompts = [p.prompt for p in (*task.train, *task.held_out)]
     assert len(task.train) == 20 and len(set(prompts)) == 30
-    assert prompts == [p.prompt for t in [open_task(None, *base)] for p in (*t.train, *t.held_out)]
-    assert prompts != [p.prompt for t in [open_task(None, *base, "task.seed=1")] for p in (*t.train, *t.held_out)]
+    options = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    again, other = (ReasoningGymProblems("chain_sum", options, seed, 20, 10) for seed in (0, 1))
+    assert prompts == [p.prompt for p in (*again.train, *again.held_out)] != [p.prompt for p in (*other.train, *other.held_out)]
     for problem in task.train:
         terms = problem.prompt.partition(": ")[2].removesuffix(" =")
         right, padded, silent = score(task, problem, f"I see.\nAnswer: {eval(terms)}", f"Answer: {eval(terms)} or maybe another", str(eval(terms)))
@@ -106,6 +110,13 @@ def test_reasoning_gym_mistakes_name_the_way_out(open_task):
     assert "min_terms must be positive" in refused(open_task, None, *gym, "task.options.min_terms=0")
     message = refused(open_task, None, *gym)  # 128 + 512 problems of this kind do not exist
     assert "has 200 different problems" in message and "lower them or widen task.options" in message
+
+
+def test_missing_packages_name_the_extra(open_task, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # importing it now fails
+    assert "pip install 'paceline[reasoning]'" in refused(open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum")
+    monkeypatch.setitem(make.EXTRAS, "math-verify", ("no_such_package", "math"))
+    assert "pip install 'paceline[math]'" in refused(open_task, None, "task.rewards=[{function: math-verify}]")
 
 
 def test_recipes_that_cannot_work():

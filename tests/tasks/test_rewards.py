@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ConfigError, RewardConfig, TaskConfig, parse_config
+from paceline.config import ConfigError, RewardConfig, TaskConfig, load_config, parse_config
+from paceline.loop import train
 from paceline.report.metrics import rollout_metrics
 from paceline.tasks.base import Problem, Response
 from paceline.tasks.make import make_task
 from paceline.tasks.rewards import coroutines
+from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_overrides
 from tests.tasks.test_chat import byte_tokenizer
 
 EXAMPLES = "tests.tasks.reward_examples"
@@ -222,6 +224,19 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
     while time.monotonic() < deadline and (_read(Path(f"/proc/{worker}/cmdline")) or sleepers()):
         time.sleep(0.05)
     assert not _read(Path(f"/proc/{worker}/cmdline")) and not sleepers(), "the worker, and what its reward had started"
+
+
+def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
+    """It hangs on some responses and kills its process on others; the same samples fail in the same way every time."""
+    policy = make_tiny_policy(tmp_path / "policy")
+    extra = ["task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]", "task.eval_problems=2", "rollout.max_tokens=12"]
+    runs = [train(load_config(None, [*tiny_overrides(policy, tmp_path, name, steps=2), *extra])) for name in ("a", "b")]
+    metrics = comparable_metrics(runs[0].summary.run)
+    assert all(run.finished for run in runs) and metrics == comparable_metrics(runs[1].summary.run)
+    trained = [m for m in metrics if m["kind"] == "train"]
+    assert all(m["reward/failures"] > 0 for m in trained) and {"timeout", "died"} == {
+        k.rpartition("/")[2] for m in trained for k in m if "/failed/" in k
+    }
 
 
 def test_failures_reach_the_metrics(scoring):

@@ -36,9 +36,11 @@ def linear_reference(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: tor
     num_rows = x_MK.shape[0]
     padding = -num_rows % ROW_TILE
     padded = F.pad(x_MK, (0, 0, 0, padding)) if padding else x_MK
-    tiles = [F.linear(tile, weight_NK) for tile in padded.split(ROW_TILE)]
-    out_MN = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
-    return out_MN.to(out_dtype or x_MK.dtype)
+    if len(padded) == ROW_TILE:
+        out_MN = F.linear(padded, weight_NK)
+    else:
+        out_MN = torch.cat([F.linear(tile, weight_NK) for tile in padded.split(ROW_TILE)])
+    return out_MN[:num_rows].to(out_dtype or x_MK.dtype)
 
 
 @dataclass(frozen=True)

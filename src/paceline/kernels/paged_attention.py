@@ -97,11 +97,11 @@ def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_
 
 
 @triton.jit
-def tile_blocks(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only loads whose
     addresses do not wait for another load of the same step."""
-    token = start + tl.arange(0, TILE)
-    return tl.load(table_ptr + token // BLOCK_SIZE, mask=token < end, other=0)
+    index = (start + tl.arange(0, TILE)) // BLOCK_SIZE
+    return tl.load(table_ptr + index, mask=index < table_width, other=0)
 
 
 @triton.jit
@@ -110,6 +110,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
+    The total has equal columns.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
     was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
@@ -128,10 +129,22 @@ def attend_tile(
     rescale = tl.exp2(maximum - finite)
     weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
     acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-    # Equal columns. More columns than rows: for a square result the compiler would stack the warps over 16 rows.
-    COLUMNS: tl.constexpr = 16 if q.shape[0] >= 64 else 2 * q.shape[0]
-    tile_total = tl.dot(weights, tl.full((TILE, COLUMNS), 1.0, v.dtype), input_precision="ieee")
-    return acc, new_maximum, total * rescale + tl.max(tile_total, axis=1)
+    total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), total * rescale[:, None], input_precision="ieee")
+    return acc, new_maximum, total
+
+
+@triton.jit
+def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The state of a softmax that has seen nothing."""
+    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The same inside a group, where the total has equal columns: one result of the tensor core, reduced once per group.
+    More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
+    COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
+    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 @triton.jit
@@ -142,12 +155,6 @@ def fold(acc, maximum, total, group_acc, group_maximum, group_total):
     old, new = tl.exp2(maximum - finite), tl.exp2(group_maximum - finite)
     acc = acc * tl.expand_dims(old, -1) + group_acc * tl.expand_dims(new, -1)
     return acc, new_maximum, total * old + group_total * new
-
-
-@triton.jit
-def ends_group(start, stop, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Whether the tile at `start` is its group's last, or the last one before `stop`."""
-    return ((start + TILE) % GROUP == 0) | (start + TILE >= stop)
 
 
 @triton.jit
@@ -177,58 +184,64 @@ def _paged_attention_kernel(
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
+    TILES: tl.constexpr = GROUP // TILE
     query_tiles = tl.cdiv(num_queries, QUERIES)
     row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
     kv_head = tl.program_id(0)  # fastest, because the heads of a token are neighbours in memory
-    context = tl.load(context_ptr + row).to(tl.int32)
-    last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
-    end = tl.where(context < 0, 0, context + last_query)
-    first, stop, programs = 0, end, 1
-    if SHARED:
-        num_groups = tl.cdiv(end, GROUP)
-        run = tl.maximum(tl.cdiv(num_groups, tl.num_programs(2)), min_groups)
-        programs = tl.maximum(tl.cdiv(num_groups, run), 1)
-        if tl.program_id(2) >= programs:
-            return
-        first = tl.program_id(2) * run * GROUP
-        stop = tl.minimum(end, first + run * GROUP)
-
     query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GQA
     member = tl.arange(0, ROWS) % PADDED_GQA
     valid = (query < num_queries) & (member < GQA)
-    head = kv_head * GQA + member
     column = tl.arange(0, HEAD_DIM)
-    q_row = ((row * num_queries + query) * NUM_HEADS + head).to(tl.int64)
+    q_row = ((row * num_queries + query) * NUM_HEADS + kv_head * GQA + member).to(tl.int64)
     q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
-    q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
-    acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
-    total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    block = tile_blocks(row_table_ptr, first, end, BLOCK_SIZE, TILE)
-    for start in range(first, stop, TILE):
+    # Three loads that do not wait for each other: a program's first group is known before the row's length.
+    context = tl.load(context_ptr + row).to(tl.int32)
+    first_group = tl.program_id(2)
+    block = tile_blocks(row_table_ptr, first_group * GROUP, table_width, BLOCK_SIZE, TILE)
+    q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
+
+    last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
+    end = tl.where(context < 0, 0, context + last_query)
+    num_groups = tl.cdiv(end, GROUP)
+    programs = 1
+    if SHARED:
+        programs = tl.minimum(tl.num_programs(2), tl.maximum(tl.cdiv(num_groups, min_groups), 1))
+        if first_group >= programs:
+            return
+    # Groups first_group, first_group + programs, ...; all whole but the row's last, which may miss tiles.
+    my_groups = tl.cdiv(num_groups - first_group, programs)
+    num_tiles = my_groups * TILES
+    if first_group + (my_groups - 1) * programs == num_groups - 1:
+        num_tiles -= num_groups * TILES - tl.cdiv(end, TILE)
+    acc, maximum, total = fresh(ROWS, HEAD_DIM)
+    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
+    for tile in range(0, num_tiles):
+        group = first_group + tile // TILES * programs
         group_acc, group_maximum, group_total = attend_tile(
-            q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr,
-            kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+            q, group_acc, group_maximum, group_total, context + query, group * GROUP + tile % TILES * TILE, end, block,
+            k_cache_ptr, v_cache_ptr, kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
-        block = tile_blocks(row_table_ptr, start + TILE, end, BLOCK_SIZE, TILE)
-        if ends_group(start, stop, TILE, GROUP):
-            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
+        next_start = (first_group + (tile + 1) // TILES * programs) * GROUP + (tile + 1) % TILES * TILE
+        block = tile_blocks(row_table_ptr, next_start, table_width, BLOCK_SIZE, TILE)
+        if ((tile + 1) % TILES == 0) | (tile + 1 == num_tiles):
+            group_sum = tl.max(group_total, axis=1)
             if SHARED:
                 if programs > 1:
-                    partial = q_row * max_groups + start // GROUP
+                    partial = q_row * max_groups + group
                     tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
                     tl.store(maximum_ptr + partial, group_maximum, mask=valid)
-                    tl.store(total_ptr + partial, group_total, mask=valid)
+                    tl.store(total_ptr + partial, group_sum, mask=valid)
+            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_sum)
     if SHARED:
         if programs > 1:
             tl.debug_barrier()  # all threads have written
             counter_ptr = finished_ptr + tl.program_id(1) * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1:
                 tl.store(counter_ptr, 0)  # for the next launch
-                acc, maximum, total = tl.zeros_like(acc), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros_like(total)
-                partials_end = q_row * max_groups + tl.cdiv(end, GROUP)
-                for group in range(0, tl.cdiv(end, GROUP), 4):  # four loads in flight
+                acc, maximum, total = fresh(ROWS, HEAD_DIM)
+                partials_end = q_row * max_groups + num_groups
+                for group in range(0, num_groups, 4):  # four loads in flight
                     partial = q_row * max_groups + group
                     a0, m0, t0 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, partials_end, valid, column, HEAD_DIM)
                     a1, m1, t1 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 1, partials_end, valid, column, HEAD_DIM)

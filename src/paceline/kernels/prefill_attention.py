@@ -12,7 +12,18 @@ paged_attention.py, and the tensor core rounds alike for tiles of any height.
 
 import torch
 
-from paceline.kernels.paged_attention import GROUP, LOG2E, TILE, attend_reference, attend_tile, ends_group, fold, normalised, tile_blocks
+from paceline.kernels.paged_attention import (
+    GROUP,
+    LOG2E,
+    TILE,
+    attend_reference,
+    attend_tile,
+    fold,
+    fresh,
+    fresh_group,
+    normalised,
+    tile_blocks,
+)
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
@@ -62,23 +73,22 @@ def _prefill_attention_kernel(
     q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     end = context + tl.minimum(length, first_query + QUERIES)
-    acc, group_acc = tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    maximum, group_maximum = tl.full((ROWS,), -float("inf"), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32)
-    total, group_total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    acc, maximum, total = fresh(ROWS, HEAD_DIM)
+    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
     row_table_ptr = table_ptr + low.to(tl.int64) * table_width
-    block = tile_blocks(row_table_ptr, 0, end, BLOCK_SIZE, TILE)
+    block = tile_blocks(row_table_ptr, 0, table_width, BLOCK_SIZE, TILE)
     for start in range(0, end, TILE):
         group_acc, group_maximum, group_total = attend_tile(
             q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
             HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
         )  # fmt: skip
-        block = tile_blocks(row_table_ptr, start + TILE, end, BLOCK_SIZE, TILE)
-        if ends_group(start, end, TILE, GROUP):
-            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
+        block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+        if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
+            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
     tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=2):
+def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=3):
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]

@@ -40,8 +40,10 @@ def rope_and_write_kv_reference(
     q, k = rope_reference(q, cos, sin).to(qkv.dtype), rope_reference(k, cos, sin).to(qkv.dtype)
     keep = (slot_mapping >= 0).nonzero().squeeze(-1)
     slots = slot_mapping[keep]
-    k_cache.view(-1, num_kv_heads, head_dim)[slots] = k[keep].to(k_cache.dtype)
-    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v[keep].to(v_cache.dtype)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
+        finite = torch.nan_to_num(new.index_select(0, keep), 0.0, 0.0, 0.0).to(cache.dtype)
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, finite)
     return q
 
 

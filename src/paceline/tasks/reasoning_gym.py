@@ -23,7 +23,8 @@ class ReasoningGymProblems:
         for index in range(TRIES * wanted):
             entry = source[index]
             problem_id = f"{dataset}/{hashlib.blake2b(entry['question'].encode(), digest_size=8).hexdigest()}"
-            problems.setdefault(problem_id, Problem(problem_id, entry["question"], str(entry["answer"]), {"entry": entry}))
+            answer = "" if entry["answer"] is None else str(entry["answer"])  # some have many, and only a verifier
+            problems.setdefault(problem_id, Problem(problem_id, entry["question"], answer, {"entry": entry}))
             if len(problems) == wanted:
                 break
         else:

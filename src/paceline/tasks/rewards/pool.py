@@ -26,6 +26,7 @@ from paceline.tasks.rewards.functions import Failed, Target
 from paceline.tasks.rewards.worker import LoadError, Ready, Step
 
 START_LIMIT = 300.0  # seconds for a worker to import what it needs
+ENDED = Failed("died", "the run ended")
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +57,7 @@ class WorkerPool:
 
     def submit(self, index: int, arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()
-        self.state.jobs.put(Job(index, arguments, future))
+        self.state.enqueue(Job(index, arguments, future))
         if self.threads < self.size:
             self.threads += 1
             threading.Thread(target=_serve, args=(self.state, self.targets), name="rewards", daemon=True).start()
@@ -72,6 +73,13 @@ class _State:
         self.alive: set[Worker] = set()
         self.lock = threading.Lock()
         self.closed = False
+
+    def enqueue(self, job: Job) -> None:
+        with self.lock:
+            if not self.closed:
+                self.jobs.put(job)
+                return
+        job.future.set_result(ENDED)
 
     def adopt(self, worker: "Worker") -> None:
         with self.lock:
@@ -92,7 +100,7 @@ class _State:
             worker.kill()
         with contextlib.suppress(queue.Empty):
             while (job := self.jobs.get_nowait()) is not None:
-                job.future.set_result(Failed("died", "the run ended"))
+                job.future.set_result(ENDED)
         self.jobs.put(None)
 
 
@@ -114,7 +122,7 @@ def _serve(state: _State, targets: list[Target | Step]) -> None:
             worker = None
         job.future.set_result(reply)
     if job is not None:
-        job.future.set_result(Failed("died", "the run ended"))
+        job.future.set_result(ENDED)
     state.jobs.put(None)  # for the next thread
 
 
@@ -143,7 +151,9 @@ class Worker:
             self.connection.send(list(targets))
             reply = self.connection.recv() if self.connection.poll(START_LIMIT) else LoadError(f"importing took longer than {START_LIMIT:.0f} s")
         except (EOFError, ConnectionError):
-            reply = LoadError(f"the worker process ended while importing (exit status {self.process.wait()})")
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # not yet reaped: its group can still be killed
+            self.kill()
+            reply = LoadError(f"the worker process ended while importing (exit status {self.process.returncode})")
         if isinstance(reply, LoadError):
             raise ValueError(reply.message)
         return reply
@@ -161,5 +171,4 @@ class Worker:
         if self.process.returncode is None:  # not yet waited for, so the group's number cannot be somebody else's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.connection.close()
+            self.process.wait()  # the connection is closed with this object: a thread may still be reading it

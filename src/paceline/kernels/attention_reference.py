@@ -1,0 +1,95 @@
+"""The reference of both attention kernels: each query by itself over the paged cache. This is what a CPU runs.
+
+A query's bits depend on its own sequence only. Keys are taken in steps of whole blocks, STEP_KEYS at a time, from absolute
+position 0; every product is a `bmm` whose matrices have the same shape whatever the batch; a step involves the rows that
+reach it and no others.
+
+The cache must hold finite numbers everywhere (zeros where nothing was written): a hidden key has weight zero, and zero times
+NaN is NaN. `rope_kv.py`'s reference keeps that promise.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from paceline.kernels.triton_support import cdiv
+
+STEP_KEYS = 64
+SLICE_TOKENS = 128  # queries at a time, to bound the memory of gathered keys and values
+
+
+def attend_reference(
+    q_THD: torch.Tensor, position_T: torch.Tensor, block_table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> torch.Tensor:
+    """Queries at absolute positions, each with its own block table; a position below 0 gives zeros."""
+    if len(q_THD) <= SLICE_TOKENS:
+        return _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache)
+    slices = zip(*(x.split(SLICE_TOKENS) for x in (q_THD, position_T, block_table_TB)), strict=True)
+    return torch.cat([_attend_slice(q, position, table, k_cache, v_cache) for q, position, table in slices])
+
+
+def _attend_slice(
+    q_THD: torch.Tensor, position_T: torch.Tensor, block_table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_cache.shape[2]
+    wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+    q_HTGD = (q_THD.to(wide) * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
+    longest, shortest = int(position_T.max()), int(position_T.min())
+    if longest < 0:
+        return torch.zeros_like(q_THD)
+    rows = None if shortest >= 0 else (position_T >= 0).nonzero().squeeze(1)
+    # The first step starts the sums; every row that runs at all takes part in it.
+    weighted, maximum, total = _step(_take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0)
+    if rows is not None:
+        acc = weighted.new_zeros(q_HTGD.shape)
+        acc[:, rows], weighted = weighted, acc
+        maximum, total = (F.pad(x, (0, 0)).new_full((*q_HTGD.shape[:3], 1), fill).index_copy(1, rows, x) for x, fill in ((maximum, 0.0), (total, 1.0)))
+    step_keys = _step_keys(k_cache)
+    for start in range(step_keys, longest + 1, step_keys):
+        rows = None if shortest >= start else (position_T >= start).nonzero().squeeze(1)
+        new_weighted, new_maximum, new_total = _step(
+            _take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, start
+        )
+        old_weighted, old_maximum, old_total = _take(weighted, rows), _take(maximum, rows), _take(total, rows)
+        top = torch.maximum(old_maximum, new_maximum)
+        old_scale, new_scale = (old_maximum - top).exp_(), (new_maximum - top).exp_()
+        merged = old_weighted * old_scale + new_weighted * new_scale, top, old_total * old_scale + new_total * new_scale
+        if rows is None:
+            weighted, maximum, total = merged
+        else:
+            for target, value in zip((weighted, maximum, total), merged, strict=True):
+                target.index_copy_(1, rows, value)
+    return (weighted / total).transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
+
+
+def _step(
+    q_HTGD: torch.Tensor, position_T: torch.Tensor, table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sum of weighted values, largest score, total weight) over the step's keys, from a fresh state."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    step_keys, num_tokens, wide = _step_keys(k_cache), len(position_T), q_HTGD.dtype
+    blocks_TB = table_TB[:, start // block_size : (start + step_keys) // block_size]
+    missing = step_keys // block_size - blocks_TB.shape[1]
+    blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()
+    shape = (num_tokens, step_keys, num_kv_heads, head_dim)
+    k = k_cache.flatten(1).index_select(0, blocks).to(wide).view(shape)
+    v = v_cache.flatten(1).index_select(0, blocks).to(wide).view(shape)
+    scores_HTGN = q_HTGD.new_empty((*q_HTGD.shape[:3], step_keys))
+    for head in range(num_kv_heads):
+        torch.bmm(q_HTGD[head], k[:, :, head].transpose(1, 2), out=scores_HTGN[head])
+    hidden_TN = torch.arange(start, start + step_keys) > position_T.unsqueeze(1)
+    scores_HTGN.masked_fill_(hidden_TN.unsqueeze(1), -torch.inf)
+    maximum = scores_HTGN.amax(-1, keepdim=True)
+    weights_HTGN = scores_HTGN.sub_(maximum).exp_()
+    weighted = torch.empty(q_HTGD.shape, dtype=wide)
+    for head in range(num_kv_heads):
+        torch.bmm(weights_HTGN[head], v[:, :, head], out=weighted[head])
+    return weighted, maximum, weights_HTGN.sum(-1, keepdim=True)
+
+
+def _step_keys(k_cache: torch.Tensor) -> int:
+    return cdiv(STEP_KEYS, k_cache.shape[1]) * k_cache.shape[1]
+
+
+def _take(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+    return x if rows is None else x.index_select(dim, rows)
