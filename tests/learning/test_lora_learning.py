@@ -124,3 +124,13 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     save_policy(learner.policy, tmp_path / "plain")
     with pytest.raises(FileNotFoundError, match="not a PEFT folder"):
         load_adapters(learner.policy, tmp_path / "plain")
+
+
+def test_activation_checkpointing_changes_nothing():
+    updated = []
+    for checkpointing in ("false", "true"):
+        learner = make_learner(make_config("learning.lr=1e-2", f"policy.activation_checkpointing={checkpointing}", "learning.kl_coef=0.1"))
+        learner.update(make_groups())
+        learner.update(make_groups(1))
+        updated.append(weights(learner.policy))
+    assert all(torch.equal(tensor, updated[1][name]) for name, tensor in updated[0].items())

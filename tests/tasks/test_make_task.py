@@ -140,3 +140,5 @@ def test_more_mistakes(open_task, tmp_path):
     assert "must be one of calculator, module:function" in refused(open_task, None, "task.turns.step=calculater")
     assert "leaves no training prompts" in refused(open_task, None, "task.max_prompt_tokens=1")
     assert "set task.chat=true" in refused(open_task, None, "task.system_prompt=x")
+    assert "neither whole, answer-line nor a regular expression" in refused(open_task, None, "task.extract=(unclosed")
+    assert "with a group around the answer" in refused(open_task, None, "task.extract=answer_line")

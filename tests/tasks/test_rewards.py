@@ -229,7 +229,7 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
 def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
     """It hangs on some responses and kills its process on others; the same samples fail in the same way every time."""
     policy = make_tiny_policy(tmp_path / "policy")
-    extra = ["task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]", "task.eval_problems=2", "rollout.max_tokens=12"]
+    extra = ["task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]", "task.eval_problems=2", "rollout.prompts_per_step=2"]
     runs = [train(load_config(None, [*tiny_overrides(policy, tmp_path, name, steps=2), *extra])) for name in ("a", "b")]
     metrics = comparable_metrics(runs[0].summary.run)
     assert all(run.finished for run in runs) and metrics == comparable_metrics(runs[1].summary.run)

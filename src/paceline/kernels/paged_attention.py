@@ -17,7 +17,6 @@ rows; row sums go through the tensor core like everything else, because the orde
 layout the compiler picks. Masked keys add exact zeros.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -163,28 +162,18 @@ def normalised(acc, total):
     return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
 
 
-@triton.jit
-def _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, partials_end, valid, column, HEAD_DIM: tl.constexpr):
-    """Past the L1 cache, which other multiprocessors' writes do not reach."""
-    exists = valid & (partial < partials_end)
-    acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0, cache_modifier=".cg")
-    maximum = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"), cache_modifier=".cg")
-    return acc, maximum, tl.load(total_ptr + partial, mask=exists, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit(do_not_specialize=["num_queries", "table_width", "max_groups", "min_groups"])
+@triton.jit(do_not_specialize=["num_queries", "table_width", "max_groups"])
 def _paged_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr, finished_ptr,
-    num_queries, table_width, max_groups, min_groups, scale,
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
+    num_queries, table_width, max_groups, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (kv head, row and query tile, p). A row is cut into runs of at least `min_groups` groups; SHARED: p > 0 exists."""
+    """Programs (kv head, row and query tile, p): program p of P takes groups p, p + P, ... SHARED means P > 1."""
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
-    TILES: tl.constexpr = GROUP // TILE
     query_tiles = tl.cdiv(num_queries, QUERIES)
     row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
     kv_head = tl.program_id(0)  # fastest, because the heads of a token are neighbours in memory
@@ -195,88 +184,84 @@ def _paged_attention_kernel(
     q_row = ((row * num_queries + query) * NUM_HEADS + kv_head * GQA + member).to(tl.int64)
     q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
-    # Three loads that do not wait for each other: a program's first group is known before the row's length.
+    # Three loads that do not wait for each other: a program's first group does not depend on the row's length.
     context = tl.load(context_ptr + row).to(tl.int32)
-    first_group = tl.program_id(2)
-    block = tile_blocks(row_table_ptr, first_group * GROUP, table_width, BLOCK_SIZE, TILE)
+    block = tile_blocks(row_table_ptr, tl.program_id(2) * GROUP, table_width, BLOCK_SIZE, TILE)
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
-
     last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
     end = tl.where(context < 0, 0, context + last_query)
-    num_groups = tl.cdiv(end, GROUP)
-    programs = 1
-    if SHARED:
-        programs = tl.minimum(tl.num_programs(2), tl.maximum(tl.cdiv(num_groups, min_groups), 1))
-        if first_group >= programs:
-            return
-    # Groups first_group, first_group + programs, ...; all whole but the row's last, which may miss tiles.
-    my_groups = tl.cdiv(num_groups - first_group, programs)
-    num_tiles = my_groups * TILES
-    if first_group + (my_groups - 1) * programs == num_groups - 1:
-        num_tiles -= num_groups * TILES - tl.cdiv(end, TILE)
-    acc, maximum, total = fresh(ROWS, HEAD_DIM)
+
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
-    for tile in range(0, num_tiles):
-        group = first_group + tile // TILES * programs
-        group_acc, group_maximum, group_total = attend_tile(
-            q, group_acc, group_maximum, group_total, context + query, group * GROUP + tile % TILES * TILE, end, block,
-            k_cache_ptr, v_cache_ptr, kv_head, scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
-        )  # fmt: skip
-        next_start = (first_group + (tile + 1) // TILES * programs) * GROUP + (tile + 1) % TILES * TILE
-        block = tile_blocks(row_table_ptr, next_start, table_width, BLOCK_SIZE, TILE)
-        if ((tile + 1) % TILES == 0) | (tile + 1 == num_tiles):
-            group_sum = tl.max(group_total, axis=1)
-            if SHARED:
-                if programs > 1:
-                    partial = q_row * max_groups + group
-                    tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
-                    tl.store(maximum_ptr + partial, group_maximum, mask=valid)
-                    tl.store(total_ptr + partial, group_sum, mask=valid)
-            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_sum)
     if SHARED:
-        if programs > 1:
-            tl.debug_barrier()  # all threads have written
-            counter_ptr = finished_ptr + tl.program_id(1) * NUM_KV_HEADS + kv_head
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == programs - 1:
-                tl.store(counter_ptr, 0)  # for the next launch
-                acc, maximum, total = fresh(ROWS, HEAD_DIM)
-                partials_end = q_row * max_groups + num_groups
-                for group in range(0, num_groups, 4):  # four loads in flight
-                    partial = q_row * max_groups + group
-                    a0, m0, t0 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial, partials_end, valid, column, HEAD_DIM)
-                    a1, m1, t1 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 1, partials_end, valid, column, HEAD_DIM)
-                    a2, m2, t2 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 2, partials_end, valid, column, HEAD_DIM)
-                    a3, m3, t3 = _load_partial(acc_ptr, maximum_ptr, total_ptr, partial + 3, partials_end, valid, column, HEAD_DIM)
-                    acc, maximum, total = fold(acc, maximum, total, a0, m0, t0)
-                    acc, maximum, total = fold(acc, maximum, total, a1, m1, t1)
-                    acc, maximum, total = fold(acc, maximum, total, a2, m2, t2)
-                    acc, maximum, total = fold(acc, maximum, total, a3, m3, t3)
-                tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
-        else:
-            tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        for group in range(tl.program_id(2), tl.cdiv(end, GROUP), tl.num_programs(2)):
+            for start in range(group * GROUP, tl.minimum(group * GROUP + GROUP, end), TILE):
+                group_acc, group_maximum, group_total = attend_tile(
+                    q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
+                    scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+                )  # fmt: skip
+                skipped = tl.where((start + TILE) % GROUP == 0, (tl.num_programs(2) - 1) * GROUP, 0)
+                block = tile_blocks(row_table_ptr, start + TILE + skipped, table_width, BLOCK_SIZE, TILE)
+            partial = q_row * max_groups + group
+            tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
+            tl.store(maximum_ptr + partial, group_maximum, mask=valid)
+            tl.store(total_ptr + partial, tl.max(group_total, axis=1), mask=valid)
     else:
+        acc, maximum, total = fresh(ROWS, HEAD_DIM)
+        for start in range(0, end, TILE):
+            group_acc, group_maximum, group_total = attend_tile(
+                q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
+                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+            )  # fmt: skip
+            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+            if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
+                acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
         tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["num_queries", "max_groups"])
+def _combine_kernel(
+    acc_ptr, maximum_ptr, total_ptr, context_ptr, out_ptr, num_queries, max_groups,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_GQA: tl.constexpr,
+    GROUP: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per (query, kv head) folds the groups one by one; unrolled, so that BATCH loads are in flight."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    query_row = tl.program_id(0)
+    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
+    num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
+    member = tl.arange(0, PADDED_GQA)
+    valid = member < GQA
+    q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
+    column = tl.arange(0, HEAD_DIM)
+    acc, maximum, total = fresh(PADDED_GQA, HEAD_DIM)
+    for first in range(0, num_groups, BATCH):
+        for i in tl.static_range(BATCH):
+            partial = q_row * max_groups + first + i
+            exists = valid & (partial < q_row * max_groups + num_groups)
+            group_acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0)
+            group_maximum = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"))
+            group_total = tl.load(total_ptr + partial, mask=exists, other=0.0)
+            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
+    out = normalised(acc, total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + q_row[:, None] * HEAD_DIM + column[None, :], out, mask=valid[:, None])
 
 
 @dataclass(frozen=True)
 class Launch:
     """How the work is cut up; no choice changes a bit."""
 
-    programs: int  # at most, per row and kv head
-    min_groups: int  # that a program walks
+    programs: int  # per row, query tile and kv head
+    stages: int
     warps: int = 4
-    stages: int = 3
-
-
-@functools.cache
-def _finished(device: torch.device, tiles: int) -> torch.Tensor:
-    """How many programs of a tile have finished. The last one sets it back to zero, so this survives graph replays."""
-    return torch.zeros(tiles, dtype=torch.int32, device=device)
+    combine_batch: int = 8
+    combine_warps: int = 4
 
 
 def default_launch(device: torch.device, tiles: int, max_groups: int) -> Launch:
-    processors = multiprocessors(device)
-    return Launch(min(max_groups, cdiv(8 * processors, tiles)), 1)
+    programs = min(max_groups, cdiv(8 * multiprocessors(device), tiles))
+    return Launch(programs, 3)
 
 
 def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None):
@@ -288,19 +273,24 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     launch = launch or default_launch(q_RQHD.device, row_tiles * num_kv_heads, max_groups)
     out = torch.empty_like(q_RQHD)
-    acc = maximum = total = finished = None
+    acc = maximum = total = None
     if launch.programs > 1:
         partials = (num_rows, num_queries, num_heads, max_groups)
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
-        finished = _finished(q_RQHD.device, next_power_of_2(row_tiles * num_kv_heads))
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
-        q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total, finished,
-        num_queries, block_table_RB.shape[1], max_groups, launch.min_groups, head_dim**-0.5 * LOG2E,
+        q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
+        num_queries, block_table_RB.shape[1], max_groups, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1,
         **launch_options(num_warps=launch.warps, num_stages=launch.stages),
     )  # fmt: skip
+    if launch.programs > 1:
+        _combine_kernel[(num_rows * num_queries, num_kv_heads)](
+            acc, maximum, total, context_len_R, out, num_queries, max_groups,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_GQA=padded_gqa, GROUP=GROUP,
+            BATCH=launch.combine_batch, **launch_options(num_warps=launch.combine_warps),
+        )  # fmt: skip
     return out
 
 

@@ -2,21 +2,8 @@
 
 import re
 
-from paceline.config import ConfigError
-
 ANSWER_LINE = r"(?im)^[ \t*]*answer[ \t*]*:[ \t*]*(.*?)[ \t*]*$"  # also **Answer:** 42
-NAMED = {"whole": r"(?s)\A\s*(.*?)\s*\Z", "answer-line": ANSWER_LINE}
-
-
-def check_extraction(how: str) -> None:
-    try:
-        groups = re.compile(NAMED.get(how, how)).groups
-    except re.error as error:
-        raise ConfigError(f"task.extract = {how!r}: neither {', '.join(NAMED)} nor a regular expression ({error})") from None
-    if groups < 1:
-        raise ConfigError(
-            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'"
-        )
+NAMED = ("whole", "answer-line")  # anything else is a regular expression
 
 
 def extract(response: str, how: str) -> str | None:

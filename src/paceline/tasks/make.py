@@ -11,7 +11,7 @@ from paceline.config import ConfigError, RewardConfig, TaskConfig
 from paceline.tasks import calculator
 from paceline.tasks.base import ProblemSet
 from paceline.tasks.chat import ChatTemplate
-from paceline.tasks.extract import check_extraction
+from paceline.tasks.extract import NAMED
 from paceline.tasks.files import FileProblems
 from paceline.tasks.prompts import PromptEncoder, without_overlong
 from paceline.tasks.reasoning_gym import ReasoningGymProblems
@@ -30,7 +30,7 @@ EXTRAS = {"math-verify": ("math_verify", "math")}  # scorer: the package it need
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     """`folder` is the policy's: its chat template renders messages."""
-    check_extraction(config.extract)
+    _check_extraction(config.extract)
     template = ChatTemplate.from_folder(folder, config.template_options)
     prompts = PromptEncoder(tokenizer, template, config.prompt_format, config.chat, config.system_prompt)
     problems = _problems(config)
@@ -41,6 +41,19 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     prompts.encode(train[0])  # a prompt that cannot be asked is found now, not after the model has been loaded
     scoring, turns = _workers(config, problems)
     return Task(train, held_out, prompts, scoring, turns)
+
+
+def _check_extraction(how: str) -> None:
+    if how in NAMED:
+        return
+    try:
+        groups = re.compile(how).groups
+    except re.error as error:
+        raise ConfigError(f"task.extract = {how!r}: neither {', '.join(NAMED)} nor a regular expression ({error})") from None
+    if groups < 1:
+        raise ConfigError(
+            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'"
+        )
 
 
 def _problems(config: TaskConfig) -> ProblemSet:

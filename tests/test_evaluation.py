@@ -1,0 +1,64 @@
+"""avg@n and pass@k against counting, and evaluation noise that does not depend on training."""
+
+import itertools
+
+import pytest
+
+from paceline.config import ConfigError, load_config
+from paceline.evaluation import estimate, pass_at_k, summarise
+from paceline.report.writers import make_writers
+from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, Score, request_seed
+
+
+@pytest.mark.parametrize("samples, correct, k", [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 3, 4), (8, 1, 8)])
+def test_pass_at_k_counts_every_choice(samples, correct, k):
+    outcomes = [i < correct for i in range(samples)]
+    choices = list(itertools.combinations(outcomes, k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(sum(any(c) for c in choices) / len(choices))
+
+
+def test_interval_is_over_problems_not_samples():
+    """Eight samples of one problem are not eight problems."""
+    values = [0.0, 1.0] * 50
+    assert estimate(values).value == 0.5
+    assert estimate(values).margin == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
+
+
+def make_group(name: str, outcomes: list[bool]) -> Group:
+    samples = []
+    for i, correct in enumerate(outcomes):
+        request = Request(f"{name}/{i}", (1,), i, SamplingParams())
+        reason = FinishReason.STOP if correct else FinishReason.LENGTH
+        samples.append(Sample(Completion(request, (1,) * (i + 1), (0.0,) * (i + 1), reason, ()), Score(float(correct), correct)))
+    return Group(name, tuple(samples))
+
+
+def test_summary():
+    evaluation = summarise([make_group("a", [True, False]), make_group("b", [False, False]), make_group("c", [True, True])], [1, 2])
+    assert evaluation.accuracy.value == pytest.approx(0.5)
+    assert evaluation.pass_at[1].value == pytest.approx(0.5) and evaluation.pass_at[2].value == pytest.approx(2 / 3)
+    assert evaluation.mean_length == 1.5 and evaluation.truncated == 0.5
+    assert evaluation.metrics()["eval/pass@2"] == pytest.approx(2 / 3)
+
+
+def test_seeds_tell_every_request_apart():
+    cases = itertools.product(Purpose, (0, 1), (0, 1, 2), ("a", "b"), (0, 1), range(4))
+    seeds = [request_seed(*case) for case in cases]
+    assert len(set(seeds)) == len(seeds) and all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert request_seed(Purpose.TRAIN, 0, 1, "a", 0, 0) == request_seed(Purpose.TRAIN, 0, 1, "a", 0, 0)
+
+
+@pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
+def test_optional_writers_say_what_to_install(writer, tmp_path, monkeypatch):
+    import builtins
+
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if writer in name:
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=rf"report.{writer} = true needs the package {writer}: pip install"):
+        make_writers(load_config(None, [f"report.{writer}=true"]), tmp_path)
