@@ -41,7 +41,7 @@ def dies(response):
 def hangs(response):
     """Pure Python, so nothing but the end of its process stops it."""
     if response == "hang":
-        subprocess.Popen(["sleep", "1000"])  # and what it started must go with it
+        subprocess.Popen(["sleep", os.environ["TEST_SLEEP"]])  # and what it started must go with it
         while True:
             pass
     return 1.0

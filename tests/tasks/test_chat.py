@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from paceline.config import ConfigError
@@ -62,7 +62,16 @@ THINKING = """{%- set ns = namespace(last=messages|length - 1) %}
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
-TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "alternating": ALTERNATING, "thinking": THINKING}
+INDENTED = """{% for message in messages %}
+    {% if message.role == 'user' %}
+User: {{ message.content }}
+    {% else %}
+Other: {{ message.content }}
+    {% endif %}
+{% endfor %}
+    {% if add_generation_prompt %}
+Bot:{% endif %}"""
+TEMPLATES = {"indented": INDENTED, "chatml": CHATML, "llama": LLAMA, "alternating": ALTERNATING, "thinking": THINKING}
 
 USER = {"role": "user", "content": "2 + 2?"}
 CHATS = {
@@ -81,6 +90,8 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    # As Llama's does, it begins every text with <s>; a template that writes <s> itself must not get a second one.
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
     return tokenizer
 
 
@@ -173,7 +184,7 @@ def test_missing_templates_and_system_prompts_say_what_to_do(tmp_path):
 def test_overlong_prompts_are_dropped_and_counted(caplog):
     encoder = PromptEncoder(byte_tokenizer())
     problems = [Problem(str(n), "x" * n, "") for n in (1, 5, 9)]
-    assert [p.id for p in without_overlong(problems, encoder, 5, "training")] == ["1", "5"]
+    assert [p.id for p in without_overlong(problems, encoder, 6, "training")] == ["1", "5"]  # and <s>
     assert "1 of 3 training prompts are longer and were dropped" in caplog.text
-    with pytest.raises(ConfigError, match="leaves no training prompts: the shortest has 5 tokens"):
-        without_overlong(problems[1:], encoder, 4, "training")
+    with pytest.raises(ConfigError, match="leaves no training prompts: the shortest has 6 tokens"):
+        without_overlong(problems[1:], encoder, 5, "training")

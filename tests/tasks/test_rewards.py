@@ -19,11 +19,12 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_overri
 from tests.tasks.test_chat import byte_tokenizer
 
 EXAMPLES = "tests.tasks.reward_examples"
+SLEEP = os.environ["TEST_SLEEP"] = f"1000.{os.getpid()}"  # how processes that a reward starts are told from other people's
 PROBLEM = Problem("p", "?", "4", {"data_source": "sums", "extra_info": {"index": 7}})
 
 
 def children() -> set[int]:
-    """Every living descendant of this process, by /proc, and every process in a session one of them leads."""
+    """Every living descendant of this process, by /proc."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -41,7 +42,7 @@ def children() -> set[int]:
 
 
 def sleepers() -> list[int]:
-    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _read(p) == b"sleep\x001000\x00"]
+    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _read(p) == f"sleep\0{SLEEP}\0".encode()]
 
 
 def _read(path: Path) -> bytes:

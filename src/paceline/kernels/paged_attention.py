@@ -127,8 +127,9 @@ def attend_tile(
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - finite)
     weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
-    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-    total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), total * rescale[:, None], input_precision="ieee")
+    acc, total = acc * rescale[:, None], total * rescale[:, None]  # before either product, or the compiler serialises them
+    acc = tl.dot(weights, v, acc, input_precision="ieee")
+    total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), total, input_precision="ieee")
     return acc, new_maximum, total
 
 
@@ -224,7 +225,7 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_GQA: tl.constexpr,
     GROUP: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per (query, kv head) folds the groups one by one; unrolled, so that BATCH loads are in flight."""
+    """One program per (query, kv head) folds the groups one by one, with BATCH loads in flight."""
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -237,13 +238,15 @@ def _combine_kernel(
     column = tl.arange(0, HEAD_DIM)
     acc, maximum, total = fresh(PADDED_GQA, HEAD_DIM)
     for first in range(0, num_groups, BATCH):
+        accs, maxima, totals = (), (), ()
         for i in tl.static_range(BATCH):
             partial = q_row * max_groups + first + i
             exists = valid & (partial < q_row * max_groups + num_groups)
-            group_acc = tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0)
-            group_maximum = tl.load(maximum_ptr + partial, mask=exists, other=-float("inf"))
-            group_total = tl.load(total_ptr + partial, mask=exists, other=0.0)
-            acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, group_total)
+            accs = accs + (tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0),)
+            maxima = maxima + (tl.load(maximum_ptr + partial, mask=exists, other=-float("inf")),)
+            totals = totals + (tl.load(total_ptr + partial, mask=exists, other=0.0),)
+        for i in tl.static_range(BATCH):
+            acc, maximum, total = fold(acc, maximum, total, accs[i], maxima[i], totals[i])
     out = normalised(acc, total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + q_row[:, None] * HEAD_DIM + column[None, :], out, mask=valid[:, None])
 
