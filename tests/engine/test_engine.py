@@ -16,8 +16,8 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
     engine.submit(requests)
     done = list(engine.completions())
     assert len({c.request.id for c in done}) == len(done) == len(requests)
-    assert engine.pool.used == 0 and len(engine.free_slots) == engine.settings.max_running, "everything is given back"
-    assert not engine.shared and not engine.waiting_prompts
+    assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == engine.settings.max_running, "everything is given back"
+    assert not engine.scheduler.shared and not engine.scheduler.waiting_prompts
     return {c.request.id: c for c in done}
 
 
@@ -194,7 +194,7 @@ def test_soak(folders):
         engine.submit(waves.pop())
         seen += [c.request.id for c in engine.completions()]
     assert sorted(seen) == sorted(r.id for r in requests)
-    assert engine.pool.used == 0 and not engine.running and not engine.shared
+    assert engine.pool.used == 0 and not engine.running and not engine.scheduler.shared
 
 
 def test_stop_strings_and_top_logprobs_equal_the_reference(folders):
@@ -250,7 +250,7 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
     assert len(list(engine.completions())) == 3
     engine.submit([Request("big", (9,), 1, SamplingParams(max_tokens=120, ignore_eos=True))])
     (big,) = engine.completions()
-    assert len(big.tokens) == 120 and not engine.held
+    assert len(big.tokens) == 120 and not engine.scheduler.held
 
 
 def test_longest_expected_goes_first(folders):
@@ -271,3 +271,27 @@ def test_a_broken_policy_does_not_poison_the_cache(folders):
     assert all(lp != lp for completion in spoiled.values() for lp in completion.logprobs), "every logprob is NaN"
     engine.update_weights(2, good.items())
     assert bits(run(engine, requests)) == expected
+
+
+def test_a_continued_sequence_that_is_preempted_starts_over(folders):
+    """Its inherited cache goes with its blocks; so does one that a waiting request had taken over when the weights changed."""
+    prompt, sampling = tuple(range(3, 30)), SamplingParams(max_tokens=20, ignore_eos=True)
+    fresh = make_engine(folders["llama"])
+    first = run(fresh, [Request("1", prompt, 5, sampling)])["1"]
+    second = Request("2", prompt + first.tokens + (50, 51), 5, SamplingParams(max_tokens=60, ignore_eos=True), continues="1")
+    others = [Request(f"other{i}", (60 + i,), i, SamplingParams(max_tokens=90, ignore_eos=True)) for i in range(3)]
+    expected = bits(run(fresh, [second, *others]))
+    engine = make_engine(folders["llama"], kv_tokens=256)
+    engine.submit([Request("1", prompt, 5, sampling, hold=True)])
+    list(engine.completions())
+    engine.submit([*others, second])
+    done = {c.request.id: c for c in engine.completions()}
+    assert bits(done) == expected and engine.preemptions > 0 and engine.pool.used == 0
+
+    engine.submit([Request("1", prompt, 5, sampling, hold=True)])
+    list(engine.completions())
+    engine.submit([second])
+    engine.scheduler._take_held(engine.scheduler.waiting[0])
+    engine.update_weights(1)
+    assert engine.pool.used == 0
+    assert bits({c.request.id: c for c in engine.completions()})["2"] == expected["2"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels import paged_attention as decode
-from paceline.kernels.paged_attention import paged_attention, paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_attention import Launch, paged_attention, paged_attention_reference, paged_attention_triton
 from paceline.kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_attention_triton
 
 HEADS = [(4, 2, 32), (3, 1, 64), (4, 4, 32), (14, 2, 64)]
@@ -53,12 +53,24 @@ def test_references_are_brute_force(num_heads, num_kv_heads, head_dim):
 def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, one_program, monkeypatch):
     if one_program:
         monkeypatch.setattr(decode, "multiprocessors", lambda _: 1)
-    k, v, table = caches(num_kv_heads, head_dim, 4, 320)
-    context = torch.tensor([0, 130, -1, 300])
-    forget(k, v, table, [num_queries, 130 + num_queries, 0, 300 + num_queries])
+    k, v, table = caches(num_kv_heads, head_dim, 4, 576)
+    context = torch.tensor([0, 130, -1, 550])
+    forget(k, v, table, [num_queries, 130 + num_queries, 0, 550 + num_queries])
     q = torch.randn(4, num_queries, num_heads, head_dim)
     out = paged_attention_triton(*(t.to(device) for t in (q, k, v, table, context)))
     torch.testing.assert_close(out.cpu(), paged_attention_reference(q, k, v, table, context), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_cutting_up_the_work_changes_no_bit(device, num_queries):
+    """Rows of 0 to 11 groups, more than one batch of partial results, by one program and by several."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    k, v, table = (t.to(device) for t in caches(2, 32, 4, 11 * decode.GROUP, dtype=dtype))
+    q = torch.randn(4, num_queries, 4, 32, dtype=dtype, device=device)
+    context = torch.tensor([10 * decode.GROUP, 3 * decode.GROUP - 2, -1, 5], device=device)
+    whole = paged_attention_triton(q, k, v, table, context, Launch(1, stages=3))
+    for programs in (2, 3, 11):
+        assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3)), whole)
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)

@@ -138,6 +138,8 @@ def test_more_mistakes(open_task, tmp_path):
     file = ["task.name=file", f"task.data.path={tmp_path}/a.jsonl", "task.data.prompt_column=question", "task.data.held_out_share=0.5"]
     assert "has no verifier of its own; use exact" in refused(open_task, None, *file, "task.rewards=[{function: task}]")
     assert "must be one of calculator, module:function" in refused(open_task, None, "task.turns.step=calculater")
+    assert "'exact' takes one response at a time" in refused(open_task, None, "task.rewards=[{function: exact, batch: true}]")
+    assert "is a coroutine; a tool must be" in refused(open_task, None, "task.turns.step=tests.tasks.reward_examples:judge")
     assert "leaves no training prompts" in refused(open_task, None, "task.max_prompt_tokens=1")
     assert "set task.chat=true" in refused(open_task, None, "task.system_prompt=x")
     assert "neither whole, answer-line nor a regular expression" in refused(open_task, None, "task.extract=(unclosed")

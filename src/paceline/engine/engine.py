@@ -9,7 +9,7 @@ reads the first one's outcome, and retires what has finished. What a step does i
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.engine.forward import PagedForward
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
-from paceline.engine.prefill import Prefill, SharedPrompt, run_chunk
+from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import PLAIN, Pacer, Strategy
@@ -48,15 +49,6 @@ class EngineSettings:
 
 
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
-
-
-@dataclass(frozen=True)
-class Held:
-    """A finished sequence whose cache waits for a request that continues it."""
-
-    tokens: list[int]
-    blocks: list[int]
-    cached: int
 
 
 @dataclass
@@ -99,15 +91,10 @@ class Engine:
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
-        self.waiting: deque[Sequence] = deque()
-        self.waiting_prompts: Counter[tuple[int, ...]] = Counter()
-        self.shared: dict[tuple[int, ...], SharedPrompt] = {}
-        self.prefills: deque[Prefill] = deque()
+        self.scheduler = Scheduler(self.pool, slots, RESERVE_STEPS, settings.admission == "longest")
         self.running: dict[int, Sequence] = {}  # by slot
-        self.free_slots = list(range(slots - 1, -1, -1))
         self.launched: deque[Launched] = deque()
         self.finished: deque[Completion] = deque()
-        self.held: dict[str, Held] = {}
         # Per slot: a bound on the length the row may have reached, and the tokens its blocks can hold.
         self.length_bound = np.zeros(slots + 1, dtype=np.int64)
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
@@ -126,6 +113,7 @@ class Engine:
     # -- the contract (backends/base.py) --------------------------------------------------------------------------
 
     def submit(self, requests: Listing[Request]) -> None:
+        accepted = []
         for request in requests:
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
             sequence = Sequence(request, self.arrivals, limit)
@@ -134,10 +122,8 @@ class Engine:
             if problem:
                 self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
             else:
-                self.waiting.append(sequence)
-                self.waiting_prompts[request.prompt] += 1
-        if self.settings.admission == "longest":
-            self.waiting = deque(sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order)))
+                accepted.append(sequence)
+        self.scheduler.add(accepted)
 
     @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
@@ -147,8 +133,9 @@ class Engine:
                 yield self.finished.popleft()
                 if self.paused:
                     return
-            self._admit()
-            if self.prefills:
+            for sequence in self.scheduler.admit(nobody_runs=not self.running):
+                self.finished.append(sequence.complete(FinishReason.ABORTED))
+            if self.scheduler.prefills:
                 self._prefill()
             if self.running:
                 self._launch()
@@ -156,18 +143,18 @@ class Engine:
                     self._read_outcome()
             elif self.launched:
                 self._read_outcome()
-            elif not (self.waiting or self.prefills or self.finished):
+            elif self.scheduler.idle and not self.finished:
                 return
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
-        self._drop_held([name for name in self.held if name in ids])
-        everyone = [*self.waiting, *self.running.values(), *(s for p in self.prefills for s in p.waiting)]
-        for sequence in everyone:
+        self.scheduler.drop_held(ids)
+        for sequence in [*self.scheduler.sequences, *self.running.values()]:
             sequence.aborted |= sequence.request.id in ids
         self._drain()
         for sequence in [s for s in self.running.values() if s.aborted]:
             self._leave(sequence)
+            self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -205,9 +192,10 @@ class Engine:
 
     def close(self) -> None:
         self._preempt_all()
-        self.waiting.clear()
+        self.scheduler.waiting.clear()
+        self.scheduler.waiting_prompts.clear()
 
-    # -- who runs -------------------------------------------------------------------------------------------------
+    # -- entering -------------------------------------------------------------------------------------------------
 
     def _refusal(self, sequence: Sequence) -> str:
         request = sequence.request
@@ -226,111 +214,15 @@ class Engine:
         end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
-    def _admit(self) -> None:
-        """Takes waiting sequences, in order, while there are slots and blocks for them."""
-        while self.waiting and self.free_slots:
-            sequence = self.waiting[0]
-            if sequence.aborted:
-                self._forget_waiting(self.waiting.popleft())
-                self.finished.append(sequence.complete(FinishReason.ABORTED))
-                continue
-            wanted = blocks_for(min(sequence.length + RESERVE_STEPS, sequence.limit))
-            self._take_held(sequence)
-            prefix = self._shared_prompt(sequence)
-            if prefix is None and self._worth_sharing(sequence) and wanted + 1 <= self.pool.free:  # 1: a copy of the partial block
-                prefix = self._share_prompt(sequence)
-            whole = prefix.whole_blocks if prefix is not None else []
-            if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
-                if not (self.shared or self.held) or self.running or self.prefills:
-                    break  # room comes when somebody finishes
-                self._drop_idle()
-                continue
-            self.waiting.popleft()
-            self._start(sequence, prefix, whole, wanted)
-            self._forget_waiting(sequence)
-
-    def _worth_sharing(self, sequence: Sequence) -> bool:
-        alone = bool(sequence.response or sequence.blocks)  # it comes back, or continues a held sequence
-        return not alone and len(sequence.request.prompt) > 1 and self.waiting_prompts[sequence.request.prompt] > 1
-
-    def _shared_prompt(self, sequence: Sequence) -> SharedPrompt | None:
-        return None if sequence.response or sequence.blocks else self.shared.get(sequence.request.prompt)
-
-    def _take_held(self, sequence: Sequence) -> None:
-        """A request that continues a held one starts from its cache, if that is still there and still its prefix."""
-        held = self.held.get(sequence.request.continues)
-        if held is None or sequence.response or sequence.blocks:
-            return
-        if len(sequence.request.prompt) > held.cached and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens:
-            del self.held[sequence.request.continues]
-            sequence.blocks, sequence.cached = held.blocks, held.cached
-
-    def _share_prompt(self, sequence: Sequence) -> SharedPrompt:
-        tokens = list(sequence.request.prompt[:-1])
-        prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0)
-        self.prefills.append(prefill)
-        self.shared[sequence.request.prompt] = SharedPrompt(prefill)
-        return self.shared[sequence.request.prompt]
-
-    def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
-        sequence.slot = self.free_slots.pop()
-        sequence.blocks += self.pool.share(whole)
-        sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
-        if prefix is not None:
-            prefix.prefill.waiting.append(sequence)
-            if prefix.prefill.finished and prefix.prefill not in self.prefills:
-                self.prefills.append(prefix.prefill)  # only to let this sibling enter
-            return
-        self.prefills.append(Prefill(sequence.tokens[:-1], sequence.blocks, done=sequence.cached, waiting=[sequence]))
-
-    def _forget_waiting(self, sequence: Sequence) -> None:
-        """The group's own hold on its prompt ends when no sibling waits any more."""
-        prompt = sequence.request.prompt
-        self.waiting_prompts[prompt] -= 1
-        if self.waiting_prompts[prompt] <= 0:
-            del self.waiting_prompts[prompt]
-            shared = self.shared.get(prompt)
-            if shared is not None and shared.prefill.finished and not shared.prefill.waiting:
-                self._drop_shared(prompt)
-
-    def _drop_held(self, names: list[str]) -> None:
-        for name in names:
-            self.pool.release(self.held.pop(name).blocks)
-
-    def _drop_idle(self) -> None:
-        """What is cached only because somebody may come for it: held sequences, prompts of siblings still waiting."""
-        self._drop_held(list(self.held))
-        for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
-            self._drop_shared(prompt)
-
-    def _drop_shared(self, prompt: tuple[int, ...]) -> None:
-        self.pool.release(self.shared.pop(prompt).prefill.blocks)
-
-    # -- prefill --------------------------------------------------------------------------------------------------
-
     def _prefill(self) -> None:
-        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.prefills, self.settings.prefill_tokens)
-        ready = [prefill for prefill in self.prefills if prefill.finished]
-        self.prefills = deque(prefill for prefill in self.prefills if not prefill.finished)
-        self._copy_partial_blocks(ready)
-        entering = [sequence for prefill in ready for sequence in prefill.waiting]
-        for prefill in ready:
-            prefill.waiting = []
-        for prompt in [p for p, shared in self.shared.items() if shared.prefill in ready and p not in self.waiting_prompts]:
-            self._drop_shared(prompt)
-        for sequence in [s for s in entering if s.aborted]:
-            self._release(sequence)
+        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens)
+        ready = self.scheduler.take_ready()
+        if ready.copy_from:
+            self.cache.copy_blocks(ready.copy_from, ready.copy_to)
+        for sequence in [s for s in ready.sequences if s.aborted]:
+            self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
-        self._enter([sequence for sequence in entering if not sequence.aborted])
-
-    def _copy_partial_blocks(self, ready: list[Prefill]) -> None:
-        sources, targets = [], []
-        for shared in [s for s in self.shared.values() if s.prefill in ready and s.partial_block is not None]:
-            for sequence in shared.prefill.waiting:
-                sources.append(shared.partial_block)
-                targets.append(sequence.blocks[len(shared.whole_blocks)])
-        if sources:
-            self.cache.copy_blocks(sources, targets)
+        self._enter([sequence for sequence in ready.sequences if not sequence.aborted])
 
     def _enter(self, sequences: list[Sequence]) -> None:
         if not sequences:
@@ -386,7 +278,7 @@ class Engine:
         """Blocks for the next RESERVE_STEPS steps of every running row; False if nobody is left running."""
         if self._missing_blocks(queries).sum() > self.pool.free:
             self._drain()  # the bounds become lengths, and what has finished gives its blocks back
-            self._drop_idle()
+            self.scheduler.drop_idle()
             while self.running and self._missing_blocks(queries).sum() > self.pool.free:
                 self._preempt(max(self.running.values(), key=lambda s: s.order))
             if not self.running:
@@ -447,12 +339,10 @@ class Engine:
             stats.note(launched.strategy.count, gained[gained > 0] - 1)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.request.hold and reason is not FinishReason.ABORTED:
-            cached = sequence.length - 1  # the last token has been sampled but not run
-            keep = blocks_for(cached)
-            self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
-            sequence.blocks = sequence.blocks[keep:]
-        self._release(sequence)
+        self._retire(sequence)
+        if sequence.request.hold:
+            self.scheduler.hold(sequence)
+        self.scheduler.release(sequence)
         self.finished.append(sequence.complete(reason))
 
     def _ended_by_text(self, running: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int, FinishReason]]:
@@ -497,38 +387,25 @@ class Engine:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""
         self._take_tokens([(sequence, int(self.length_bound[sequence.slot]))])
         self.rows.deactivate([sequence.slot])
-        self._release(sequence)
+        self._retire(sequence)
         self._running_changed()
 
+    def _retire(self, sequence: Sequence) -> None:
+        """It runs no more; slot and blocks are still its own."""
+        for drafter in self.drafters.values():
+            drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
+        del self.running[sequence.slot]
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Gives up its blocks; it will come back, first in line, and recompute them."""
         self._leave(sequence)
-        self.waiting.appendleft(sequence)
-        self.waiting_prompts[sequence.request.prompt] += 1
+        self.scheduler.requeue(sequence)
         self.preemptions += 1
 
     def _preempt_all(self) -> None:
         self._drain()
         for sequence in sorted(self.running.values(), key=lambda s: s.order, reverse=True):
             self._preempt(sequence)
-        for prefill in reversed(self.prefills):
-            for sequence in reversed(prefill.waiting):
-                self._release(sequence)
-                self.waiting.appendleft(sequence)
-                self.waiting_prompts[sequence.request.prompt] += 1
-        self.prefills.clear()
-        self._drop_held(list(self.held))
-        for prompt in list(self.shared):
-            self._drop_shared(prompt)
-
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.slot in self.running:
-            for drafter in self.drafters.values():
-                drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
-        self.pool.release(sequence.blocks)
-        self.free_slots.append(sequence.slot)
-        self.running.pop(sequence.slot, None)
-        sequence.blocks, sequence.slot = [], -1
+        self.scheduler.drop_all()
 
     def _running_changed(self) -> None:
         self.batch = list(self.running.values())

@@ -39,6 +39,11 @@ class Sequence:
             start = self.segments.pop().start
         self.segments.append(Segment(start, len(self.response), version))
 
+    def drop_blocks(self) -> list[int]:
+        """Gives up its blocks, and with them what was cached."""
+        blocks, self.blocks, self.cached = self.blocks, [], 0
+        return blocks
+
     def shorten(self, count: int) -> None:
         """Forgets what was sampled beyond the first `count` tokens."""
         del self.response[count:], self.logprobs[count:], self.top_logprobs[count:]

@@ -10,9 +10,8 @@ A query's bits depend on its own sequence only, not on the batch, on Q, or on wh
     group  = online softmax over its tiles in order, from a fresh state
     result = fold(fold(group 0, group 1), group 2)
 
-A program walks neighbouring groups of a row, with the next tiles' loads in flight. If it has the whole row it folds in
-registers. Otherwise every program writes its groups' results to memory, and the one that finishes last folds them, in
-the same order: who computes a group changes no bit. Queries and the heads of a GQA group are packed into the tile's
+With many rows one program walks its whole row and folds in registers. With fewer, several programs share a row's groups,
+and a second kernel folds their partial results. Both fold the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's
 rows; row sums go through the tensor core like everything else, because the order of a plain reduction depends on the
 layout the compiler picks. Masked keys add exact zeros.
 """
@@ -35,6 +34,8 @@ from paceline.kernels.triton_support import (
 
 TILE = 64  # keys per step of the online softmax
 GROUP = 256  # keys per partial result
+COMBINE_BATCH = 8  # partial results loaded at a time
+FILL = 8  # programs per multiprocessor up to which rows are shared among several
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
 
@@ -127,9 +128,10 @@ def attend_tile(
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - finite)
     weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
-    acc, total = acc * rescale[:, None], total * rescale[:, None]  # before either product, or the compiler serialises them
-    acc = tl.dot(weights, v, acc, input_precision="ieee")
-    total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), total, input_precision="ieee")
+    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+    tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), input_precision="ieee")
+    # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
+    total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
 
 
@@ -219,36 +221,54 @@ def _paged_attention_kernel(
         tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
+@triton.jit
+def _load_partials(acc_ptr, maximum_ptr, total_ptr, first, valid, HEAD_DIM: tl.constexpr, BATCH: tl.constexpr):
+    """BATCH groups' results from `first` on, loaded before any is used. Those that do not exist are whatever lies there."""
+    accs, maxima, totals = (), (), ()
+    for i in tl.static_range(BATCH):
+        offset = (first + i)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        accs = accs + (tl.load(acc_ptr + offset, mask=valid[:, None], other=0.0),)
+        maxima = maxima + (tl.load(maximum_ptr + first + i, mask=valid, other=0.0),)
+        totals = totals + (tl.load(total_ptr + first + i, mask=valid, other=0.0),)
+    return accs, maxima, totals
+
+
+@triton.jit
+def _fold_partials(acc, maximum, total, accs, maxima, totals, first, end, BATCH: tl.constexpr):
+    for i in tl.static_range(BATCH):
+        exists = first + i < end
+        group_acc = tl.where(exists[:, None], accs[i], 0.0)
+        group_maximum = tl.where(exists, maxima[i], -float("inf"))
+        acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.where(exists, totals[i], 0.0))
+    return acc, maximum, total
+
+
 @triton.jit(do_not_specialize=["num_queries", "max_groups"])
 def _combine_kernel(
     acc_ptr, maximum_ptr, total_ptr, context_ptr, out_ptr, num_queries, max_groups,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_GQA: tl.constexpr,
     GROUP: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per (query, kv head) folds the groups one by one, with BATCH loads in flight."""
+    """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple of BATCH."""
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     query_row = tl.program_id(0)
-    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
-    num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
     member = tl.arange(0, PADDED_GQA)
     valid = member < GQA
     q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
-    column = tl.arange(0, HEAD_DIM)
+    partial = q_row * max_groups
+    accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM, BATCH)
+    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)  # the loads above do not wait for it
+    num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
+    end = partial + num_groups
     acc, maximum, total = fresh(PADDED_GQA, HEAD_DIM)
-    for first in range(0, num_groups, BATCH):
-        accs, maxima, totals = (), (), ()
-        for i in tl.static_range(BATCH):
-            partial = q_row * max_groups + first + i
-            exists = valid & (partial < q_row * max_groups + num_groups)
-            accs = accs + (tl.load(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], mask=exists[:, None], other=0.0),)
-            maxima = maxima + (tl.load(maximum_ptr + partial, mask=exists, other=-float("inf")),)
-            totals = totals + (tl.load(total_ptr + partial, mask=exists, other=0.0),)
-        for i in tl.static_range(BATCH):
-            acc, maximum, total = fold(acc, maximum, total, accs[i], maxima[i], totals[i])
+    acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial, end, BATCH)
+    for first in range(BATCH, num_groups, BATCH):
+        accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial + first, valid, HEAD_DIM, BATCH)
+        acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial + first, end, BATCH)
     out = normalised(acc, total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + q_row[:, None] * HEAD_DIM + column[None, :], out, mask=valid[:, None])
+    tl.store(out_ptr + q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], out, mask=valid[:, None])
 
 
 @dataclass(frozen=True)
@@ -256,15 +276,15 @@ class Launch:
     """How the work is cut up; no choice changes a bit."""
 
     programs: int  # per row, query tile and kv head
-    stages: int
-    warps: int = 4
-    combine_batch: int = 8
-    combine_warps: int = 4
+    stages: int  # tiles in flight
 
 
-def default_launch(device: torch.device, tiles: int, max_groups: int) -> Launch:
-    programs = min(max_groups, cdiv(8 * multiprocessors(device), tiles))
-    return Launch(programs, 3)
+def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
+    """`tiles` counts (row, query tile, kv head). The lengths are not known here: a captured graph serves them all."""
+    programs = min(max_groups, FILL * processors // tiles)
+    if programs > 1:
+        return Launch(programs, stages=3)
+    return Launch(1, stages=4 if tiles <= 2 * processors else 3)  # three programs of three stages fit a multiprocessor
 
 
 def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None):
@@ -274,10 +294,11 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
     rows = max(QUERY_ROWS, padded_gqa)
     row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
-    launch = launch or default_launch(q_RQHD.device, row_tiles * num_kv_heads, max_groups)
+    launch = launch or default_launch(multiprocessors(q_RQHD.device), row_tiles * num_kv_heads, max_groups)
     out = torch.empty_like(q_RQHD)
     acc = maximum = total = None
     if launch.programs > 1:
+        max_groups = cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
         partials = (num_rows, num_queries, num_heads, max_groups)
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
@@ -286,13 +307,13 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         num_queries, block_table_RB.shape[1], max_groups, head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1,
-        **launch_options(num_warps=launch.warps, num_stages=launch.stages),
+        **launch_options(num_warps=4, num_stages=launch.stages),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](
             acc, maximum, total, context_len_R, out, num_queries, max_groups,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_GQA=padded_gqa, GROUP=GROUP,
-            BATCH=launch.combine_batch, **launch_options(num_warps=launch.combine_warps),
+            BATCH=COMBINE_BATCH, **launch_options(num_warps=4),
         )  # fmt: skip
     return out
 

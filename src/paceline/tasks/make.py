@@ -38,7 +38,7 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     if config.max_prompt_tokens:
         train = without_overlong(train, prompts, config.max_prompt_tokens, "training")
         held_out = without_overlong(held_out, prompts, config.max_prompt_tokens, "held-out")
-    prompts.encode(train[0])  # a prompt that cannot be asked is found now, not after the model has been loaded
+    prompts.encode(train[0])  # a prompt that cannot be asked is found now, not in the first step
     scoring, turns = _workers(config, problems)
     return Task(train, held_out, prompts, scoring, turns)
 
@@ -70,30 +70,33 @@ def _problems(config: TaskConfig) -> ProblemSet:
 
 
 def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns | None]:
-    """Rewards and tools share one pool; it starts a worker here, to find a function that cannot be loaded."""
+    """Rewards and the tool share one pool; it starts a worker here, to find a function that cannot be loaded."""
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
-    targets: list[Target | Step] = [_target(reward, config) for reward in wanted if not _is_own(reward, problems)]
+    called = [reward for reward in wanted if not _is_own(reward, problems)]
     tool, stop = _tool(config)
-    if tool is not None:
-        targets.append(tool)
-    pool = WorkerPool(targets, config.reward_workers) if targets else None
+    targets: list[Target | Step] = [*(_target(reward, config) for reward in called), *([tool] if tool else [])]
+    if not targets:
+        return Scoring([Reward(reward, own_verdict(problems.score), require_end=False) for reward in wanted]), None
+
+    pool = WorkerPool(targets, config.reward_workers)
     try:
-        coroutines = pool.check().coroutines if pool is not None else ()
+        coroutines = pool.check().coroutines
     except ValueError as error:
-        raise ConfigError(f"task.{'rewards' if tool is None else 'rewards or task.turns.step'}: {error}") from None
-    loop = EventLoop() if any(coroutines[: len(wanted)]) else None
-    rewards = []
-    index = 0
-    for reward in wanted:
+        raise ConfigError(f"task.{'rewards or task.turns.step' if tool else 'rewards'}: {error}") from None
+    if tool and coroutines[-1]:
+        raise ConfigError(f"task.turns.step = {config.turns.step!r} is a coroutine; a tool must be a plain function")
+    loop = EventLoop() if any(coroutines) else None
+
+    def run(reward: RewardConfig) -> Reward:
         if _is_own(reward, problems):
-            rewards.append(Reward(reward, own_verdict(problems.score), require_end=False))
-            continue
+            return Reward(reward, own_verdict(problems.score), require_end=False)
+        index = called.index(reward)
         target = targets[index]
-        run = from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
-        rewards.append(Reward(reward, run, require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values())))
-        index += 1
-    turns = Turns(pool, len(targets) - 1, stop) if tool is not None else None
-    return Scoring(rewards, pool, loop), turns
+        call = from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
+        return Reward(reward, call, require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values()))
+
+    turns = Turns(pool, len(targets) - 1, stop) if tool else None
+    return Scoring([run(reward) for reward in wanted], pool, loop), turns
 
 
 def _is_own(reward: RewardConfig, problems: ProblemSet) -> bool:
@@ -102,6 +105,8 @@ def _is_own(reward: RewardConfig, problems: ProblemSet) -> bool:
 
 def _target(reward: RewardConfig, config: TaskConfig) -> Target:
     function, options = reward.function, reward.options
+    if reward.batch and (function == "task" or function in BUILTIN):
+        raise ConfigError(f"task.rewards: {function!r} takes one response at a time; leave out `batch`")
     if function == "task":
         if config.name != "reasoning-gym":
             raise ConfigError(f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or module:function")

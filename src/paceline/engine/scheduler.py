@@ -1,0 +1,195 @@
+"""Who may run: the queue, the slots, the blocks, and the prompts that siblings share.
+
+    waiting ──admit──▶ prefilling ──take_ready──▶ the engine's running rows
+       ▲                                              │
+       └─────────────── requeue ◀─────────────────────┘  preempted: it comes back first in line and recomputes its cache
+
+Host bookkeeping only: nothing here touches the device.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.engine.blocks import BlockPool
+from paceline.engine.cache import blocks_for
+from paceline.engine.prefill import Prefill, SharedPrompt
+from paceline.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Held:
+    """A finished sequence whose cache waits for a request that continues it."""
+
+    tokens: list[int]
+    blocks: list[int]
+    cached: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Sequences whose prompt is cached, and the partial blocks to copy before they run."""
+
+    sequences: list[Sequence]
+    copy_from: list[int]
+    copy_to: list[int]
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, num_slots: int, lookahead: int, longest_first: bool) -> None:
+        self.pool = pool
+        self.lookahead = lookahead  # tokens of room beyond its length that a sequence starts with
+        self.longest_first = longest_first
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.waiting: deque[Sequence] = deque()
+        self.prefills: deque[Prefill] = deque()
+        self.held: dict[str, Held] = {}
+        self.shared: dict[tuple[int, ...], SharedPrompt] = {}
+        self.waiting_prompts: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefills)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Everyone who is not running yet."""
+        return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.waiting.append(sequence)
+            self.waiting_prompts[sequence.request.prompt] += 1
+        if self.longest_first:
+            self.waiting = deque(sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order)))
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, without slot or blocks."""
+        self.release(sequence)
+        self.waiting.appendleft(sequence)
+        self.waiting_prompts[sequence.request.prompt] += 1
+
+    def admit(self, nobody_runs: bool) -> list[Sequence]:
+        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile."""
+        aborted = []
+        while self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            if sequence.aborted:
+                self._forget(self.waiting.popleft())
+                self.pool.release(sequence.drop_blocks())
+                aborted.append(sequence)
+                continue
+            self._take_held(sequence)
+            wanted = blocks_for(min(sequence.length + self.lookahead, sequence.limit))
+            prefix = self._prefix_of(sequence, wanted)
+            whole = prefix.whole_blocks if prefix is not None else []
+            if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
+                if not nobody_runs or self.prefills or not (self.shared or self.held):
+                    break  # room comes when somebody finishes
+                self.drop_idle()
+                continue
+            self.waiting.popleft()
+            self._start(sequence, prefix, whole, wanted)
+            self._forget(sequence)
+        return aborted
+
+    def take_ready(self) -> Ready:
+        """Everyone whose prefill is done."""
+        ready = [prefill for prefill in self.prefills if prefill.finished]
+        self.prefills = deque(prefill for prefill in self.prefills if not prefill.finished)
+        copy_from, copy_to = [], []
+        for prompt, shared in list(self.shared.items()):
+            if shared.prefill not in ready:
+                continue
+            if shared.partial_block is not None:
+                targets = [sequence.blocks[len(shared.whole_blocks)] for sequence in shared.prefill.waiting]
+                copy_from += [shared.partial_block] * len(targets)
+                copy_to += targets
+            if prompt not in self.waiting_prompts:
+                # Released now, reused at the earliest after the copy: the device works in order.
+                self._drop_shared(prompt)
+        sequences = [sequence for prefill in ready for sequence in prefill.waiting]
+        for prefill in ready:
+            prefill.waiting = []
+        return Ready(sequences, copy_from, copy_to)
+
+    def release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.drop_blocks())
+        if sequence.slot >= 0:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = -1
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keeps what is cached of a finished sequence; `release` gives back the rest."""
+        cached = sequence.length - 1  # the last token has been sampled but not run
+        keep = blocks_for(cached)
+        self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
+        sequence.blocks = sequence.blocks[keep:]
+
+    def drop_held(self, names: Iterable[str]) -> None:
+        for name in [name for name in names if name in self.held]:
+            self.pool.release(self.held.pop(name).blocks)
+
+    def drop_idle(self) -> None:
+        """What is cached only because somebody may come for it: held sequences, prompts of siblings still waiting."""
+        self.drop_held(list(self.held))
+        for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
+            self._drop_shared(prompt)
+
+    def drop_all(self) -> None:
+        """Forgets everything cached, because the weights change or the memory goes; everybody waits again."""
+        for prefill in reversed(self.prefills):
+            for sequence in reversed(prefill.waiting):
+                self.requeue(sequence)
+        self.prefills.clear()
+        for sequence in self.waiting:
+            self.pool.release(sequence.drop_blocks())  # it may have taken over a held cache
+        self.drop_held(list(self.held))
+        for prompt in list(self.shared):
+            self._drop_shared(prompt)
+
+    def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
+        sequence.slot = self.free_slots.pop()
+        sequence.blocks += self.pool.share(whole)
+        sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
+        if prefix is None:
+            self.prefills.append(Prefill(sequence.tokens[:-1], sequence.blocks, done=sequence.cached, waiting=[sequence]))
+            return
+        prefix.prefill.waiting.append(sequence)
+        if prefix.prefill.finished and prefix.prefill not in self.prefills:
+            self.prefills.append(prefix.prefill)  # only to let this sibling enter
+
+    def _prefix_of(self, sequence: Sequence, wanted: int) -> SharedPrompt | None:
+        """The cached prompt to start from; made now if siblings wait and there is room for its partial block as well."""
+        if sequence.response or sequence.blocks:  # it comes back, or continues a held sequence
+            return None
+        prompt = sequence.request.prompt
+        if prompt not in self.shared and len(prompt) > 1 and self.waiting_prompts[prompt] > 1 and wanted < self.pool.free:
+            tokens = list(prompt[:-1])
+            prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0)
+            self.prefills.append(prefill)
+            self.shared[prompt] = SharedPrompt(prefill)
+        return self.shared.get(prompt)
+
+    def _take_held(self, sequence: Sequence) -> None:
+        """A request that continues a held one starts from its cache, if that is still there and still its prefix."""
+        held = self.held.get(sequence.request.continues)
+        if held is None or sequence.response or sequence.blocks:
+            return
+        if len(sequence.request.prompt) > held.cached and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens:
+            del self.held[sequence.request.continues]
+            sequence.blocks, sequence.cached = held.blocks, held.cached
+
+    def _forget(self, sequence: Sequence) -> None:
+        """It waits no more. The group's own hold on its prompt ends when no sibling waits."""
+        prompt = sequence.request.prompt
+        self.waiting_prompts[prompt] -= 1
+        if self.waiting_prompts[prompt] > 0:
+            return
+        del self.waiting_prompts[prompt]
+        shared = self.shared.get(prompt)
+        if shared is not None and shared.prefill.finished and not shared.prefill.waiting:
+            self._drop_shared(prompt)
+
+    def _drop_shared(self, prompt: tuple[int, ...]) -> None:
+        self.pool.release(self.shared.pop(prompt).prefill.blocks)
