@@ -11,9 +11,9 @@ A query's bits depend on its own sequence only, not on the batch, on Q, or on wh
     result = fold(fold(group 0, group 1), group 2)
 
 With many rows one program walks its whole row and folds in registers. With fewer, several programs share a row's groups,
-and a second kernel folds their partial results. Both fold the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's
-rows; row sums go through the tensor core like everything else, because the order of a plain reduction depends on the
-layout the compiler picks. Masked keys add exact zeros.
+and a second kernel folds their partial results. Both fold the same numbers in the same order. Queries and the heads of a
+GQA group are packed into the tile's rows; row sums go through the tensor core like everything else, because the order of
+a plain reduction depends on the layout the compiler picks. Masked keys add exact zeros.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,106 @@
+"""Attention of many new queries per sequence over the paged KV cache: prefill, whole or in chunks.
+
+Chunks of several sequences are packed: `cu_seqlens [S + 1]` bounds them in q, `context_len [S]` says how many tokens of
+each sequence were in the cache before, and the chunk's own K and V have been written too.
+
+    q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s sits at position context_len[s] + j
+    tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
+
+A query gets the bits that decoding would have given it, however the prompt was cut into chunks: the splits are those of
+paged_attention.py, and the tensor core rounds alike for tiles of any height.
+"""
+
+import torch
+
+from probe_paged_attention import LOG2E, SPLIT, attend_reference, attend_split, fold, normalised
+from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+
+QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
+
+
+def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
+    num_tokens = q_THD.shape[0]
+    token_T = torch.arange(num_tokens)
+    sequence_T = torch.searchsorted(cu_seqlens.long(), token_T, right=True) - 1
+    # Tokens past the last sequence are padding.
+    sequence_T, padding_T = sequence_T.clamp(max=context_len_S.shape[0] - 1), token_T >= cu_seqlens[-1]
+    position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
+    position_T = torch.where(padding_T, -1, position_T)
+    return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "table_width"])
+def _prefill_attention_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr, num_sequences, table_width, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    wait_previous(PDL)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERIES: tl.constexpr = ROWS // PADDED_GROUP
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    # The last sequence whose first tile is not after this one.
+    low, high = tile * 0, tile * 0 + num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_ptr + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    first_token = tl.load(cu_seqlens_ptr + low).to(tl.int32)
+    length = tl.load(cu_seqlens_ptr + low + 1).to(tl.int32) - first_token
+    first_query = (tile - (first_token // QUERIES + low)) * QUERIES
+    if first_query >= length:
+        return
+    context = tl.load(context_ptr + low).to(tl.int32)
+
+    query = first_query + tl.arange(0, ROWS) // PADDED_GROUP
+    member = tl.arange(0, ROWS) % PADDED_GROUP
+    valid = (query < length) & (member < GROUP)
+    q_row = (first_token + query).to(tl.int64) * NUM_HEADS + kv_head * GROUP + member
+    q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
+    end = context + tl.minimum(length, first_query + QUERIES)
+    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    maximum = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, end, SPLIT):
+        split_acc, split_maximum, split_total = attend_split(
+            q, context + query, start, end, table_ptr + low.to(tl.int64) * table_width, k_cache_ptr, v_cache_ptr, kv_head, scale,
+            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, SPLIT,
+        )  # fmt: skip
+        acc, maximum, total = fold(acc, maximum, total, split_acc, split_maximum, split_total)
+    tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=2):
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_sequences = context_len_S.shape[0]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    padded_group = next_power_of_2(num_heads // num_kv_heads)
+    rows = max(rows, padded_group)
+    out = torch.empty_like(q_THD)
+    grid = (num_kv_heads, num_tokens // (rows // padded_group) + num_sequences)
+    _prefill_attention_kernel[grid](
+        q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
+        head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        ROWS=rows, PADDED_GROUP=padded_group, SPLIT=SPLIT, **launch_options(num_warps=warps, num_stages=stages),
+    )  # fmt: skip
+    return out
+
+
+def prefill_attention(
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_len_S: torch.Tensor,
+) -> torch.Tensor:
+    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries.
+
+    Tokens past the last sequence are padding: their output is undefined.
+    """
+    run = prefill_attention_triton if q_THD.is_cuda else prefill_attention_reference
+    return run(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S)
