@@ -16,7 +16,7 @@ from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
-from paceline.learning.checkpoint import TrainingState, load_checkpoint, newest_checkpoint, save_best, save_checkpoint
+from paceline.learning.checkpoint import TrainingState, load_checkpoint, load_drafters, newest_checkpoint, save_best, save_checkpoint
 from paceline.learning.learner import Learner
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
@@ -48,6 +48,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
+            session.backend.load_drafter_state(load_drafters(checkpoint))
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     session.backend.update_weights(version=state.step)
@@ -73,7 +74,8 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
 
     def save(step: int) -> None:
         state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy)
-        save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, config.checkpoint.keep)
+        drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
+        save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
 
     step = state.step
     with _interruptible(console) as interrupted:

@@ -35,7 +35,8 @@ from paceline.kernels.triton_support import (
 TILE = 64  # keys per step of the online softmax
 GROUP = 256  # keys per partial result
 COMBINE_BATCH = 8  # partial results loaded at a time
-FILL = 8  # programs per multiprocessor up to which rows are shared among several
+FILL = 16  # programs per multiprocessor, where several share a row; those past a row's end cost next to nothing
+MIN_SHARES = 6  # fewer shares of a row are too uneven to pay for the second kernel
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
 
@@ -281,10 +282,10 @@ class Launch:
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     """`tiles` counts (row, query tile, kv head). The lengths are not known here: a captured graph serves them all."""
-    programs = min(max_groups, FILL * processors // tiles)
-    if programs > 1:
-        return Launch(programs, stages=3)
-    return Launch(1, stages=4 if tiles <= 2 * processors else 3)  # three programs of three stages fit a multiprocessor
+    programs = FILL * processors // tiles
+    if programs >= MIN_SHARES:
+        return Launch(min(max_groups, programs), stages=3)
+    return Launch(1, stages=4 if tiles <= 4 * processors else 3)  # with three, more programs fit a multiprocessor
 
 
 def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None):

@@ -4,6 +4,7 @@
       policy/                 a Hugging Face folder; with LoRA the merged model
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
+      drafters.safetensors    what the drafters know, where there are any
       state.json              step, optimiser steps, position in the task, best accuracy
       manifest.json           size and digest of every other file
 
@@ -18,6 +19,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.learning.optimiser import MasterAdamW
@@ -34,7 +36,15 @@ class TrainingState:
     best_accuracy: float
 
 
-def save_checkpoint(folder: Path, policy: Decoder, optimiser: MasterAdamW, state: TrainingState, tokenizer_from: Path, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    policy: Decoder,
+    optimiser: MasterAdamW,
+    state: TrainingState,
+    tokenizer_from: Path,
+    keep: int,
+    drafters: dict[str, torch.Tensor] | None = None,
+) -> Path:
     final = folder / f"step_{state.step:06d}"
     partial = folder / f".partial_{state.step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -43,6 +53,8 @@ def save_checkpoint(folder: Path, policy: Decoder, optimiser: MasterAdamW, state
     if has_adapters(policy):
         save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
     save_file({name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()}, partial / "optimiser.safetensors")
+    if drafters:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in drafters.items()}, partial / "drafters.safetensors")
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
     manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -107,6 +119,11 @@ def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> Trai
         fill(policy, weight_reader(path / "policy"))
     optimiser.load_state(load_file(path / "optimiser.safetensors"), state.optimiser_steps)
     return state
+
+
+def load_drafters(path: Path) -> dict[str, torch.Tensor]:
+    file = path / "drafters.safetensors"
+    return load_file(file) if file.is_file() else {}
 
 
 def _files(folder: Path) -> list[Path]:

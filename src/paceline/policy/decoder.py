@@ -194,4 +194,5 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx, grad_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x_TE, weight_VE = ctx.saved_tensors
         grad_TV = grad_TV.to(x_TE.dtype)
-        return grad_TV @ weight_VE, grad_TV.t() @ x_TE
+        needs_x, needs_weight = ctx.needs_input_grad
+        return grad_TV @ weight_VE if needs_x else None, grad_TV.t() @ x_TE if needs_weight else None
