@@ -25,6 +25,7 @@ def main() -> None:
         base = prefill_attention_triton(q, k, v, table, bounds, contexts)
         flops = 4 * HEADS * DIM * sequences * (new * context + new * new / 2)
         for rows, warps, stages in ((16, 4, 3), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (128, 8, 4)):
+            name = f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages}"
             try:
                 run = lambda: prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages)  # noqa: B023, E731
                 same = torch.equal(run(), base)
@@ -37,11 +38,9 @@ def main() -> None:
                     torch.cuda.synchronize()
                     times.append(start.elapsed_time(end))
                 ms = statistics.median(times)
-                print(
-                    f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages}: {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s, same bits {same}"
-                )
+                print(f"{name}: {ms:.3f} ms, {flops / ms / 1e9:.0f} TFLOP/s, same bits {same}")
             except Exception as error:  # a tile that does not fit shared memory
-                print(f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages}: {type(error).__name__} {str(error)[:80]}")
+                print(f"{name}: {type(error).__name__} {str(error)[:80]}")
 
 
 main()

@@ -40,10 +40,10 @@ def _attend_slice(
     rows = None if shortest >= 0 else (position_T >= 0).nonzero().squeeze(1)
     # The first step starts the sums; every row that runs at all takes part in it.
     weighted, maximum, total = _step(_take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0)
-    if rows is not None:
-        acc = weighted.new_zeros(q_HTGD.shape)
-        acc[:, rows], weighted = weighted, acc
-        maximum, total = (F.pad(x, (0, 0)).new_full((*q_HTGD.shape[:3], 1), fill).index_copy(1, rows, x) for x, fill in ((maximum, 0.0), (total, 1.0)))
+    if rows is not None:  # rows that do not run come out as zeros: nothing over a weight of one
+        weighted, maximum, total = (
+            x.new_full((x.shape[0], num_tokens, *x.shape[2:]), fill).index_copy_(1, rows, x) for x, fill in ((weighted, 0.0), (maximum, 0.0), (total, 1.0))
+        )
     step_keys = _step_keys(k_cache)
     for start in range(step_keys, longest + 1, step_keys):
         rows = None if shortest >= start else (position_T >= start).nonzero().squeeze(1)

@@ -19,8 +19,8 @@ a plain reduction depends on the layout the compiler picks. Masked keys add exac
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.triton_support import (
     cdiv,
     launch_next,
@@ -39,54 +39,6 @@ FILL = 16  # programs per multiprocessor, where several share a row; those past 
 MIN_SHARES = 6  # fewer shares of a row are too uneven to pay for the second kernel
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
-
-REFERENCE_KEYS = 64  # keys per step of the reference
-REFERENCE_TOKENS = 128  # queries per slice of the reference, to bound its memory
-
-
-def attend_reference(
-    q_THD: torch.Tensor, position_T: torch.Tensor, block_table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> torch.Tensor:
-    """Each query by itself at its absolute position with its own block table; position < 0 gives zeros.
-
-    Every product is a `bmm` whose matrices have the same shape whatever the batch, and keys are taken REFERENCE_KEYS at a time.
-    """
-    slices = zip(*(x.split(REFERENCE_TOKENS) for x in (q_THD, position_T, block_table_TB)), strict=True)
-    return torch.cat([_attend_slice(q, position, table, k_cache, v_cache) for q, position, table in slices])
-
-
-def _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache):
-    """A step takes whole blocks, REFERENCE_KEYS keys, of the rows that reach that far; shapes per row never change."""
-    num_tokens, num_heads, head_dim = q_THD.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
-    keys, values = k_cache.flatten(1), v_cache.flatten(1)
-    blocks_per_step = cdiv(REFERENCE_KEYS, block_size)
-    step_keys = blocks_per_step * block_size
-    q = (q_THD.to(wide) * head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
-    acc = torch.zeros(q.shape, dtype=wide)
-    maximum = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide)
-    total = torch.zeros_like(maximum)
-    for start in range(0, int(position_T.max()) + 1, step_keys):
-        rows = (position_T >= start).nonzero().squeeze(1)
-        first_block = start // block_size
-        blocks = block_table_TB[rows, first_block : first_block + blocks_per_step]
-        blocks = F.pad(blocks, (0, blocks_per_step - blocks.shape[1])).flatten()
-        hidden_TN = torch.arange(start, start + step_keys) > position_T[rows].unsqueeze(1)
-        k = keys.index_select(0, blocks).to(wide).view(len(rows), step_keys, num_kv_heads, head_dim)
-        v = values.index_select(0, blocks).to(wide).view(len(rows), step_keys, num_kv_heads, head_dim)
-        v.masked_fill_(hidden_TN[:, :, None, None], 0.0)  # a slot never written may hold anything, and 0 x NaN is NaN
-        scores = torch.stack([torch.bmm(q[h, rows], k[:, :, h].transpose(1, 2)) for h in range(num_kv_heads)])
-        scores.masked_fill_(hidden_TN.unsqueeze(1), -torch.inf)
-        old_maximum = maximum[:, rows]
-        new_maximum = torch.maximum(old_maximum, scores.amax(-1, keepdim=True))
-        weights, rescale = (scores - new_maximum).exp_(), (old_maximum - new_maximum).exp_()
-        total[:, rows] = total[:, rows] * rescale + weights.sum(-1, keepdim=True)
-        weighted = torch.stack([torch.bmm(weights[h], v[:, :, h]) for h in range(num_kv_heads)])
-        acc[:, rows] = acc[:, rows] * rescale + weighted
-        maximum[:, rows] = new_maximum
-    out = torch.where(total > 0, acc / total, 0.0)
-    return out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim).to(q_THD.dtype)
 
 
 def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R):

@@ -12,11 +12,11 @@ paged_attention.py, and the tensor core rounds alike for tiles of any height.
 
 import torch
 
+from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.paged_attention import (
     GROUP,
     LOG2E,
     TILE,
-    attend_reference,
     attend_tile,
     fold,
     fresh,

@@ -24,6 +24,8 @@ _STREAM_SAMPLE = tl.constexpr(noise.STREAM_SAMPLE)
 def _row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
     """logsumexp in fixed chunks: torch splits one long row over threads, and two rows not."""
     vocab_size = scaled_RV.shape[1]
+    if vocab_size <= CHUNK:
+        return scaled_RV.logsumexp(-1)
     padded = torch.nn.functional.pad(scaled_RV, (0, -vocab_size % CHUNK), value=-torch.inf)
     return padded.view(-1, padded.shape[1] // CHUNK, CHUNK).logsumexp(-1).logsumexp(-1)
 
