@@ -1,6 +1,5 @@
 """The command line. Heavy imports stay inside the commands, so that `--help` answers at once."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -161,8 +160,6 @@ def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None,
 
 
 def main() -> None:
-    # Threads that spin while they wait make a busy machine many times slower; this must be set before torch loads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app()
     except (ConfigError, FileNotFoundError, ValueError) as error:

@@ -28,7 +28,7 @@ class RunConfig(Section):
     seed: int = 0
     steps: int = Field(40, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0, description="CPU threads; 0: all cores")
+    threads: int = Field(0, ge=0, description="CPU threads for learning; 0: all cores. A rollout uses one")
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

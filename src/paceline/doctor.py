@@ -40,7 +40,9 @@ def _triton() -> Finding:
         return Finding("triton", False, "not installed; the torch references run instead")
     import triton
 
-    return Finding("triton", torch.cuda.is_available(), triton.__version__ if torch.cuda.is_available() else f"{triton.__version__}, but no GPU to run on")
+    return Finding(
+        "triton", torch.cuda.is_available(), triton.__version__ if torch.cuda.is_available() else f"{triton.__version__}, but no GPU to run on"
+    )
 
 
 def _package(name: str, purpose: str) -> Finding:

@@ -26,7 +26,7 @@ from paceline.report.samples import write_groups
 from paceline.report.summary import Summary, summarise_run
 from paceline.report.writers import make_writers
 from paceline.rollout import LiveRollouts, RolloutSource, SavedRollouts
-from paceline.session import Session, open_session
+from paceline.session import Session, learning_threads, open_session
 from paceline.speculation_check import check_speculation
 from paceline.tasks.order import ProblemOrder
 
@@ -86,7 +86,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             step += 1
             with clock("rollout"):
                 groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
-            with clock("learn"):
+            with clock("learn"), learning_threads(config):
                 metrics = learner.update(groups)
             with clock("sync"):
                 session.backend.update_weights(version=step)

@@ -4,6 +4,8 @@
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +74,21 @@ def prepare_device(config: Config) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
     device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
-    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
     if device.type == "cpu":
         # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
         torch.backends.mkldnn.enabled = False
     return device
+
+
+@contextmanager
+def learning_threads(config: Config) -> Iterator[None]:
+    """Learning's matrices are worth all cores; everything else runs on one."""
+    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
 
 
 def policy_folder(path: str) -> Path:

@@ -12,7 +12,7 @@ from paceline.session import Session
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Group, Purpose
 
-REPEATS = 3
+REPEATS = 2
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ def test_stops_and_limits_cut_inside_an_accepted_run(folders):
     _, long = run(folders["llama"], [Request("r", prompt, 3, free)])
     tokens = long["r"].tokens
     requests = [Request(f"{n}", prompt, 3, SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.9)) for n in range(1, 21)]
-    requests += [Request(f"stop{i}", prompt, 3, SamplingParams(max_tokens=20, stop_token_ids=(t,), ignore_eos=True, temperature=0.9)) for i, t in enumerate(tokens)]
+    requests += [
+        Request(f"stop{i}", prompt, 3, SamplingParams(max_tokens=20, stop_token_ids=(t,), ignore_eos=True, temperature=0.9))
+        for i, t in enumerate(tokens)
+    ]
     oracle = OracleDrafter({r.id: long["r"] for r in requests})
     _, done = run(folders["llama"], requests, [oracle], Strategy("oracle", 15), max_running=40, kv_tokens=4096)
     for n in range(1, 21):

@@ -56,9 +56,7 @@ def bench_rollout(
 ) -> RolloutPoint:
     longest = max(lengths.values)
     kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
-    settings = EngineSettings(
-        max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic
-    )
+    settings = EngineSettings(max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic)
     engine = Engine(policy, settings)
     requests = bench_requests(list(lengths.values), prompt_tokens, policy.config.vocab_size)
     seconds: list[float] = []

@@ -1,6 +1,6 @@
 """The paged KV cache: one tensor for all layers, addressed in blocks of BLOCK_SIZE tokens.
 
-    storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
+storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
 """
 
 import math

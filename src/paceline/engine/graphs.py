@@ -15,7 +15,6 @@ from paceline.engine.forward import PagedForward
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step import StepStatus, StepVariant, step
 
-
 Outcome = TypeVar("Outcome")
 
 

@@ -51,9 +51,7 @@ class StepStatus:
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
-def step(
-    forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, variant: StepVariant
-) -> StepStatus:
+def step(forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, variant: StepVariant) -> StepStatus:
     """Advances the rows in `slots_R` by one to `queries` tokens."""
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)

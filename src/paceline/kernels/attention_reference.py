@@ -42,7 +42,8 @@ def _attend_slice(
     weighted, maximum, total = _step(_take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0)
     if rows is not None:  # rows that do not run come out as zeros: nothing over a weight of one
         weighted, maximum, total = (
-            x.new_full((x.shape[0], num_tokens, *x.shape[2:]), fill).index_copy_(1, rows, x) for x, fill in ((weighted, 0.0), (maximum, 0.0), (total, 1.0))
+            x.new_full((x.shape[0], num_tokens, *x.shape[2:]), fill).index_copy_(1, rows, x)
+            for x, fill in ((weighted, 0.0), (maximum, 0.0), (total, 1.0))
         )
     step_keys = _step_keys(k_cache)
     for start in range(step_keys, longest + 1, step_keys):

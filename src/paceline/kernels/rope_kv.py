@@ -31,20 +31,22 @@ def rope_and_write_kv_reference(
 ):  # fmt: skip
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
-    q, k, v = qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    qk, v = qkv.view(num_tokens, -1, head_dim).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if q_norm_weight is not None:
         # Round once, after the rotation, as the kernel does.
-        q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
-        q, k = rms_norm_reference(q, q_norm_weight, epsilon), rms_norm_reference(k, k_norm_weight, epsilon)
-    cos, sin = cos_PC[positions], sin_PC[positions]
-    q, k = rope_reference(q, cos, sin).to(qkv.dtype), rope_reference(k, cos, sin).to(qkv.dtype)
+        wide = qk if qk.dtype == torch.float64 else qk.float()
+        q_normed = rms_norm_reference(wide[:, :num_heads], q_norm_weight, epsilon)
+        qk = torch.cat((q_normed, rms_norm_reference(wide[:, num_heads:], k_norm_weight, epsilon)), dim=1)
+    qk = rope_reference(qk, cos_PC[positions], sin_PC[positions]).to(qkv.dtype)
+    q, k = qk[:, :num_heads], qk[:, num_heads:]
     keep = (slot_mapping >= 0).nonzero().squeeze(-1)
-    slots = slot_mapping[keep]
+    if len(keep) < num_tokens:
+        slot_mapping, k, v = slot_mapping[keep], k.index_select(0, keep), v.index_select(0, keep)
     for cache, new in ((k_cache, k), (v_cache, v)):
         # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
-        finite = torch.nan_to_num(new.index_select(0, keep), 0.0, 0.0, 0.0).to(cache.dtype)
-        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, finite)
-    return q
+        finite = torch.nan_to_num(new, 0.0, 0.0, 0.0).to(cache.dtype)
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite)
+    return q.contiguous()
 
 
 @triton.jit

@@ -184,9 +184,7 @@ def append_samples_triton(
     return status_2R
 
 
-def gather_queries(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int
-) -> Queries:
+def gather_queries(rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int) -> Queries:
     """Each row's last token and its first `queries - 1` proposals, with positions, cache slots and noise to go with them."""
     run = gather_queries_triton if slots_R.is_cuda else gather_queries_reference
     return run(rows, slots_R, proposals_SK, queries, max_position, block_size)
