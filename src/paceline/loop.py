@@ -39,12 +39,12 @@ class Result:
 
 def train(config: Config, recipe: str = "default", resume: Path | None = None, replay: Path | None = None, console: Console | None = None) -> Result:
     console = console or Console(quiet=True)
-    run = RunDirectory.create(config, recipe) if resume is None else _reopen(RunDirectory.open(resume), config)
+    run = None if resume is None else _reopen(RunDirectory.open(resume), config)
     session = open_session(config)
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
-    if resume is not None:
+    if run is not None:
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
@@ -54,6 +54,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
+    run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
     writers = make_writers(config, run.path)
     best_accuracy = state.best_accuracy
 

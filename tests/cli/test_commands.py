@@ -51,6 +51,7 @@ def test_errors_are_one_line_and_exit_2(arguments, message, tmp_path):
     arguments = [a.replace("/tmp/paceline-unused", str(tmp_path)) for a in arguments]
     result = subprocess.run([sys.executable, "-m", "paceline", *arguments], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
+    assert not list(tmp_path.iterdir()), "a run that could not start leaves nothing behind"
 
 
 def test_eval_export_and_transformers(policy, tmp_path):
