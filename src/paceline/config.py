@@ -43,7 +43,7 @@ class LoraConfig(Section):
 
 
 class PolicyConfig(Section):
-    path: str = Field("builtin", description="a Hugging Face folder, or `builtin` for the shipped starting checkpoint")
+    path: str = Field("builtin", description="a Hugging Face folder, or `builtin` or `builtin-moe` for a shipped starting checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
     activation_checkpointing: bool = False
     lora: LoraConfig = LoraConfig()

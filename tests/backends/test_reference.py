@@ -9,7 +9,7 @@ from paceline.kernels.noise import gumbel
 from paceline.policy.config import from_huggingface
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import FinishReason, Request, SamplingParams, Segment
-from tests.oracles import double_precision, small_model
+from tests.oracles import FAMILIES, double_precision, small_model
 
 EOS = 2
 
@@ -40,7 +40,7 @@ def make_requests(count: int) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_equals_naive_transformers_sampling(family, tmp_path):
     with double_precision():
         oracle = small_model(family)

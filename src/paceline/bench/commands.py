@@ -62,9 +62,9 @@ def rollout(
 
 
 def _model(name: str) -> str:
-    from paceline.session import BUILTIN_POLICY
+    from paceline.session import BUILTIN_POLICIES
 
-    return str(BUILTIN_POLICY) if name == "builtin" else name
+    return str(BUILTIN_POLICIES.get(name, name))
 
 
 def _write(path: Path | None, figures: dict) -> None:
