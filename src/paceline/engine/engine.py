@@ -203,7 +203,8 @@ class Engine:
         if not 1 <= prompt < self.max_length:
             return f"prompt of {prompt} tokens; this engine takes 1 to {self.max_length - 1}"
         if sequence.limit > pool_tokens:
-            return f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
+            asked = f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens}"
+            return f"{asked} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
         if request.sampling.stop and self.tokenizer is None:
             return "stop strings need an engine with a tokenizer"
         if len(self._stop_ids(request)) > MAX_STOP_IDS:
