@@ -1,0 +1,1 @@
+"""Real pretrained models without a model hub: `paceline models`."""
