@@ -22,9 +22,14 @@ train: $(VENV)/.core
 test: $(VENV)/.test
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
-test-full: $(VENV)/.test
+$(VENV)/.full: $(VENV)/.test
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'
+	touch $@
+
+test-full: $(VENV)/.full
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
 	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m "not slow" tests/tasks $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/pip install --quiet ruff

