@@ -138,7 +138,7 @@ class ReferenceBackend:
         new_cache: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend(layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-            new_cache.append((packed._pad(k_THD), packed._pad(v_THD)))
+            new_cache.append((packed.pad(k_THD), packed.pad(v_THD)))
             return packed(layer, q_THD, k_THD, v_THD)
 
         tokens_T = torch.tensor([token for s in sequences for token in s], device=self.policy.device)

@@ -26,11 +26,11 @@ class PackedAttention:
     def __call__(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_THD, v_THD)
-        q, k, v = (self._pad(x) for x in (q_THD, k_THD, v_THD))
+        q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
         out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
-    def _pad(self, x_THD: torch.Tensor) -> torch.Tensor:
+    def pad(self, x_THD: torch.Tensor) -> torch.Tensor:
         flat = x_THD.new_zeros(self.shape[0] * self.longest, *x_THD.shape[1:])
         flat = flat.index_copy(0, self.padded_index_T, x_THD)
         return flat.unflatten(0, self.shape).transpose(1, 2)
