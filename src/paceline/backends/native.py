@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 
 from paceline.config import ConfigError, RolloutConfig
 from paceline.drafting.history import HistoryDrafter
-from paceline.engine.cache import token_bytes
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.paged.cache import token_bytes
 from paceline.policy.decoder import Decoder
 
 GPU_SHARE = 0.5  # of the memory that is free when the engine starts; the rest is for learning

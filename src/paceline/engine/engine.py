@@ -21,8 +21,6 @@ from tokenizers import Tokenizer
 from paceline.backends.base import DraftStats, RolloutStats
 from paceline.drafting.base import Drafter
 from paceline.engine.blocks import BlockPool
-from paceline.engine.cache import BLOCK_SIZE, KVCache, blocks_for
-from paceline.engine.forward import PagedForward
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
@@ -30,6 +28,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import PLAIN, Pacer, Strategy
+from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
+from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.types import Completion, FinishReason, Request

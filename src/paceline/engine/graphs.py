@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 
 from paceline.drafting.base import Drafter
-from paceline.engine.forward import PagedForward
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step import StepStatus, StepVariant, step
+from paceline.paged.forward import PagedForward
 
 Outcome = TypeVar("Outcome")
 

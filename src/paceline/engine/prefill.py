@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.engine.cache import BLOCK_SIZE
-from paceline.engine.forward import PagedForward
 from paceline.engine.rows import to_device
 from paceline.engine.sequence import Sequence
+from paceline.paged.cache import BLOCK_SIZE
+from paceline.paged.forward import PagedForward
 
 
 @dataclass(eq=False)

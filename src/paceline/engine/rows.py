@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.cache import blocks_for
 from paceline.kernels.row_step import RowTensors
+from paceline.paged.cache import blocks_for
 from paceline.types import SamplingParams
 
 MAX_QUERY = 16  # tokens of one row that one step may look at

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.engine.blocks import BlockPool
-from paceline.engine.cache import blocks_for
 from paceline.engine.prefill import Prefill, SharedPrompt
 from paceline.engine.sequence import Sequence
+from paceline.paged.cache import blocks_for
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.cache import BLOCK_SIZE
-from paceline.engine.forward import PagedForward
 from paceline.engine.rows import Rows
 from paceline.engine.sequence import Sequence
 from paceline.kernels.row_step import Queries, append_samples, gather_queries
 from paceline.kernels.sampler import sample, sample_truncated
+from paceline.paged.cache import BLOCK_SIZE
+from paceline.paged.forward import PagedForward
 
 
 @dataclass(frozen=True)

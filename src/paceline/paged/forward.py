@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from paceline.engine.cache import KVCache
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import expert_feed_forward
 from paceline.kernels.norm import rms_norm, rms_norm_residual
@@ -17,6 +16,7 @@ from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply
+from paceline.paged.cache import KVCache
 from paceline.policy.decoder import Decoder, ExpertFeedForward, FeedForward
 
 AttendCache = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

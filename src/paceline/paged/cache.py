@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from paceline.engine.virtual_memory import ReservedMemory
+from paceline.paged.virtual_memory import ReservedMemory
 from paceline.policy.config import DecoderConfig
 
 BLOCK_SIZE = 16
