@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.policy.attention import AttentionObserver
 from paceline.types import Completion, Request
 
 
@@ -27,6 +28,17 @@ class RolloutStats:
     step_seconds: list[float] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)  # how each step ran: `plain`, or drafter and length such as `history:5`
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
+    precision: "PrecisionStats | None" = None  # None: the policy's own
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """A rollout below the policy's own precision."""
+
+    precision: str
+    quantise_seconds: float  # the last weight update's
+    kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
+    kv_base_layers: int  # whose keys and values went back to the policy's own type
 
 
 @dataclass
@@ -75,8 +87,19 @@ class Backend(Protocol):
 
     def take_stats(self) -> RolloutStats: ...
 
+    @property
+    def precision(self) -> str:
+        """`bf16` (the policy's own type, whatever it is), `fp8` or `fp8+kv`."""
+
+    @property
+    def attention_observer(self) -> AttentionObserver | None:
+        """For the learner's forward passes, where this backend calibrates with what they compute."""
+
+    def fall_back_to_base_precision(self) -> None:
+        """The policy's own type from here on; what is running goes on from a recomputed cache."""
+
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """What the drafters have learned, for a checkpoint; empty where there are none."""
+        """What a checkpoint must keep beside the policy: what drafters have learned, and KV scales; empty where there is nothing."""
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
 

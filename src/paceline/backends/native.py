@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from paceline.config import ConfigError, RolloutConfig
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.kernels.fp8_format import E4M3
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.paged.cache import token_bytes
 from paceline.policy.decoder import Decoder
@@ -17,10 +18,13 @@ CPU_BYTES = 4 << 30
 def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, tokenizer: Tokenizer) -> Engine:
     settings = EngineSettings(
         max_running=rollout.max_running,
-        kv_tokens=rollout.kv_tokens or default_kv_tokens(policy, rollout.max_running, longest_response),
+        kv_tokens=rollout.kv_tokens or default_kv_tokens(policy, rollout, longest_response),
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,
+        precision=rollout.precision,
+        base_precision_layers=rollout.base_precision_layers,
+        kv_scales_per_head=rollout.kv_scales == "head",
     )
     speculation = rollout.speculation
     if speculation.drafter == "none":
@@ -29,10 +33,11 @@ def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, 
     return Engine(policy, settings, tokenizer, [HistoryDrafter()], pacer)
 
 
-def default_kv_tokens(policy: Decoder, max_running: int, longest_response: int) -> int:
+def default_kv_tokens(policy: Decoder, rollout: RolloutConfig, longest_response: int) -> int:
     """Room for every running request at full length, or what the memory allows if that is less."""
     config = policy.config
-    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
+    dtype = E4M3 if rollout.precision == "fp8+kv" else policy.dtype
+    per_token = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     if policy.device.type == "cuda":
         available = int(torch.cuda.mem_get_info(policy.device)[0] * GPU_SHARE)
     else:
@@ -41,4 +46,4 @@ def default_kv_tokens(policy: Decoder, max_running: int, longest_response: int) 
     one_request = min(config.max_positions, 2 * longest_response)
     if fits < one_request:
         raise ConfigError(f"rollout.kv_tokens: {fits} KV tokens fit the memory, one request may need {one_request}; lower rollout.max_tokens")
-    return min(fits, max_running * one_request)
+    return min(fits, rollout.max_running * one_request)

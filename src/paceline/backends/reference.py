@@ -103,6 +103,12 @@ class ReferenceBackend:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
+    precision = "bf16"
+    attention_observer = None
+
+    def fall_back_to_base_precision(self) -> None:
+        pass
+
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return {}
 

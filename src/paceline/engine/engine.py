@@ -28,12 +28,15 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import PLAIN, Pacer, Strategy
-from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
+from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
 from paceline.paged.forward import PagedForward
+from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
+from paceline.precision.rollout import BASE, RolloutPrecision
 from paceline.types import Completion, FinishReason, Request
 
+PRECISION_KEY = "precision."  # in a checkpoint, beside the drafters' names
 RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
 
 
@@ -46,6 +49,9 @@ class EngineSettings:
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
+    precision: str = BASE  # or "fp8" or "fp8+kv"
+    base_precision_layers: int = 0  # at either end, with FP8
+    kv_scales_per_head: bool = False
 
 
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
@@ -78,10 +84,11 @@ class Engine:
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
         slots, device = settings.max_running, policy.device
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self.reduced = RolloutPrecision(policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head)
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
+        self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
+        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic, self.reduced.weights), self.rows, slots)
         self.buckets = buckets_up_to(slots)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         for drafter in drafters:
@@ -133,6 +140,9 @@ class Engine:
                 yield self.finished.popleft()
                 if self.paused:
                     return
+            if self.reduced.wants_prompts and self.scheduler.sequences:
+                if self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
+                    self._rebuild_cache()
             for sequence in self.scheduler.admit(nobody_runs=not self.running):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
@@ -162,7 +172,36 @@ class Engine:
         self._preempt_all()
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
+        if self.reduced.refresh():
+            self._rebuild_cache()
         self.version = version
+
+    @property
+    def precision(self) -> str:
+        return self.reduced.name
+
+    @property
+    def attention_observer(self) -> AttentionObserver | None:
+        return self.reduced.observer
+
+    def fall_back_to_base_precision(self) -> None:
+        self._preempt_all()
+        self.reduced.fall_back()
+        self._rebuild_cache()
+
+    def _rebuild_cache(self) -> None:
+        """As many blocks of the layers' types as the memory of the old cache gives, but enough for any one request. Nothing may run."""
+        self._preempt_all()
+        old_bytes, old_blocks = self.cache.num_bytes, self.pool.num_blocks
+        config, dtypes = self.policy.config, self.reduced.cache_dtypes
+        block_bytes = sum(token_bytes(1, config.num_kv_heads, config.head_dim, dtype) for dtype in dtypes) * BLOCK_SIZE
+        longest = max((sequence.limit for sequence in self.scheduler.sequences), default=0)
+        num_blocks = min(old_blocks, max(old_bytes // block_bytes, blocks_for(longest) + 1))
+        self.cache = self.runner.forward.cache = None  # its memory is the new one's
+        self.pool.resize(num_blocks)
+        self.cache = KVCache(config, num_blocks, dtypes, self.policy.device, self.reduced.cache_scales_L2H)
+        self.runner.forward.cache, self.runner.forward.quantised = self.cache, self.reduced.weights
+        self.runner.captured.clear()  # graphs hold the old addresses
 
     def pause(self) -> None:
         self.paused = True
@@ -179,16 +218,21 @@ class Engine:
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
+        stats.precision = self.reduced.stats() if self.precision != BASE else None
         return stats
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
+        tensors = {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
+        return tensors | {f"{PRECISION_KEY}{key}": tensor for key, tensor in self.reduced.state().items()}
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, drafter in self.drafters.items():
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             if own:
                 drafter.load_state(own)
+        scales = {key.removeprefix(PRECISION_KEY): tensor for key, tensor in tensors.items() if key.startswith(PRECISION_KEY)}
+        if self.reduced.load_state(scales):
+            self._rebuild_cache()
 
     def close(self) -> None:
         self._preempt_all()

@@ -19,6 +19,7 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, cut, pack, tra
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
+from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.types import Group
@@ -34,6 +35,7 @@ class Learner:
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
+        self.observe_attention: AttentionObserver | None = None  # sees the q, k and v of every training forward pass
         policy.activation_checkpointing = config.policy.activation_checkpointing
         updates = config.run.steps * self.config.epochs * self.config.minibatches
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
@@ -71,7 +73,9 @@ class Learner:
         totals.add_update(sums, norm, learning_rate)
 
     def _backward(self, batch: MicroBatch, total_tokens: int, total_sequences: int) -> MicroBatchSums:
+        batch.attention.observe = self.observe_attention
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
+        batch.attention.observe = None
         in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if in_loss else None
         token_loss = self.algorithm.token_loss(batch, logprobs_R, reference_R)
