@@ -13,11 +13,11 @@ from paceline.kernels.fp8_quantise import (
     quantise_rows_triton,
 )
 from paceline.kernels.linear import linear_reference
-from paceline.kernels.moe import route_reference
+from paceline.kernels.moe import expert_feed_forward_reference, route_reference
 from paceline.kernels.norm import rms_norm_residual_reference, rms_norm_triton
 from paceline.kernels.swiglu import silu_multiply_quantised_triton, silu_multiply_triton
 
-SHAPES = [(128, 128), (384, 256), (200, 320), (96, 48)]
+SHAPES = [(384, 256), (200, 320), (96, 48)]
 GPU_TILES = [
     *(Fp8Tile(rows, 64, 4, 4, prefetch=p) for rows in (16, 32, 64) for p in (0, 8)),
     Fp8Tile(16, 128, 4, 4), Fp8Tile(128, 64, 4, 4, tma=True), Fp8Tile(128, 128, 8, 3, tma=True), Fp8Tile(64, 128, 4, 4, tma=True),
@@ -128,8 +128,7 @@ def test_cpu_rows_are_invariant(dtype):
         assert torch.equal(fp8_linear_reference(quantise_rows_reference(x[rows]), blocks), whole[rows]), num_rows
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 33, 70])
-@pytest.mark.parametrize("width, depth", SHAPES)
+@pytest.mark.parametrize("num_rows, width, depth", [(1, 384, 256), (5, 200, 320), (33, 96, 48), (70, 128, 128)])
 def test_product_kernel(device, num_rows, width, depth):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, weight = torch.randn(num_rows, depth).to(dtype), torch.randn(width, depth)
@@ -146,11 +145,11 @@ def routed(x_ME: torch.Tensor, router_XE: torch.Tensor, choices: int) -> tuple[t
     return weights_MK, experts_MK.int()
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 40])
+@pytest.mark.parametrize("num_rows", [1, 20])
 def test_expert_kernels(device, num_rows):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, router = torch.randn(num_rows, 256).to(dtype), torch.randn(8, 256).to(dtype)
-    gate_up, down = torch.randn(8, 384, 256) / 16, torch.randn(8, 256, 192) / 14
+    gate_up, down = torch.randn(8, 256, 256) / 16, torch.randn(8, 256, 128) / 11
     expected = fp8_expert_feed_forward_reference(x, router, matrix(gate_up), matrix(down), 3, True)
     weights_MK, experts_MK = (t.to(device) for t in routed(x, router, 3))
     tile = Fp8Tile(16, 64, 4, 3) if device == "cpu" else choose_fp8_expert_tile(num_rows * 3, 8)
@@ -161,13 +160,13 @@ def test_expert_kernels(device, num_rows):
 
 def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
     x, router, gate_up, down = torch.randn(40, 128), torch.randn(8, 128), torch.randn(8, 128, 128) / 11, torch.randn(8, 128, 64) / 8
-    whole = fp8_expert_feed_forward_reference(x, router, matrix(gate_up), matrix(down), 2, True)
-    from paceline.kernels.moe import expert_feed_forward_reference
-
+    weights = router, matrix(gate_up), matrix(down), 2, True
+    whole = fp8_expert_feed_forward_reference(x, *weights)
     exact = expert_feed_forward_reference(x, router, gate_up, down, 2, True)
     assert 0.01 < (whole - exact).norm() / exact.norm() < 0.1
     for num_rows in (1, 2, 9, 33):
-        assert torch.equal(fp8_expert_feed_forward_reference(x[3 : 3 + num_rows], router, matrix(gate_up), matrix(down), 2, True), whole[3 : 3 + num_rows])
+        rows = slice(3, 3 + num_rows)
+        assert torch.equal(fp8_expert_feed_forward_reference(x[rows], *weights), whole[rows])
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
 ModelOption = Annotated[str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")]
+PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -20,6 +21,7 @@ def decode(
     new: Annotated[int, typer.Option(help="new tokens")] = 256,
     repeats: int = 3,
     deterministic: bool = False,
+    precision: PrecisionOption = "bf16",
     json_file: JsonOption = None,
 ) -> None:
     """Time of one decode step by batch size."""
@@ -28,11 +30,14 @@ def decode(
 
     device = bench_device()
     policy = bench_policy(_model(model), device)
-    points = bench_decode(policy, [int(b) for b in batches.split(",")], prompt, new, repeats, deterministic)
+    points = bench_decode(policy, [int(b) for b in batches.split(",")], prompt, new, repeats, deterministic, precision)
     typer.echo(f"{'batch':>6} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
     for p in points:
         typer.echo(f"{p.batch:>6} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
-    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "points": [p.record() for p in points]})
+    _write(
+        json_file,
+        {"model": model, "deterministic": deterministic, "precision": precision, **describe(device), "points": [p.record() for p in points]},
+    )
 
 
 @app.command()
@@ -45,6 +50,7 @@ def rollout(
     kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
     repeats: int = 2,
     deterministic: bool = False,
+    precision: PrecisionOption = "bf16",
     json_file: JsonOption = None,
 ) -> None:
     """Time of a whole long-tailed rollout."""
@@ -53,12 +59,12 @@ def rollout(
 
     device = bench_device()
     policy = bench_policy(_model(model), device)
-    point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic)
+    point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic, precision)
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
     typer.echo(f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s")
     typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
     typer.echo("mean step ms by running requests: " + ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items()))
-    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "point": point.record()})
+    _write(json_file, {"model": model, "deterministic": deterministic, "precision": precision, **describe(device), "point": point.record()})
 
 
 def _model(name: str) -> str:

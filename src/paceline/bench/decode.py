@@ -28,10 +28,14 @@ class DecodePoint:
         return asdict(self)
 
 
-def bench_decode(policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool) -> list[DecodePoint]:
+def bench_decode(
+    policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool, precision: str = "bf16"
+) -> list[DecodePoint]:
     longest = max(batches)
     kv_tokens = longest * (prompt_tokens + new_tokens + 64)
-    settings = EngineSettings(max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic)
+    settings = EngineSettings(
+        max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic, precision=precision
+    )
     engine = Engine(policy, settings)
     return [_measure(engine, batch, prompt_tokens, new_tokens, repeats) for batch in batches]
 

@@ -140,9 +140,8 @@ class Engine:
                 yield self.finished.popleft()
                 if self.paused:
                     return
-            if self.reduced.wants_prompts and self.scheduler.sequences:
-                if self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
-                    self._rebuild_cache()
+            if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
+                self._rebuild_cache()
             for sequence in self.scheduler.admit(nobody_runs=not self.running):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:

@@ -77,9 +77,9 @@ def prefetch_lines(pointers):
 @triton.jit(do_not_specialize=["M", "padded_rows"])
 def _fp8_linear_kernel(
     x_ptr, weight_ptr, x_desc, weight_desc, x_scales_ptr, weight_scales_ptr, out_ptr, M, N, K, padded_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr,
-    TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Programs (row and column tile, part of the depth)."""
     launch_next(PDL)
     row_tiles, col_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
     band = tl.program_id(0) // (TOGETHER * col_tiles)
@@ -89,7 +89,7 @@ def _fp8_linear_kernel(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     col = col_tile * COLS + tl.arange(0, COLS)
     groups = K // 128
-    part_groups = tl.cdiv(groups, PARTS)
+    part_groups = tl.cdiv(groups, tl.num_programs(1))
     first = tl.program_id(1) * part_groups
     last = tl.minimum(first + part_groups, groups)
     weight_rows = weight_ptr + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K + first * 128
@@ -136,7 +136,7 @@ def fp8_linear_triton(x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | Non
     prefetch = tile.prefetch if x.values_MK.is_cuda else 0  # the interpreter has no L2
     _fp8_linear_kernel[(cdiv(num_rows, tile.rows) * cdiv(width, tile.cols), parts)](
         x.values_MK, weight.values, x_desc, weight_desc, x.scales_GM, weight.scales, out, num_rows, width, depth, x.scales_GM.shape[1],
-        ROWS=tile.rows, COLS=tile.cols, PARTS=parts, PREFETCH=prefetch, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
+        ROWS=tile.rows, COLS=tile.cols, PREFETCH=prefetch, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
         **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return out

@@ -96,10 +96,9 @@ def attend_tile(
 
 @triton.jit
 def as_fp8_query(q):
-    """In the type the products with an E4M3 cache run in."""
-    if q.dtype == tl.bfloat16:
-        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-    return q
+    """In the type the products with an E4M3 cache run in: float16, or float32 as it is."""
+    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(PRODUCT)
 
 
 @triton.jit

@@ -147,6 +147,4 @@ def rope_and_write_kv(
 ) -> torch.Tensor:
     """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]`; rotated k and v go to their slots in the caches."""
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
-    return run(
-        qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon, k_scale_H, v_scale_H
-    )
+    return run(qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon, k_scale_H, v_scale_H)

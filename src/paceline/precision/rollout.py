@@ -63,9 +63,11 @@ class RolloutPrecision:
 
     @torch.no_grad()
     def calibrate_from(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Measures on prompts, at the policy's own precision; True if the cache must be built anew."""
+        """Measures on prompts, at the policy's own precision; True if the cache must be built anew. Without prompts nothing happens."""
+        if not prompts:
+            return False
         chosen, budget = [], CALIBRATION_TOKENS
-        for prompt in dict.fromkeys(tuple(p) for p in prompts):
+        for prompt in sorted({tuple(p) for p in prompts}):  # the scales must not depend on the order of requests
             chosen.append(prompt[:budget])
             budget -= len(chosen[-1])
             if budget <= 0:
