@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.backends.base import DraftStats, RolloutStats
-from paceline.drafting.base import Drafter
+from paceline.drafting.base import Drafter, Seat
 from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import run_chunk
@@ -81,12 +81,15 @@ class Engine:
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
         self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
-        self.buckets = buckets_up_to(slots)
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        followers = [drafter for drafter in drafters if drafter.captured_layers]
+        forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
+        self.runner = StepRunner(forward, self.rows, slots, followers)
+        self.buckets = buckets_up_to(slots)
         for drafter in drafters:
-            drafter.bind(self.rows.state, self.runner.proposals_SK)
-        self.behind: dict[str, set[int]] = {name: set() for name in self.drafters}  # slots that ran without this drafter
+            drafter.bind(Seat(policy, self.rows.state, self.runner.proposals_SK, self.pool.num_blocks, settings.deterministic))
+        # By drafter that must be told: slots that ran without it.
+        self.behind: dict[str, set[int]] = {drafter.name: set() for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
@@ -173,9 +176,13 @@ class Engine:
     def sleep(self) -> None:
         self._preempt_all()
         self.cache.sleep()
+        for drafter in self.drafters.values():
+            drafter.sleep()
 
     def wake(self) -> None:
         self.cache.wake()
+        for drafter in self.drafters.values():
+            drafter.wake()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
@@ -216,10 +223,11 @@ class Engine:
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
     def _prefill(self) -> None:
-        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens)
+        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
         ready = self.scheduler.take_ready()
         if ready.copy_from:
-            self.cache.copy_blocks(ready.copy_from, ready.copy_to)
+            for cache in (self.cache, *self.drafters.values()):
+                cache.copy_blocks(ready.copy_from, ready.copy_to)
         for sequence in [s for s in ready.sequences if s.aborted]:
             self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
@@ -238,8 +246,10 @@ class Engine:
         self.rows.enter(new_rows)
         for s in sequences:
             for drafter in self.drafters.values():
-                drafter.observe_enter(s.slot, s.request)
-                self.behind[drafter.name].add(s.slot)
+                drafter.observe_enter(s.slot, s.request, s.handover.get(drafter.name))
+            for behind in self.behind.values():
+                behind.add(s.slot)
+            s.handover = {}
         self._running_changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -249,12 +259,12 @@ class Engine:
         queries = strategy.count + 1
         if self.reserved_queries < queries and not self._reserve(queries):
             return
-        if strategy.count and not self._catch_up(strategy.drafter):
+        if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
         bucket = next(size for size in self.buckets if size >= len(self.batch))
         if strategy.count:
-            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count)
+            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch_key.truncates)
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind.update(self.running)

@@ -7,13 +7,16 @@ is sampled with its own noise, and the longest prefix where proposal equals samp
     samples      s1   s2  s3  s4        what the policy itself says at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
+Drafters that follow the policy see the hidden states and the samples at the end of the step, in the same graph.
 Stop tokens and limits cut the appended run where plain decoding would have stopped.
 """
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
 import torch
 
+from paceline.drafting.base import Drafter, TargetStep
 from paceline.engine.rows import Rows
 from paceline.engine.sequence import Sequence
 from paceline.kernels.row_step import Queries, append_samples, gather_queries
@@ -51,16 +54,26 @@ class StepStatus:
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
-def step(forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, variant: StepVariant) -> StepStatus:
+def step(
+    forward: PagedForward,
+    rows: Rows,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    queries: int,
+    variant: StepVariant,
+    followers: Listing[Drafter] = (),
+) -> StepStatus:
     """Advances the rows in `slots_R` by one to `queries` tokens."""
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
-    hidden_TE = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
+    hidden_TE, captured = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
     logits_TV = forward.logits(hidden_TE)
     sampled_T, logprobs_T = _sample(rows, logits_TV, slots_R, gathered, variant.truncates)
     shape = gathered.tokens_RQ.shape
     lengths_states = append_samples(state, slots_R, proposals_SK, sampled_T.view(shape), logprobs_T.view(shape))
+    for follower in followers:
+        follower.observe_step(TargetStep(slots_R, gathered, sampled_T.view(shape), captured))
     if not variant.top_logprobs:
         return StepStatus(lengths_states)
     temperature_T1 = gathered.temperature_RQ.flatten().unsqueeze(1)
@@ -79,5 +92,6 @@ def _sample(rows: Rows, logits_TV: torch.Tensor, slots_R: torch.Tensor, gathered
     if not truncates:
         return sample(logits_TV, *noise)
     slots_T = slots_R.repeat_interleave(gathered.tokens_RQ.shape[1])
-    tokens_T, logprobs_T, _ = sample_truncated(logits_TV, *noise, rows.top_k[slots_T], rows.top_p[slots_T], rows.min_p[slots_T])
+    state = rows.state
+    tokens_T, logprobs_T, _ = sample_truncated(logits_TV, *noise, state.top_k[slots_T], state.top_p[slots_T], state.min_p[slots_T])
     return tokens_T, logprobs_T
