@@ -124,7 +124,13 @@ class TaskConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["none", "history"] = Field("none", description="who proposes tokens; completions are the same whoever does")
+    drafter: Literal["none", "history", "eagle", "draft_model"] = Field(
+        "none", description="who proposes tokens; completions are the same whoever does"
+    )
+    eagle_path: str = Field(
+        "builtin-eagle", description="the eagle head's folder, or `builtin-eagle` for the built-in policy's; see `paceline drafter`"
+    )
+    draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     tokens: int = Field(5, ge=1, le=15, description="proposed per step")
     max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
 
