@@ -8,7 +8,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
-ModelOption = Annotated[str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")]
+ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -64,7 +64,8 @@ def rollout(
 def _model(name: str) -> str:
     from paceline.session import BUILTIN_POLICIES
 
-    return str(BUILTIN_POLICIES.get(name, name))
+    folder, at, shape = name.partition("@")
+    return f"{BUILTIN_POLICIES.get(folder, folder)}{at}{shape}"
 
 
 def _write(path: Path | None, figures: dict) -> None:

@@ -1,10 +1,14 @@
-"""A policy to measure: a folder's weights, or random ones in a named shape; and requests that run as long as asked."""
+"""A policy to measure, and requests that run as long as asked.
+
+The policy is a folder's weights, as they are or widened to a shape (`models/widen.py`), or random ones in a named shape.
+"""
 
 import random
 from pathlib import Path
 
 import torch
 
+from paceline.models.widen import load_widened
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
@@ -19,8 +23,11 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
-    if not Path(model).is_dir():
-        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)})")
+    folder, _, wide = model.partition("@")
+    if not Path(folder).is_dir():
+        raise ValueError(f"--model {model!r} is neither a folder, FOLDER@SHAPE (widened to that shape) nor a named shape ({', '.join(SHAPES)})")
+    if wide:
+        return load_widened(folder, wide, dtype, device)
     return load_policy(model, dtype, device)
 
 
