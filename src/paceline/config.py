@@ -45,6 +45,7 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     path: str = Field("builtin", description="a Hugging Face folder, or `builtin` or `builtin-moe` for a shipped starting checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    widen: str = Field("", description="for measuring: the folder's function at the cost of a named shape, such as 8b; see `models widen`")
     activation_checkpointing: bool = False
     lora: LoraConfig = LoraConfig()
 

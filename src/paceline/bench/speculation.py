@@ -30,19 +30,20 @@ class SpeculationPoint:
 
 
 def bench_speculation(
-    engine: Engine, requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
+    alone: Engine, engine: Engine, requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
 ) -> list[SpeculationPoint]:
-    """`rounds` requests per row of the batch, in order; `strategies` are compared with plain decoding, which runs first."""
+    """`rounds` requests per row of the batch, in order. Ratios are to plain decoding on `alone`, which has no drafter; `engine` also
+    decodes plainly, because a drafter that follows the policy costs a little even then."""
     points = []
     for batch in batches:
         wanted = requests[: batch * rounds]
         if len(wanted) < batch * rounds:
             raise ValueError(f"a batch of {batch} wants {batch * rounds} requests; there are {len(requests)}")
-        plain = None
+        plain = [_run(alone, wanted, batch, PLAIN) for _ in range(repeats + 1)][1:]
+        points.append(_point(batch, "plain", plain, plain))
         for strategy in [PLAIN, *(s for s in strategies if s.count)]:
             runs = [_run(engine, wanted, batch, strategy) for _ in range(repeats + 1)][1:]
-            plain = plain or runs
-            points.append(_point(batch, strategy, runs, plain))
+            points.append(_point(batch, str(strategy) if strategy.count else "plain, seated", runs, plain))
     return points
 
 
@@ -78,12 +79,12 @@ def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy
     return _Run(step * 1e3, batch * accept_length / step, accept_length, accepted_at, done)
 
 
-def _point(batch: int, strategy: Strategy, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
+def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
     speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
     expected = plain[0].completions
     same = sum(completion.tokens == expected[name].tokens for name, completion in runs[0].completions.items())
     last = runs[-1]
     return SpeculationPoint(
-        batch, str(strategy), Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
+        batch, name, Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
         speed.median / reference.median, same / len(expected),
     )  # fmt: skip
