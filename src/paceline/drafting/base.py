@@ -6,6 +6,12 @@
 
 A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` may be captured in a CUDA graph, so it reads
 only tensors whose address stays, and `catch_up` does beforehand what needs the host.
+
+`verify: rejection` compares the policy's probabilities with the drafter's. A drafter that has them keeps an attribute
+`draft_probabilities_SKV`, allocated by `bind` and filled by `propose`: float32 `[slots, its longest proposal, V]`, entry i the
+distribution that proposal i was drawn from (`kernels/rejection.py: sampled_distribution`, at the request's temperature and
+truncation), drawn with the sampling noise of the very position it is proposed for. Without it proposals count as certain,
+which is as right and accepts less.
 """
 
 from typing import Protocol
@@ -38,3 +44,7 @@ class Drafter(Protocol):
         """What should survive a restart."""
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+
+def draft_probabilities(drafter: Drafter) -> torch.Tensor | None:
+    return getattr(drafter, "draft_probabilities_SKV", None)

@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
 from paceline.backends.base import DraftStats, RolloutStats
-from paceline.drafting.base import Drafter
+from paceline.drafting.base import Drafter, draft_probabilities
 from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
 from paceline.engine.prefill import run_chunk
@@ -46,6 +46,7 @@ class EngineSettings:
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
+    verify: str = "shared-noise"  # or "rejection"
 
 
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
@@ -86,6 +87,7 @@ class Engine:
         self.drafters = {drafter.name: drafter for drafter in drafters}
         for drafter in drafters:
             drafter.bind(self.rows.state, self.runner.proposals_SK)
+            self.runner.draft_probabilities[drafter.name] = draft_probabilities(drafter)
         self.behind: dict[str, set[int]] = {name: set() for name in self.drafters}  # slots that ran without this drafter
         self.pacer = pacer
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
@@ -258,7 +260,10 @@ class Engine:
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind.update(self.running)
-        status = self.runner.run(bucket, queries, self.batch_key)
+        variant = self.batch_key
+        if strategy.count and self.settings.verify == "rejection":
+            variant = replace(variant, rejection_of=strategy.drafter)
+        status = self.runner.run(bucket, queries, variant)
         ready = None
         if self.rows.device.type == "cuda":
             status, ready = status.to_host(), torch.cuda.Event()

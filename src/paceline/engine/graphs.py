@@ -49,6 +49,7 @@ class StepRunner:
         self.rows = rows
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
+        self.draft_probabilities: dict[str, torch.Tensor | None] = {}  # by drafter, [S, K, V]; None: its proposals count as certain
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
@@ -76,7 +77,8 @@ class StepRunner:
         self.captured_drafts[key].replay()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
-        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant)
+        probabilities_SKV = self.draft_probabilities.get(variant.rejection_of)
+        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, probabilities_SKV)
 
     def _captured(self, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""

@@ -7,7 +7,8 @@ is sampled with its own noise, and the longest prefix where proposal equals samp
     samples      s1   s2  s3  s4        what the policy itself says at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
-Stop tokens and limits cut the appended run where plain decoding would have stopped.
+Stop tokens and limits cut the appended run where plain decoding would have stopped. With `verify: rejection` the samples come
+from `kernels/rejection.py`, which returns a proposal where it accepts it; everything else is the same.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from paceline.engine.rows import Rows
 from paceline.engine.sequence import Sequence
+from paceline.kernels.rejection import Truncation, verify_by_rejection
 from paceline.kernels.row_step import Queries, append_samples, gather_queries
 from paceline.kernels.sampler import sample, sample_truncated
 from paceline.paged.cache import BLOCK_SIZE
@@ -28,6 +30,7 @@ class StepVariant:
 
     truncates: bool = False
     top_logprobs: int = 0
+    rejection_of: str = ""  # the drafter whose proposals are verified by rejection; empty: by shared noise
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,25 @@ class StepStatus:
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
-def step(forward: PagedForward, rows: Rows, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, variant: StepVariant) -> StepStatus:
-    """Advances the rows in `slots_R` by one to `queries` tokens."""
+def step(
+    forward: PagedForward,
+    rows: Rows,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    queries: int,
+    variant: StepVariant,
+    draft_probabilities_SKV: torch.Tensor | None = None,
+) -> StepStatus:
+    """Advances the rows in `slots_R` by one to `queries` tokens; the drafter's probabilities are for `verify: rejection`."""
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
     hidden_TE = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
     logits_TV = forward.logits(hidden_TE)
-    sampled_T, logprobs_T = _sample(rows, logits_TV, slots_R, gathered, variant.truncates)
+    if variant.rejection_of:
+        sampled_T, logprobs_T = _sample_by_rejection(rows, logits_TV, slots_R, gathered, variant.truncates, proposals_SK, draft_probabilities_SKV)
+    else:
+        sampled_T, logprobs_T = _sample(rows, logits_TV, slots_R, gathered, variant.truncates)
     shape = gathered.tokens_RQ.shape
     lengths_states = append_samples(state, slots_R, proposals_SK, sampled_T.view(shape), logprobs_T.view(shape))
     if not variant.top_logprobs:
@@ -81,3 +95,21 @@ def _sample(rows: Rows, logits_TV: torch.Tensor, slots_R: torch.Tensor, gathered
     slots_T = slots_R.repeat_interleave(gathered.tokens_RQ.shape[1])
     tokens_T, logprobs_T, _ = sample_truncated(logits_TV, *noise, rows.top_k[slots_T], rows.top_p[slots_T], rows.min_p[slots_T])
     return tokens_T, logprobs_T
+
+
+def _sample_by_rejection(
+    rows: Rows,
+    logits_TV: torch.Tensor,
+    slots_R: torch.Tensor,
+    gathered: Queries,
+    truncates: bool,
+    proposals_SK: torch.Tensor,
+    draft_probabilities_SKV: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count = gathered.tokens_RQ.shape[1] - 1
+    truncation = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
+    probabilities_RKV = None if draft_probabilities_SKV is None else draft_probabilities_SKV[slots_R, :count]
+    return verify_by_rejection(
+        logits_TV.unflatten(0, gathered.tokens_RQ.shape), gathered.temperature_RQ, gathered.seed_RQ, gathered.sample_positions_RQ,
+        truncation, proposals_SK[slots_R, :count], probabilities_RKV,
+    )  # fmt: skip
