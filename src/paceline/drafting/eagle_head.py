@@ -10,6 +10,7 @@ over the vocabulary is not: a drafter's update must never reach the policy's. It
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -27,7 +28,21 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab <= self.layer.vocab_size:
-            raise ValueError(f"draft vocabulary of {self.draft_vocab} tokens; the policy has {self.layer.vocab_size}")
+            raise ValueError(f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, which is the most")
+        if not self.captured_layers or any(b <= a for a, b in pairwise((-1, *self.captured_layers))):
+            raise ValueError(f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, such as 2, 14, 25")
+
+    def check_against(self, policy: DecoderConfig) -> None:
+        """Raises where the head cannot have been made for this policy."""
+        for key, ours, theirs in (
+            ("hidden_size", self.layer.hidden_size, policy.hidden_size),
+            ("vocab_size", self.layer.vocab_size, policy.vocab_size),
+        ):
+            if ours != theirs:
+                raise ValueError(f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another policy")
+        if self.captured_layers[-1] >= policy.num_layers:
+            last = policy.num_layers - 1
+            raise ValueError(f"captured layers {self.captured_layers}: layer i means the states that enter it, and the policy's last is {last}")
 
 
 def default_captured_layers(num_layers: int) -> tuple[int, ...]:
@@ -35,8 +50,9 @@ def default_captured_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     if num_layers < 3:
-        raise ValueError(f"an eagle head captures three different layers; the policy has {num_layers}")
-    return 1, 1 + (num_layers - 1) // 2, num_layers - 1
+        raise ValueError(f"an eagle head captures three different layers, and the policy has {num_layers}; say which, such as --layers 0,1")
+    first = 1 if num_layers > 3 else 0
+    return first, (first + num_layers - 1) // 2, num_layers - 1
 
 
 def config_for(policy: DecoderConfig, captured_layers: tuple[int, ...] = (), draft_vocab: int = 0) -> EagleConfig:
@@ -45,7 +61,9 @@ def config_for(policy: DecoderConfig, captured_layers: tuple[int, ...] = (), dra
         policy, family="llama", num_layers=1, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
         num_experts=0, num_experts_per_token=0, expert_intermediate_size=0, normalise_expert_weights=False, dense_layers=(),
     )  # fmt: skip
-    return EagleConfig(layer, captured_layers or default_captured_layers(policy.num_layers), draft_vocab or policy.vocab_size)
+    config = EagleConfig(layer, captured_layers or default_captured_layers(policy.num_layers), draft_vocab or policy.vocab_size)
+    config.check_against(policy)
+    return config
 
 
 class EagleHead(nn.Module):

@@ -1,0 +1,89 @@
+"""`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
+
+Real prompts, real lengths: acceptance on random weights means nothing. The batch is kept full by requests that wait, and only
+steps with a full batch count; the first round, which compiles and captures, does not. Each strategy generates the same
+requests with the same seeds, so the share of identical completions can be reported: all of them in deterministic mode and on a
+CPU; in the fast GPU mode kernels round differently at different sizes.
+"""
+
+from dataclasses import asdict, dataclass
+
+from paceline.bench.spread import Spread
+from paceline.engine.engine import Engine
+from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
+from paceline.types import Completion, Request
+
+
+@dataclass(frozen=True)
+class SpeculationPoint:
+    batch: int
+    strategy: str
+    step_ms: Spread  # over repeats, the median full-batch step
+    accept_length: float  # tokens emitted per row and step, the policy's own included
+    accepted_at: tuple[float, ...]  # share of drafts whose first i + 1 tokens were all accepted
+    tokens_per_second: Spread  # of full-batch steps
+    ratio: float  # to plain decoding at the same batch
+    identical: float  # share of completions equal to plain decoding's
+
+    def record(self) -> dict:
+        return asdict(self)
+
+
+def bench_speculation(
+    engine: Engine, requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
+) -> list[SpeculationPoint]:
+    """`rounds` requests per row of the batch, in order; `strategies` are compared with plain decoding, which runs first."""
+    points = []
+    for batch in batches:
+        wanted = requests[: batch * rounds]
+        if len(wanted) < batch * rounds:
+            raise ValueError(f"a batch of {batch} wants {batch * rounds} requests; there are {len(requests)}")
+        plain = None
+        for strategy in [PLAIN, *(s for s in strategies if s.count)]:
+            runs = [_run(engine, wanted, batch, strategy) for _ in range(repeats + 1)][1:]
+            plain = plain or runs
+            points.append(_point(batch, strategy, runs, plain))
+    return points
+
+
+@dataclass(frozen=True)
+class _Run:
+    step_ms: float
+    tokens_per_second: float
+    accept_length: float
+    accepted_at: tuple[float, ...]
+    completions: dict[str, Completion]
+
+
+def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
+    """The engine takes `batch` requests at a time: the others are submitted as these finish."""
+    engine.pacer = FixedPacer(strategy, batch)
+    engine.take_stats()
+    waiting, done = list(requests[batch:]), {}
+    engine.submit(requests[:batch])
+    for completion in engine.completions():
+        done[completion.request.id] = completion
+        if waiting:
+            engine.submit([waiting.pop(0)])
+    stats = engine.take_stats()
+    full = sorted(
+        seconds
+        for seconds, running, ran in zip(stats.step_seconds, stats.running, stats.strategies, strict=True)
+        if running == batch and ran == str(strategy)
+    )
+    step = full[len(full) // 2]  # a step that waited for a prefill is no step of this strategy
+    drafts = stats.drafts.get(strategy.drafter)
+    accept_length = drafts.accept_length if drafts else 1.0
+    accepted_at = tuple(count / drafts.drafts for count in drafts.accepted_at) if drafts else ()
+    return _Run(step * 1e3, batch * accept_length / step, accept_length, accepted_at, done)
+
+
+def _point(batch: int, strategy: Strategy, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
+    speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
+    expected = plain[0].completions
+    same = sum(completion.tokens == expected[name].tokens for name, completion in runs[0].completions.items())
+    last = runs[-1]
+    return SpeculationPoint(
+        batch, str(strategy), Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
+        speed.median / reference.median, same / len(expected),
+    )  # fmt: skip
