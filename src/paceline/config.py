@@ -134,6 +134,9 @@ class SpeculationConfig(Section):
     draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     tokens: int = Field(5, ge=1, le=15, description="proposed per step")
     max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
+    verify: Literal["shared-noise", "rejection"] = Field(
+        "shared-noise", description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison"
+    )
 
 
 class RolloutConfig(Section):

@@ -21,6 +21,7 @@ def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, 
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,
+        verify=rollout.speculation.verify,
     )
     speculation = rollout.speculation
     if speculation.drafter == "none":

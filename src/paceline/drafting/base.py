@@ -27,6 +27,7 @@ class Seat:
     policy: Decoder
     rows: RowTensors
     proposals_SK: torch.Tensor
+    probabilities_SKV: torch.Tensor | None  # what each proposal was drawn from; None: nobody asks (see `has_probabilities`)
     num_blocks: int  # of the paged pool; a drafter's own cache uses the same block numbers
     deterministic: bool
 
@@ -59,6 +60,10 @@ class Drafter:
     max_tokens: int  # the longest proposal it can make
     captured_layers: tuple[int, ...] = ()  # not empty: it follows the policy, and sees its prefills and steps
     needs_catch_up = False  # it must look at rows that ran without it before it can propose for them
+    # It has probabilities, and leaves them in the seat's buffer for `verify: rejection` where there is one: entry i is what proposal i was
+    # drawn from, with the sampling noise of its own position (`sampling.py` does both). Other drafters' proposals count as certain,
+    # which is exact too and accepts less.
+    has_probabilities = False
     token_bytes = 0  # of a cache of its own, per token of the paged pool
 
     def bind(self, seat: Seat) -> None:

@@ -23,6 +23,7 @@ class DraftModel(Drafter):
     name = "draft_model"
     max_tokens = 15
     needs_catch_up = True
+    has_probabilities = True
 
     def __init__(self, policy: Decoder) -> None:
         self.policy = policy
@@ -86,7 +87,7 @@ class DraftModel(Drafter):
                 place = walk.positions_CR[column + 1].unsqueeze(1), walk.cache_slots_CR[column + 1].unsqueeze(1)
                 hidden_RE, _ = self.forward.decode(proposed[-1].unsqueeze(1), *place, table_RB, walk.context_CR[column + 1])
             logits_RV = self.forward.logits(hidden_RE.contiguous())
-            proposed.append(sample_draft(logits_RV, rows, slots_R, walk, column, truncates))
+            proposed.append(sample_draft(logits_RV, self.seat, slots_R, walk, column, truncates))
         self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]

@@ -29,6 +29,7 @@ from paceline.types import Request
 class EagleDrafter(Drafter):
     name = "eagle"
     max_tokens = 15
+    has_probabilities = True
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -92,7 +93,7 @@ class EagleDrafter(Drafter):
         for column in range(count):
             place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
             normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
-            tokens_R = sample_draft(self._logits(normed_RE), rows, slots_R, walk, column, truncates)
+            tokens_R = sample_draft(self._logits(normed_RE), self.seat, slots_R, walk, column, truncates)
             proposed.append(tokens_R)
         self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
 

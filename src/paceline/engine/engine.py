@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
-from paceline.pacing.strategy import PLAIN, Pacer
+from paceline.engine.step import StepVariant, Verify
+from paceline.pacing.strategy import PLAIN, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
@@ -48,6 +49,7 @@ class EngineSettings:
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
+    verify: str = "shared-noise"  # or "rejection"
 
 
 class Engine:
@@ -75,8 +77,11 @@ class Engine:
         forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
         self.runner = StepRunner(forward, self.rows, slots, followers)
         self.buckets = buckets_up_to(slots)
+        if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
+            self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
+        shared = self.runner.proposals_SK, self.runner.probabilities_SKV
         for drafter in drafters:
-            drafter.bind(Seat(policy, self.rows.state, self.runner.proposals_SK, self.pool.num_blocks, settings.deterministic))
+            drafter.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
         # By drafter that must be told: the slots whose rows ran without it.
         self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
@@ -253,9 +258,15 @@ class Engine:
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind[self.batch.slots] = True
-        status = self.runner.run(bucket, queries, self.batch.variant)
+        status = self.runner.run(bucket, queries, self._variant(strategy))
         self.outcomes.unread.append(Launched.now(self.batch, strategy, status))
         self.length_bound[self.batch.slots] += queries
+
+    def _variant(self, strategy: Strategy) -> StepVariant:
+        if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
+            return self.batch.variant
+        known = self.drafters[strategy.drafter].has_probabilities
+        return replace(self.batch.variant, verify=Verify.REJECTION if known else Verify.REJECTION_OF_CERTAIN)
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""

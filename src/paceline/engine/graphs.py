@@ -51,10 +51,14 @@ class StepRunner:
         self.rows = rows
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
+        self.probabilities_SKV: torch.Tensor | None = None  # what proposals were drawn from, where rejection needs it
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self._pool = None
+
+    def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
+        self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
@@ -78,7 +82,7 @@ class StepRunner:
         self.captured_drafts[key].replay()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
-        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers)
+        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)
 
     def _captured(self, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
