@@ -68,6 +68,7 @@ def speculation(
     drafter: Annotated[str, typer.Option(help="history, eagle or draft_model; its folder is rollout.speculation's")] = "eagle",
     batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,4,16,64",
     tokens: Annotated[str, typer.Option(help="proposed tokens per step, comma separated; 0 (plain) is always measured")] = "1,2,3,5,7",
+    verify: Annotated[str, typer.Option(help="shared-noise, rejection, or both with a comma")] = "shared-noise",
     rounds: Annotated[int, typer.Option(help="requests per row of the batch")] = 3,
     repeats: int = 2,
     json_file: JsonOption = None,
@@ -82,13 +83,14 @@ def speculation(
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
     requests = recipe_requests(config, prompts, max(sizes) * rounds)
-    alone, engine = (recipe_engine(config, policy, requests, name, max(sizes)) for name in ("none", drafter))
-    points = bench_speculation(alone, engine, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
-    typer.echo(f"{'batch':>6} {'strategy':>14} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
+    alone = recipe_engine(config, policy, requests, max(sizes))
+    engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
+    points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
+    typer.echo(f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
     for p in points:
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
-        typer.echo(f"{p.batch:>6} {p.strategy:>14} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
-    _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(engine.policy.device), "points": [p.record() for p in points]})
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+    _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
 
 
 def _model(name: str) -> str:

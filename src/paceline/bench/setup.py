@@ -47,10 +47,12 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
     return open_policy(config, folder, device), prompts
 
 
-def recipe_engine(config: Config, policy: Decoder, requests: list[Request], drafter: str, max_running: int) -> Engine:
-    """With room for the requests; `drafter` may be none."""
+def recipe_engine(
+    config: Config, policy: Decoder, requests: list[Request], max_running: int, drafter: str = "none", verify: str = "shared-noise"
+) -> Engine:
+    """With room for the requests."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
-    settings = EngineSettings(max_running, max_running * (longest + 64), longest, deterministic=config.rollout.deterministic)
+    settings = EngineSettings(max_running, max_running * (longest + 64), longest, deterministic=config.rollout.deterministic, verify=verify)
     drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation)]
     return Engine(policy, settings, drafters=drafters)
 

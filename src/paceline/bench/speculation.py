@@ -30,10 +30,10 @@ class SpeculationPoint:
 
 
 def bench_speculation(
-    alone: Engine, engine: Engine, requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
+    alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
 ) -> list[SpeculationPoint]:
-    """`rounds` requests per row of the batch, in order. Ratios are to plain decoding on `alone`, which has no drafter; `engine` also
-    decodes plainly, because a drafter that follows the policy costs a little even then."""
+    """`rounds` requests per row of the batch, in order. Ratios are to plain decoding on `alone`, which has no drafter; each of
+    `engines` (they differ in how they verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
     points = []
     for batch in batches:
         wanted = requests[: batch * rounds]
@@ -41,9 +41,11 @@ def bench_speculation(
             raise ValueError(f"a batch of {batch} wants {batch * rounds} requests; there are {len(requests)}")
         plain = [_run(alone, wanted, batch, PLAIN) for _ in range(repeats + 1)][1:]
         points.append(_point(batch, "plain", plain, plain))
-        for strategy in [PLAIN, *(s for s in strategies if s.count)]:
-            runs = [_run(engine, wanted, batch, strategy) for _ in range(repeats + 1)][1:]
-            points.append(_point(batch, str(strategy) if strategy.count else "plain, seated", runs, plain))
+        for number, engine in enumerate(engines):
+            for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
+                runs = [_run(engine, wanted, batch, strategy) for _ in range(repeats + 1)][1:]
+                name = str(strategy) if strategy.count else "plain, seated"
+                points.append(_point(batch, name if engine.settings.verify == "shared-noise" else f"{name} {engine.settings.verify}", runs, plain))
     return points
 
 
