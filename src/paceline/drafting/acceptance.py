@@ -56,7 +56,7 @@ class Measured:
 
 @torch.no_grad()
 def measure_acceptance(
-    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 4096
+    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 2048
 ) -> Measured:
     """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
     shared, rejection = (Acceptance(accepted_at=[0.0] * depth) for _ in range(2))
@@ -97,7 +97,7 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
         for tokens in drafted_tokens(batch, step).nonzero().flatten().split(chunk):
             predictors = batch.predictors_R[tokens]
             places = batch.attention.positions_T[predictors] + 1
-            shared, rejection = _accepted(
+            shared, rejection = accepted(
                 head, policy.logits(hidden_TE[predictors]), head.logits(x_TE[predictors - 1]), batch.targets_R[tokens],
                 temperature_R[tokens], gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
             )  # fmt: skip
@@ -105,7 +105,7 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
     return shared_RK, rejection_RK
 
 
-def _accepted(
+def accepted(
     head: EagleHead, logits_RV: torch.Tensor, draft_RD: torch.Tensor, token_R: torch.Tensor, temperature_R: torch.Tensor, noise_RD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance that each token is drafted and accepted, for both rules; at temperature 0 they are the same."""

@@ -32,10 +32,10 @@ CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
 class HeadTraining:
     steps: int = 400
     lr: float = 1e-3
-    unroll: int = 1  # 1: one pass; more: each further step continues from the head's own states, as a draft does
+    unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
     step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
     batch_sequences: int = 64
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     max_grad_norm: float = 1.0
     seed: int = 0
 
