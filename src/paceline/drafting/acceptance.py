@@ -93,12 +93,12 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
     hidden_TE, captured = teacher_states(policy, batch, head.config.captured_layers)
     shared_RK, rejection_RK = torch.zeros(2, len(seed_R), depth, dtype=torch.float64, device=device)
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
-    for step, x_TE in enumerate(unroll(head, captured, policy.embedding.weight, batch.tokens_T, batch.attention, depth)):
+    for step, x_RE in enumerate(unroll(head, captured, policy.embedding.weight, batch, depth)):
         for tokens in drafted_tokens(batch, step).nonzero().flatten().split(chunk):
             predictors = batch.predictors_R[tokens]
             places = batch.attention.positions_T[predictors] + 1
             shared, rejection = accepted(
-                head, policy.logits(hidden_TE[predictors]), head.logits(x_TE[predictors - 1]), batch.targets_R[tokens],
+                head, policy.logits(hidden_TE[predictors]), head.logits(x_RE[tokens]), batch.targets_R[tokens],
                 temperature_R[tokens], gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
             )  # fmt: skip
             shared_RK[tokens - step, step], rejection_RK[tokens - step, step] = shared, rejection
