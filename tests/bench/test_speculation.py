@@ -11,7 +11,7 @@ from paceline.pacing.strategy import Strategy
 def test_strategies_generate_the_same_and_figures_add_up():
     config = load_config("default", ["rollout.max_tokens=16", "task.train_problems=8"])
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, 9)
+    requests = recipe_requests(config, prompts, 10)
     alone = recipe_engine(config, policy, requests, max_running=3)
     engines = [recipe_engine(config, policy, requests, 3, "history", verify) for verify in ("shared-noise", "rejection")]
     points = bench_speculation(alone, engines, requests, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1)

@@ -18,20 +18,22 @@ def decode(
     batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,8,32,64,128,256",
     prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
     new: Annotated[int, typer.Option(help="new tokens")] = 256,
+    proposals: Annotated[str, typer.Option(help="proposed tokens that each step verifies, comma separated; 0: plain decoding")] = "0",
     repeats: int = 3,
     deterministic: bool = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Time of one decode step by batch size."""
+    """Time of one decode or verify step by batch size."""
     from paceline.bench.decode import bench_decode
     from paceline.bench.setup import bench_device, bench_policy, describe
 
     device = bench_device()
     policy = bench_policy(_model(model), device)
-    points = bench_decode(policy, [int(b) for b in batches.split(",")], prompt, new, repeats, deterministic)
-    typer.echo(f"{'batch':>6} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
+    sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
+    points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts)
+    typer.echo(f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
     for p in points:
-        typer.echo(f"{p.batch:>6} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
+        typer.echo(f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
     _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "points": [p.record() for p in points]})
 
 
@@ -75,14 +77,14 @@ def speculation(
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
     from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation
+    from paceline.bench.speculation import bench_speculation, requests_for
     from paceline.config import load_config
     from paceline.pacing.strategy import Strategy
 
     config = load_config(recipe, overrides or [])
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, max(sizes) * rounds)
+    requests = recipe_requests(config, prompts, requests_for(max(sizes), rounds))
     alone = recipe_engine(config, policy, requests, max(sizes))
     engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
     points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
