@@ -12,7 +12,7 @@ pi_old. Per response token, and for a whole response y of n sampled tokens:
                 mean (rho_t - 1 - delta_t) outside [lo, hi]; bounds mean what they say, on the ratio itself
     veto        out, too: responses with any rho_t below the threshold
 
-The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641, eq. 5); w has no gradient.
+The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641); w has no gradient.
 In bypass mode there are no weights: r = pi_theta / pi_rollout is the correction, and what is rejected is judged by pi_theta.
 
 Only tokens that the policy sampled count. Everything is float64, whatever the policy is.
