@@ -12,10 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from paceline.policy.attention import AttentionObserver
 from paceline.types import Completion, Request
+
+BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
 
 
 @dataclass
@@ -55,17 +58,21 @@ class DraftStats:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
-    def note(self, proposed: int, accepted: Sequence[int]) -> None:
+    def note(self, proposed: int, accepted: np.ndarray) -> None:
         """`accepted` has one entry per draft."""
         self.drafts += len(accepted)
         self.proposed += proposed * len(accepted)
-        self.accepted += int(sum(accepted))
+        self.accepted += int(accepted.sum())
         self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for i in range(proposed):
-            self.accepted_at[i] += int(sum(a > i for a in accepted))
+            self.accepted_at[i] += int((accepted > i).sum())
 
 
 class Backend(Protocol):
+    @property
+    def precision(self) -> str:
+        """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be fallen back from."""
+
     def submit(self, requests: Sequence[Request]) -> None: ...
 
     def completions(self) -> Iterator[Completion]: ...
@@ -88,19 +95,15 @@ class Backend(Protocol):
     def take_stats(self) -> RolloutStats: ...
 
     @property
-    def precision(self) -> str:
-        """`bf16` (the policy's own type, whatever it is), `fp8` or `fp8+kv`."""
-
-    @property
     def attention_observer(self) -> AttentionObserver | None:
         """For the learner's forward passes, where this backend calibrates with what they compute."""
-
-    def fall_back_to_base_precision(self) -> None:
-        """The policy's own type from here on; what is running goes on from a recomputed cache."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must keep beside the policy: what drafters have learned, and KV scales; empty where there is nothing."""
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+    def fall_back_to_base_precision(self) -> None:
+        """From now on `BASE_PRECISION`, with the weights of the current version. Only while nothing is outstanding."""
 
     def close(self) -> None: ...

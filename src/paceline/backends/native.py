@@ -3,8 +3,8 @@
 import torch
 from tokenizers import Tokenizer
 
+from paceline.backends.drafters import make_drafter
 from paceline.config import ConfigError, RolloutConfig
-from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.kernels.fp8_format import E4M3
 from paceline.pacing.strategy import FixedPacer, Strategy
@@ -25,12 +25,13 @@ def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, 
         precision=rollout.precision,
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",
+        verify=rollout.speculation.verify,
     )
     speculation = rollout.speculation
     if speculation.drafter == "none":
         return Engine(policy, settings, tokenizer)
     pacer = FixedPacer(Strategy(speculation.drafter, speculation.tokens), speculation.max_running)
-    return Engine(policy, settings, tokenizer, [HistoryDrafter()], pacer)
+    return Engine(policy, settings, tokenizer, [make_drafter(speculation.drafter, policy, speculation)], pacer)
 
 
 def default_kv_tokens(policy: Decoder, rollout: RolloutConfig, longest_response: int) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
+from paceline.backends.base import BASE_PRECISION, RolloutStats
 from paceline.kernels.noise import gumbel
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -103,16 +103,19 @@ class ReferenceBackend:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
-    precision = "bf16"
     attention_observer = None
-
-    def fall_back_to_base_precision(self) -> None:
-        pass
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return {}
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        pass
+
+    @property
+    def precision(self) -> str:
+        return BASE_PRECISION
+
+    def fall_back_to_base_precision(self) -> None:
         pass
 
     def close(self) -> None:

@@ -42,8 +42,8 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     offset = row * K + column
     mask = column < K
-    wait_previous(PDL)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    wait_previous(PDL)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):

@@ -7,7 +7,7 @@ Projections that have FP8 weights (`precision/weights.py`) multiply by those; th
 quantised rows instead of plain ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,23 @@ from paceline.paged.cache import KVCache
 from paceline.policy.decoder import Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights
 
+Captured = dict[int, torch.Tensor]
 AttendCache = Callable[[torch.Tensor, int], torch.Tensor]  # q_THD, layer
 Rows = torch.Tensor | QuantisedRows
 
 
 class PagedForward:
-    def __init__(self, policy: Decoder, cache: KVCache, deterministic: bool, quantised: QuantisedWeights | None = None) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        cache: KVCache,
+        deterministic: bool,
+        captured_layers: Iterable[int] = (),
+        quantised: QuantisedWeights | None = None,
+    ) -> None:
         self.policy = policy
         self.cache = cache
+        self.captured_layers = frozenset(captured_layers)
         self.deterministic = deterministic
         self.quantised = quantised
         self.cos_PC, self.sin_PC = (policy.rope_table[:, i].contiguous() for i in (0, 1))
@@ -42,8 +51,11 @@ class PagedForward:
 
     def decode(
         self, tokens_RQ: torch.Tensor, positions_RQ: torch.Tensor, slots_RQ: torch.Tensor, table_RB: torch.Tensor, context_R: torch.Tensor
-    ) -> torch.Tensor:
-        """Q queries per row; `context_R` is the first query's position, negative for a row that is not active."""
+    ) -> tuple[torch.Tensor, Captured]:
+        """Q queries per row; `context_R` is the first query's position, negative for a row that is not active.
+
+        Returns the final hidden states and those that entered each captured layer, `[R x Q, E]`.
+        """
         rows, queries = tokens_RQ.shape
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
@@ -60,13 +72,13 @@ class PagedForward:
         table_SB: torch.Tensor,
         boundaries_S1: torch.Tensor,
         context_S: torch.Tensor,
-    ) -> None:
+    ) -> Captured:
         """Fills the cache for packed chunks of several sequences; samples nothing."""
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
             return prefill_attention(q_THD, *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer))
 
-        self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)
+        return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if hidden_TE.dtype == torch.float64 else torch.float32
@@ -74,13 +86,16 @@ class PagedForward:
 
     def _layers(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache, fill_only: bool = False
-    ) -> torch.Tensor:
-        """The final hidden states; `fill_only` is done once the last layer's keys and values are in the cache."""
+    ) -> tuple[torch.Tensor, Captured]:
+        """The final hidden states and the captured ones; `fill_only` is done once the last layer's keys and values are in the cache."""
         policy, eps = self.policy, self.policy.config.norm_eps
+        captured: Captured = {}
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
         normed_TE = self._norm(residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv)
         following = [(layer.attention_norm, layer.attention.qkv) for layer in policy.layers[1:]] + [(policy.norm, None)]
         for index, (layer, (following_norm, following_linear)) in enumerate(zip(policy.layers, following, strict=True)):
+            if index in self.captured_layers:
+                captured[index] = residual_TE
             attention = layer.attention
             qkv = self._linear(normed_TE, attention.qkv)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
@@ -93,7 +108,7 @@ class PagedForward:
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
             out_TE = self._feed_forward(normed_TE, layer.feed_forward)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)
-        return normed_TE
+        return normed_TE, captured
 
     def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.backends.base import PrecisionStats
+from paceline.backends.base import BASE_PRECISION, PrecisionStats
 from paceline.kernels.fp8_format import E4M3
 from paceline.policy.attention import AttentionObserver, PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.precision.kv_scales import MAX_ERROR, KVScales
 from paceline.precision.weights import QuantisedWeights
 
-BASE = "bf16"
-PRECISIONS = (BASE, "fp8", "fp8+kv")
+PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
 CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
 
 
@@ -29,7 +28,7 @@ class RolloutPrecision:
     def __init__(self, policy: Decoder, name: str, base_layers: int = 0, per_head: bool = False) -> None:
         assert name in PRECISIONS, name
         self.policy, self.name = policy, name
-        self.weights = QuantisedWeights(policy, base_layers) if name != BASE else None
+        self.weights = QuantisedWeights(policy, base_layers) if name != BASE_PRECISION else None
         self.kv = KVScales(policy.config, policy.device, per_head) if name == "fp8+kv" else None
         self.kv_base_layers: set[int] = set()
 
@@ -46,7 +45,11 @@ class RolloutPrecision:
 
     @property
     def observer(self) -> AttentionObserver | None:
-        return self.kv.observe if self.kv is not None else None
+        return self._observe if self.kv is not None else None
+
+    def _observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        if self.kv is not None:  # not after falling back, which whoever holds the observer does not notice
+            self.kv.observe(layer, q_THD, k_THD, v_THD)
 
     # -- what changes with the policy -------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class RolloutPrecision:
 
     def fall_back(self) -> None:
         """Everything in the policy's own type from here on; the cache must be built anew."""
-        self.name, self.weights, self.kv = BASE, None, None
+        self.name, self.weights, self.kv = BASE_PRECISION, None, None
 
     # -- what is kept and reported ----------------------------------------------------------------------------------
 
