@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,9 +29,10 @@ from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
+from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepVariant, Verify
 from paceline.pacing.strategy import PLAIN, Pacer, Strategy
-from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
+from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
@@ -39,23 +40,7 @@ from paceline.policy.huggingface import fill
 from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Completion, FinishReason, Request
 
-PRECISION_KEY = "precision."  # in a checkpoint, beside the drafters' names
 RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    max_running: int = 256
-    kv_tokens: int = 65536
-    max_length: int = 0  # longest sequence; 0: the policy's own limit
-    prefill_tokens: int = 16384  # per chunk
-    steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
-    admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
-    deterministic: bool = False
-    verify: str = "shared-noise"  # or "rejection"
-    precision: str = BASE_PRECISION  # or "fp8" or "fp8+kv"
-    base_precision_layers: int = 0  # at either end, with FP8
-    kv_scales_per_head: bool = False
 
 
 class Engine:
@@ -183,18 +168,15 @@ class Engine:
         self._rebuild_cache()
 
     def _rebuild_cache(self) -> None:
-        """As many blocks of the layers' types as the memory of the old cache gives, but enough for any one request. Nothing may run."""
+        """After a change of the layers' types; graphs hold the old addresses. Whatever is queued must still fit."""
         self._preempt_all()
-        old_bytes, old_blocks = self.cache.num_bytes, self.pool.num_blocks
-        config, dtypes = self.policy.config, self.reduced.cache_dtypes
-        block_bytes = sum(token_bytes(1, config.num_kv_heads, config.head_dim, dtype) for dtype in dtypes) * BLOCK_SIZE
         longest = max((sequence.limit for sequence in self.scheduler.sequences), default=0)
-        num_blocks = min(old_blocks, max(old_bytes // block_bytes, blocks_for(longest) + 1))
+        num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
-        self.cache = KVCache(config, num_blocks, dtypes, self.policy.device, self.reduced.cache_scales_L2H)
+        self.cache = KVCache(self.policy.config, num_blocks, self.reduced.cache_dtypes, self.policy.device, self.reduced.cache_scales_L2H)
         self.runner.forward.cache, self.runner.forward.quantised = self.cache, self.reduced.weights
-        self.runner.captured.clear()  # graphs hold the old addresses
+        self.runner.captured.clear()
 
     def pause(self) -> None:
         self.paused = True
@@ -220,15 +202,14 @@ class Engine:
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         tensors = {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
-        return tensors | {f"{PRECISION_KEY}{key}": tensor for key, tensor in self.reduced.state().items()}
+        return tensors | self.reduced.state()
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, drafter in self.drafters.items():
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             if own:
                 drafter.load_state(own)
-        scales = {key.removeprefix(PRECISION_KEY): tensor for key, tensor in tensors.items() if key.startswith(PRECISION_KEY)}
-        if self.reduced.load_state(scales):
+        if self.reduced.load_state(tensors):
             self._rebuild_cache()
 
     def close(self) -> None:

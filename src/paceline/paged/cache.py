@@ -61,7 +61,7 @@ class KVCache:
         scales_L2H: torch.Tensor | None = None,
     ) -> None:
         """One type for all layers, or one for each; E4M3 wants `scales_L2H`."""
-        self.device, self.scales_L2H = device, scales_L2H
+        self.config, self.num_blocks, self.device, self.scales_L2H = config, num_blocks, device, scales_L2H
         dtypes = [dtype] * config.num_layers if isinstance(dtype, torch.dtype) else list(dtype)
         self.storages = {
             kind: LayerStorage((dtypes.count(kind), 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim), kind, device)
@@ -69,6 +69,11 @@ class KVCache:
         }
         self.places = [(kind, dtypes[:index].count(kind)) for index, kind in enumerate(dtypes)]
         self.num_bytes = sum(storage.num_bytes for storage in self.storages.values())
+
+    def blocks_with(self, dtypes: Sequence[torch.dtype], at_least: int) -> int:
+        """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and there are never more than now."""
+        block_bytes = sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes) * BLOCK_SIZE
+        return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
 
     @property
     def storage_L2NBHD(self) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from paceline.precision.kv_scales import MAX_ERROR, KVScales
 from paceline.precision.weights import QuantisedWeights
 
 PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
+SCALES_KEY, BASE_LAYERS_KEY = "precision.kv_scales", "precision.kv_base_layers"  # in a checkpoint, beside what drafters keep
 CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
 
 
@@ -106,14 +107,14 @@ class RolloutPrecision:
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
-        return {"kv_scales": self.kv.scales_L2H.cpu().clone(), "kv_base_layers": base_layers}
+        return {SCALES_KEY: self.kv.scales_L2H.cpu().clone(), BASE_LAYERS_KEY: base_layers}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """True if the cache must be built anew."""
-        if self.kv is None or not tensors:
+        """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
+        if self.kv is None or SCALES_KEY not in tensors:
             return False
-        self.kv.scales_L2H.copy_(tensors["kv_scales"])
-        before, self.kv_base_layers = self.kv_base_layers, set(tensors["kv_base_layers"].tolist())
+        self.kv.scales_L2H.copy_(tensors[SCALES_KEY])
+        before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
         return before != self.kv_base_layers
 
     def stats(self) -> PrecisionStats:
