@@ -25,18 +25,11 @@ OPS = {"qkv": (6144, 4096, 14), "o": (4096, 4096, 20), "gate_up": (24576, 4096, 
 LAYERS = 36
 T = Fp8Tile
 TILES = {
-    1: [T(16, 64, 4, s, p) for s, p in itertools.product((4, 6, 8, 12), (0, 8, 32))]
-    + [T(16, 128, 4, s, p) for s, p in itertools.product((4, 6), (0, 8, 32))]
-    + [T(16, 128, 8, 6, 8), T(16, 64, 4, 8, 8, True), T(16, 64, 4, 8, 32, True), T(16, 128, 4, 6, 32, True)],
-    32: [T(32, 64, 4, s, p) for s, p in itertools.product((4, 6, 8), (0, 8, 32))]
-    + [T(32, 128, 4, 5, 8), T(32, 64, 4, 6, 8, True), T(32, 128, 4, 5, 8, True)],
-    64: [T(64, 64, 4, s, p) for s, p in itertools.product((4, 6), (0, 8))]
-    + [T(64, 128, 4, 4, 8), T(64, 128, 8, 4, 8), T(64, 64, 4, 4, 8, True), T(64, 64, 4, 6, 8, True)]
-    + [T(64, 128, 4, 4, 8, True), T(64, 128, 8, 4, 8, True)],
-    128: [T(128, 64, 4, 4, 8), T(128, 64, 4, 3, 0, True), T(128, 64, 4, 4, 8, True), T(128, 128, 8, 3, 8, True), T(128, 128, 8, 4, 8, True)]
-    + [T(64, 64, 4, 4, 8, True), T(64, 128, 4, 4, 8, True), T(64, 128, 8, 4, 8, True), T(64, 64, 4, 6, 8)],
-    256: [T(128, 64, 4, 4, 0, True), T(128, 128, 8, 3, 0, True), T(128, 128, 8, 4, 0, True), T(64, 128, 4, 4, 0, True)]
-    + [T(256, 64, 8, 3, 0, True), T(64, 128, 8, 4, 0, True)],
+    1: [T(16, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8, 10), (False, True))] + [T(16, 128, 4, 4), T(16, 128, 4, 6, True)],
+    32: [T(32, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8), (False, True))] + [T(32, 128, 4, 5, True)],
+    64: [T(64, 64, 4, s, tma) for s, tma in itertools.product((3, 4, 6), (False, True))] + [T(64, 128, 4, 4, True), T(64, 128, 8, 4, True)],
+    128: [T(128, 64, 4, s, tma) for s, tma in itertools.product((2, 3, 4), (False, True))] + [T(64, 64, 4, 4, True), T(64, 128, 4, 4, True)],
+    256: [T(128, 64, 4, 3, True), T(128, 64, 4, 4, True), T(64, 128, 4, 4, True), T(256, 64, 8, 3, True)],
 }
 PARTS = {"qkv": (1, 2), "o": (1, 2, 4), "gate_up": (1,), "down": (1, 2, 4)}
 
@@ -103,7 +96,7 @@ def tiles():
             others = {key[0]: round(times[key], 1) for key in times if not isinstance(key[0], T)}
             best_by_parts = {p: min(times[key] for key in ranked if key[1] == p) for p in PARTS[op]}
             totals.setdefault(m, {})[op] = min(times[ranked[0]], others.get("cublas", 1e9))
-            show = " ".join(f"{t.rows}x{t.cols}w{t.warps}s{t.stages}p{t.prefetch}{'T' if t.tma else ''}/{p}={times[t, p]:.1f}" for t, p in ranked[:7])
+            show = " ".join(f"{t.rows}x{t.cols}w{t.warps}s{t.stages}{'T' if t.tma else ''}/{p}={times[t, p]:.1f}" for t, p in ranked[:7])
             note(f"{op} M={m}: {show} | {others} | by parts", {p: round(v, 1) for p, v in best_by_parts.items()}, f"ideal {n * k / 4.575e6:.1f}")
     for m, by_op in totals.items():
         note(f"M={m}: best layer GEMMs incl. a small kernel each: {sum(by_op.values()) * LAYERS / 1e3:.2f} ms")

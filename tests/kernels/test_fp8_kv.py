@@ -46,6 +46,17 @@ def test_write_is_the_quantised_number(device, qk_norm):
         assert close.all() and (bytes_of(moved[0]) == bytes_of(narrow[0])).float().mean() > 0.99
 
 
+def test_rope_adds_parts_in_order(device):
+    parts = torch.randn(2, 5, (HEADS + 2 * KV_HEADS) * DIM, device=device)
+    slots, positions, angle = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1]), torch.rand(8, DIM // 2) * 6
+    tables = [t.to(device) for t in (positions, slots, angle.cos(), angle.sin())]
+    dtype, results = torch.float32 if device == "cpu" else torch.bfloat16, []
+    for qkv in (parts, (parts[0] + parts[1]).to(dtype)):
+        caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2)]
+        results.append([rope_and_write_kv_triton(qkv, *tables, *caches, HEADS, dtype=dtype), *caches])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].dtype == dtype
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_decode_attention(device, queries):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -9,11 +9,9 @@ The weight is the tensor core's left operand, 64 or 128 of its rows a tile, and 
 a Hopper wgmma takes no fewer than 64 left rows, and anything else runs E4M3 as float16. So decoding, verification and prefill
 use one instruction, and a row's bits do not depend on how many rows ran with it.
 
-Up to 64 rows the time is that of reading the weights. Two things keep memory busy:
-
-- Before it waits for the kernel that makes x, a program asks L2 for the first weights it will need: they do not depend on it.
-- Narrow weights have too few tiles to occupy the GPU. Their depth is cut into parts, a number that depends on the weight's
-  shape alone. The parts stay apart, `[parts, M, N]` in float32, and the norm that follows adds them up in order.
+Up to 128 rows the time is that of reading the weights. Narrow ones have too few tiles to occupy the GPU, so their depth is cut
+into parts, a number that depends on the weight's shape alone. The parts stay apart, `[parts, M, N]` in float32, and the kernel that
+follows (norm, RoPE) adds them up in order. Asking L2 for weights before x is there was tried and did not pay.
 
 From CUBLAS_ROWS on torch's scaled matmul is faster, and `deterministic=False` takes it.
 """
@@ -27,7 +25,7 @@ from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows
 from paceline.kernels.linear import ROW_TILE
 from paceline.kernels.triton_support import TensorDescriptor, cdiv, launch_next, launch_options, tl, triton, wait_previous
 
-CUBLAS_ROWS = 160
+CUBLAS_ROWS = 129
 ROW_TILES_TOGETHER = 16  # programs walk this many row tiles before the next column tile, so that both operands stay in L2
 
 
@@ -39,7 +37,6 @@ class Fp8Tile:
     cols: int
     warps: int
     stages: int
-    prefetch: int = 0  # groups of weights asked of L2 before x is there
     tma: bool = False
 
 
@@ -53,31 +50,23 @@ def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
 
 def choose_parts(width: int, depth: int) -> int:
     """How often the depth is cut: by the weight's shape alone, since it decides the order of the sum."""
-    return 2 if width <= 4096 and depth >= 2048 else 1
+    return 1 if depth < 4096 or width > 8192 else 4 if width <= 4096 else 2
 
 
 def choose_fp8_tile(num_rows: int, width: int) -> Fp8Tile:
-    if num_rows <= 16:
-        return Fp8Tile(16, 64, 4, 6, prefetch=8)
+    """Measured on an H200 with the Qwen3-8B shapes: N = 4096 (o, down), 6144 (qkv), 24576 (gate-up)."""
+    narrow = width <= 4096
     if num_rows <= 32:
-        return Fp8Tile(32, 64, 4, 6, prefetch=8)
+        return Fp8Tile(16 if num_rows <= 16 else 32, 64, 4, 8 if narrow else 6)
     if num_rows <= 64:
-        return Fp8Tile(64, 64, 4, 6, prefetch=8)
-    if num_rows <= 256:
-        return Fp8Tile(128, 64, 4, 4, tma=True)
-    return Fp8Tile(128, 128, 8, 4, tma=True)
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Asks L2 for the line of 128 bytes at each pointer."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+        return Fp8Tile(64, 64, 4, 6 if narrow else 4)
+    return Fp8Tile(128, 64, 4, 3 if num_rows <= 128 else 4, tma=True)
 
 
 @triton.jit(do_not_specialize=["M", "padded_rows"])
 def _fp8_linear_kernel(
     x_ptr, weight_ptr, x_desc, weight_desc, x_scales_ptr, weight_scales_ptr, out_ptr, M, N, K, padded_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (row and column tile, part of the depth)."""
     launch_next(PDL)
@@ -92,11 +81,8 @@ def _fp8_linear_kernel(
     part_groups = tl.cdiv(groups, tl.num_programs(1))
     first = tl.program_id(1) * part_groups
     last = tl.minimum(first + part_groups, groups)
-    weight_rows = weight_ptr + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K + first * 128
-    if PREFETCH:
-        prefetch_lines(weight_rows + tl.minimum(tl.arange(0, PREFETCH), last - first - 1)[None, :] * 128)
     k = tl.arange(0, 128)
-    weight_ptrs = weight_rows + k[None, :]
+    weight_ptrs = weight_ptr + tl.minimum(col, N - 1).to(tl.int64)[:, None] * K + first * 128 + k[None, :]
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * K + first * 128 + k[None, :]
     x_scale_ptrs = x_scales_ptr + row
     weight_scale_ptr = weight_scales_ptr + col_tile * COLS // 128 * groups
@@ -133,10 +119,9 @@ def fp8_linear_triton(x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | Non
     if tile.tma:
         x_desc = TensorDescriptor(x.values_MK, [num_rows, depth], [depth, 1], [tile.rows, GROUP])
         weight_desc = TensorDescriptor(weight.values, [width, depth], [depth, 1], [tile.cols, GROUP])
-    prefetch = tile.prefetch if x.values_MK.is_cuda else 0  # the interpreter has no L2
     _fp8_linear_kernel[(cdiv(num_rows, tile.rows) * cdiv(width, tile.cols), parts)](
         x.values_MK, weight.values, x_desc, weight_desc, x.scales_GM, weight.scales, out, num_rows, width, depth, x.scales_GM.shape[1],
-        ROWS=tile.rows, COLS=tile.cols, PREFETCH=prefetch, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
+        ROWS=tile.rows, COLS=tile.cols, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
         **launch_options(tile.warps, tile.stages),
     )  # fmt: skip
     return out

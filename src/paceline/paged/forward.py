@@ -97,14 +97,15 @@ class PagedForward:
             if index in self.captured_layers:
                 captured[index] = residual_TE
             attention = layer.attention
-            qkv = self._linear(normed_TE, attention.qkv)
+            qkv = self._linear(normed_TE, attention.qkv, in_parts=True)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
             q_THD = rope_and_write_kv(
-                qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(index), attention.heads, *norms, eps, *self.cache.scales(index)
-            )
+                qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(index), attention.heads, *norms, eps,
+                *self.cache.scales(index), dtype=residual_TE.dtype,
+            )  # fmt: skip
             if fill_only and index == len(policy.layers) - 1:
                 break
-            out_TE = self._linear(attend(q_THD, index).flatten(1), attention.output, before_norm=True)
+            out_TE = self._linear(attend(q_THD, index).flatten(1), attention.output, in_parts=True)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
             out_TE = self._feed_forward(normed_TE, layer.feed_forward)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)
@@ -117,7 +118,7 @@ class PagedForward:
                 return fp8_expert_feed_forward(x_TE, module.router.weight, gate_up, self.quantised.of(module.down), *routing)
             return expert_feed_forward(x_TE, module.router.weight, module.gate_up, module.down, *routing)
         activate = silu_multiply_quantised if self._in_fp8(module.down) else silu_multiply
-        return self._linear(activate(self._linear(x_TE, module.gate_up)), module.down, before_norm=True)
+        return self._linear(activate(self._linear(x_TE, module.gate_up)), module.down, in_parts=True)
 
     # `following` is the projection that takes the rows; it decides in which form they are handed over.
 
@@ -133,11 +134,11 @@ class PagedForward:
     def _in_fp8(self, module: torch.nn.Linear | None) -> bool:
         return module is not None and self.quantised is not None and self.quantised.of(module.weight) is not None
 
-    def _linear(self, x_TE: Rows, module: torch.nn.Linear, before_norm: bool = False) -> torch.Tensor:
-        """`before_norm`: the norm that follows adds up a product in parts."""
+    def _linear(self, x_TE: Rows, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
+        """`in_parts`: what follows can add up a product in parts."""
         if self._in_fp8(module):
             x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE)
-            out = fp8_linear(x, self.quantised.of(module.weight), self.deterministic, keep_parts=before_norm and module.bias is None)
+            out = fp8_linear(x, self.quantised.of(module.weight), self.deterministic, keep_parts=in_parts and module.bias is None)
         else:
             out = linear(x_TE, module.weight, deterministic=self.deterministic)
         return out if module.bias is None else out + module.bias
