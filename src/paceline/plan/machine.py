@@ -1,0 +1,48 @@
+"""The GPU a run is planned for: the one at hand, a known one by name, or so many gigabytes."""
+
+from dataclasses import dataclass
+
+from paceline.config import ConfigError
+
+# Memory in MiB as `nvidia-smi` lists it. The driver keeps some for itself: torch sees 99.6% of an H200's.
+GPUS = {
+    "H200": 143771,
+    "H100": 81559,
+    "A100": 81920,
+    "A100-40GB": 40960,
+    "B200": 183359,
+    "L40S": 46068,
+    "RTX-4090": 24564,
+}
+SEEN_BY_TORCH = 0.995
+CONTEXT_BYTES = 600_000_000  # what a process takes before its first tensor (driver context, loaded kernels); 0.55 GB on an H200
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    total_bytes: int
+    taken_bytes: int = CONTEXT_BYTES  # gone before the run's first tensor: the driver's context, other processes
+
+
+def named_gpu(name: str) -> Machine:
+    for known, mebibytes in GPUS.items():
+        if known.lower() == name.lower():
+            return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
+    raise ConfigError(f"--gpu {name!r} is not known; known are {', '.join(GPUS)}; for others give --memory-gb")
+
+
+def gpu_of_size(gigabytes: float) -> Machine:
+    if gigabytes <= 0:
+        raise ConfigError(f"--memory-gb {gigabytes:g} must be positive")
+    return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))
+
+
+def gpu_at_hand() -> Machine | None:
+    """None without a GPU. What other processes hold counts as taken."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return Machine(torch.cuda.get_device_name(), total, total - free - torch.cuda.memory_reserved())
