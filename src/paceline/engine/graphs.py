@@ -53,6 +53,7 @@ class StepRunner:
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self._pool = None
+        self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
@@ -84,7 +85,7 @@ class StepRunner:
         torch.cuda.synchronize()
         kept = self.slots.clone()
         self.slots.fill_(self.rows.null_slot)
-        stream = torch.cuda.Stream()
+        stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()

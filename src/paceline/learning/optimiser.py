@@ -15,7 +15,6 @@ import torch
 
 from paceline.config import LearningConfig
 
-
 PIECE_ELEMENTS = 1 << 26  # a step works on this many at a time: 256 MiB of float32 for the gradients, as much for the denominators
 
 

@@ -17,7 +17,7 @@ from paceline.learning.optimiser import PIECE_ELEMENTS
 from paceline.plan.live_bytes import LiveBytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
-from paceline.policy.lora import add_adapters, adapters_off
+from paceline.policy.lora import adapters_off, add_adapters
 
 META = torch.device("meta")
 
