@@ -10,13 +10,14 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
 from paceline.backends.native import make_native
 from paceline.config import Config, load_config
 from paceline.learning.learner import Learner
-from paceline.plan.machine import gpu_at_hand
+from paceline.plan.machine import LIBRARY_BYTES, gpu_at_hand
 from paceline.plan.plan import make_plan
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters
@@ -33,14 +34,24 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """In bytes."""
+
+    rollout: int
+    learning: int
+
+
 def main(names: list[str]) -> None:
     if len(names) == 1:
-        return check(names[0])
+        check(names[0])
+        return
     for name in names or CASES:
         subprocess.run([sys.executable, __file__, name])
 
 
-def check(name: str) -> None:
+def check(name: str) -> tuple[Peaks, Peaks]:
+    """Planned and measured."""
     shape_name, overrides = CASES[name]
     config, shape, started = load_config(None, [*COMMON, *overrides]), SHAPES[shape_name], time.time()
     machine = gpu_at_hand()
@@ -72,7 +83,7 @@ def check(name: str) -> None:
             engine.wake()
         engine.update_weights(step)
     free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved() - engine.cache.num_bytes - machine.taken_bytes
+    outside = total - free - torch.cuda.memory_reserved() - engine.cache.num_bytes - (machine.taken_bytes - LIBRARY_BYTES)
     print(f"== {name}: planned in {planned_in:.1f} s, {time.time() - started:.0f} s in all; an update of "
           f"{sum(len(s.completion.tokens) + PROMPT_TOKENS for g in groups for s in g.samples)} tokens {learn_seconds:.2f} s, "
           f"gradient norm {metrics['policy/gradient_norm']:.3g}, logprob delta {metrics['policy/largest_logprob_delta']:.3g}, "
@@ -83,8 +94,9 @@ def check(name: str) -> None:
     compare("rollout", plan.rollout_peak, rollout_peak)
     compare("learning", plan.learning_peak, learning_peak)
     print(f"   reserved {torch.cuda.max_memory_reserved() / 1e9:.2f} GB, KV {engine.cache.num_bytes / 1e9:.2f}, "
-          f"taken before {machine.taken_bytes / 1e9:.2f}, outside torch since {outside / 1e9:.2f}, "
+          f"taken before {(machine.taken_bytes - LIBRARY_BYTES) / 1e9:.2f}, outside torch since {outside / 1e9:.2f}, "
           f"{len(engine.runner.captured)} graphs, total {total / 1e9:.2f}", flush=True)  # fmt: skip
+    return Peaks(plan.rollout_peak, plan.learning_peak), Peaks(rollout_peak, learning_peak)
 
 
 def compare(phase: str, planned: int, measured: int) -> None:
