@@ -16,10 +16,11 @@ from paceline.backends.base import Backend
 from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
+from paceline.models.widen import load_widened, named_shape, widened_config
 from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.ways_out import refusal, ways_out
-from paceline.policy.config import read_config
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
@@ -72,7 +73,7 @@ def open_session(config: Config, learns: bool = False) -> Session:
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
     plan = plan_gpu(config, folder, device, learns)
-    policy = load_policy(folder, policy_dtype(config, device), device)
+    policy = open_policy(config, folder, device)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
@@ -82,16 +83,29 @@ def open_session(config: Config, learns: bool = False) -> Session:
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler, plan)
 
 
+def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
+    dtype = policy_dtype(config, device)
+    if config.policy.widen:
+        return load_widened(folder, config.policy.widen, dtype, device)
+    return load_policy(folder, dtype, device)
+
+
 def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -> Plan | None:
     """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a CPU."""
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
         return None
-    shape, dtype = read_config(folder), policy_dtype(config, device)
+    shape, dtype = policy_shape(config, folder), policy_dtype(config, device)
     plan = make_plan(config, shape, dtype, machine, learns)
     if plan.problem:
         raise refusal(plan, ways_out(config, shape, dtype, machine, learns))
     return plan
+
+
+def policy_shape(config: Config, folder: Path) -> DecoderConfig:
+    """Of the policy that `open_policy` makes."""
+    shape = read_config(folder)
+    return widened_config(shape, named_shape(config.policy.widen)) if config.policy.widen else shape
 
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:

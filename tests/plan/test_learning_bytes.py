@@ -92,11 +92,11 @@ def test_peak_is_that_of_a_real_backward_pass(name, variant):
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]
     learner = real_learner(shape, overrides, torch.float32)
     policy, batch = learner.policy, one_response(TOKENS, torch.device("cpu"))
-    learner._backward(batch, TOKENS, 1)
+    learner._backward(batch, TOKENS, 1, 1.0)
     known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *(p.grad for p in policy.parameters() if p.grad is not None)]
     known += list(learner.reference.parameters()) if learner.reference is not None else []
     with LiveBytes([*known, *(t for t in vars(batch).values() if isinstance(t, torch.Tensor))]) as memory:
-        learner._backward(batch, TOKENS, 1)
+        learner._backward(batch, TOKENS, 1, 1.0)
     plan = planned(shape, overrides, torch.float32)
     assert plan.activations + plan.backward == pytest.approx(memory.peak, rel=0.05)
 

@@ -2,8 +2,8 @@
 
 from tokenizers import Tokenizer
 
+from paceline.backends.drafters import make_drafter
 from paceline.config import Config, ConfigError, RolloutConfig
-from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.paged.cache import token_bytes
@@ -20,12 +20,13 @@ def make_native(policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokeniz
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,
+        verify=rollout.speculation.verify,
     )
     speculation = rollout.speculation
     if speculation.drafter == "none":
         return Engine(policy, settings, tokenizer)
     pacer = FixedPacer(Strategy(speculation.drafter, speculation.tokens), speculation.max_running)
-    return Engine(policy, settings, tokenizer, [HistoryDrafter()], pacer)
+    return Engine(policy, settings, tokenizer, [make_drafter(speculation.drafter, policy, speculation)], pacer)
 
 
 def cpu_kv_tokens(policy: Decoder, config: Config) -> int:

@@ -49,15 +49,15 @@ class MasterAdamW:
         return config.lr * factor[config.lr_schedule]
 
     @torch.no_grad()
-    def step(self) -> float:
-        """Clips, updates, clears the gradients; returns the gradient norm before clipping.
+    def step(self, scale: float = 1.0) -> float:
+        """Scales, clips, updates, clears the gradients; returns the gradient norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were: the caller reports the skipped step.
         """
         norms = [torch.linalg.vector_norm(p.grad, dtype=m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True) if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if torch.isfinite(norm):
-            self._adamw(torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
+            self._adamw(scale * torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
             for master, (_, parameter) in zip(self.masters, self.named, strict=True):
                 if master.data_ptr() != parameter.data_ptr():
                     parameter.copy_(master)
@@ -68,14 +68,14 @@ class MasterAdamW:
         for _, parameter in self.named:
             parameter.grad = None
 
-    def _adamw(self, clip: torch.Tensor) -> None:
-        """Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""
+    def _adamw(self, scale: torch.Tensor) -> None:
+        """Of `scale` times the gradients. Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""
         lr, beta1, beta2 = self.learning_rate, self.config.beta1, self.config.beta2
         self.steps += 1
         for pieces in self._pieces:
             masters, first, second = (self._flat(tensors, pieces) for tensors in (self.masters, self.first_moments, self.second_moments))
             gradients = [self._gradient(piece) for piece in pieces]
-            torch._foreach_mul_(gradients, clip)
+            torch._foreach_mul_(gradients, scale)
             torch._foreach_lerp_(first, gradients, 1 - beta1)
             torch._foreach_mul_(second, beta2)
             torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)

@@ -10,10 +10,10 @@ from paceline.config import Config, ConfigError
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.ways_out import refusal, ways_out
-from paceline.policy.config import DecoderConfig, read_config
+from paceline.policy.config import DecoderConfig
 from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
-from paceline.session import policy_folder
+from paceline.session import policy_folder, policy_shape
 
 
 def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None:
@@ -80,6 +80,6 @@ def _shape(config: Config) -> DecoderConfig:
     if path in SHAPES:
         return SHAPES[path]
     try:
-        return read_config(policy_folder(path))
+        return policy_shape(config, policy_folder(path))
     except ConfigError as error:
         raise ConfigError(f"{error}; shapes that can be planned for by name: {', '.join(SHAPES)}") from None

@@ -11,6 +11,7 @@ import torch
 
 from paceline.config import Config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
+from paceline.learning.correction import correct, corrected
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import PIECE_ELEMENTS
@@ -97,7 +98,9 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
         if learner.reference is not None and not learner.algorithm.kl_in_reward:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
-        learner.algorithm.token_loss(batch, logprobs_R, reference_R).loss_R.sum().backward()
+        correction = learner.config.correction
+        seen = corrected(correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0)
+        learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
     learner.optimiser.discard_gradients()
     return activations, memory.peak
 

@@ -17,7 +17,7 @@ from paceline.config import Config
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.lengths import Lengths
 from paceline.plan.machine import Machine
-from paceline.plan.rollout import kv_pool_bytes, kv_token_bytes, rollout_bytes
+from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
 
 MARGIN = 0.03  # of the memory: what the allocator cannot use because it lies in pieces, and kernels' own workspaces
@@ -68,7 +68,7 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
     """`learns=False`: generation alone, as `paceline eval` and `paceline rollout` do it."""
     lengths = Lengths.of(config, shape)
     policy = meta_policy(shape, config, dtype)
-    held, rollout = policy_bytes(policy), rollout_bytes(shape, config, dtype)
+    held, rollout = policy_bytes(policy), rollout_bytes(policy, config)
     learner = learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
     # The step's own needs come when activations are gone: only what goes beyond those counts.
     update = max(learner.backward, learner.optimiser_step - learner.activations)
@@ -88,11 +88,11 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     without_pool = Plan(machine, tuple(part for part in parts if part.num_bytes), 0, sleeps=False, problem="")
-    return _with_pool(without_pool, config, lengths.request, shape, dtype)
+    return _with_pool(without_pool, config, lengths.request, rollout.kv_token)
 
 
-def _with_pool(plan: Plan, config: Config, request_tokens: int, shape: DecoderConfig, dtype: torch.dtype) -> Plan:
-    per_token, fixed = kv_token_bytes(shape, dtype), config.rollout.kv_tokens
+def _with_pool(plan: Plan, config: Config, request_tokens: int, per_token: int) -> Plan:
+    fixed = config.rollout.kv_tokens
     wanted = fixed or config.rollout.max_running * request_tokens
     # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
     beside = (plan.usable_bytes - plan.peak_bytes) // per_token - 32
@@ -108,7 +108,7 @@ def _with_pool(plan: Plan, config: Config, request_tokens: int, shape: DecoderCo
     elif tokens < request_tokens:
         needed = f"{max(0, room)} KV tokens fit beside the other parts, one request may need {request_tokens}"
         problem = f"the KV pool does not fit: {needed}; lower rollout.max_tokens (and eval.max_tokens)"
-    pool = Part("KV pool", kv_pool_bytes(shape, dtype, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens")
+    pool = Part("KV pool", kv_pool_bytes(per_token, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens")
     return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem)
 
 

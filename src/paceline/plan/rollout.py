@@ -1,6 +1,6 @@
-"""What generation takes: resident rows, the drafter's bank, one step's tensors for the graphs, a prefill chunk, the KV pool.
+"""What generation takes: resident rows, the drafter, one step's tensors for the graphs, a prefill chunk, the KV pool.
 
-Rows, bank and pool are the engine's own objects, made on the meta device. The two passes are formulas that follow
+Rows and drafter are the engine's own objects, made on the meta device. The two passes are formulas that follow
 `paged/forward.py`: its kernels differ from the torch code that the meta device would run.
 
 Shape letters: T tokens, E hidden size, Q and KV width of all heads, F feed-forward, I expert feed-forward, K experts per token.
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import Config
-from paceline.drafting.history import HistoryDrafter
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
+from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
 from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
 
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
 # The Triton sampler keeps nothing of a logit; truncated sampling sorts: scores, sorted scores, ids, and five of int64 at a time.
@@ -29,35 +30,34 @@ class RolloutBytes:
     drafter: int
     graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
     workspace: int  # a prefill chunk, or a step that runs once before its capture
+    kv_token: int  # per token of the pool, the drafter's own cache included
 
 
-def rollout_bytes(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> RolloutBytes:
-    slots, speculation = config.rollout.max_running, config.rollout.speculation
+def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
+    """`policy` on the meta device."""
+    shape, dtype, slots, speculation = policy.config, policy.dtype, config.rollout.max_running, config.rollout.speculation
     rows = Rows(slots, shape.max_positions, torch.float32, META)
-    row_tensors = [*vars(rows.state).values(), rows.top_k, rows.top_p, rows.min_p]
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
-    drafter, queries = 0, slots
-    graphs = len(buckets_up_to(slots))
+    drafter = drafter_bytes(speculation, policy, rows, proposals)
+    queries, graphs = slots, len(buckets_up_to(slots))
     if speculation.drafter != "none":
-        history = HistoryDrafter()
-        history.bind(rows.state, proposals)
-        drafter = total_bytes([history.bank_NW, history.bank_length_N, history.sources_SC])
         widest = min(slots, speculation.max_running)
         queries = max(slots, widest * (speculation.tokens + 1))
         graphs += 2 * len(buckets_up_to(widest))  # a draft and its verification
     step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1)
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
-    prefill = config.rollout.prefill_tokens * layer_token_bytes(shape, dtype)
-    return RolloutBytes(total_bytes([*row_tensors, proposals]) + table, drafter, step + graphs * GRAPH_BYTES, max(step, prefill))
+    return RolloutBytes(
+        rows=total_bytes([*vars(rows.state).values(), proposals]) + table,
+        drafter=drafter.fixed,
+        graphs=step + graphs * GRAPH_BYTES,
+        workspace=max(step, config.rollout.prefill_tokens * layer_token_bytes(shape, dtype)),
+        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) + drafter.per_token,
+    )
 
 
-def kv_token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
-    return token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-
-
-def kv_pool_bytes(shape: DecoderConfig, dtype: torch.dtype, tokens: int) -> int:
+def kv_pool_bytes(kv_token: int, tokens: int) -> int:
     """As `KVCache` takes it: whole blocks, and the one that belongs to nobody."""
-    return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token_bytes(shape, dtype)
+    return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token
 
 
 def step_bytes(shape: DecoderConfig, queries: int, dtype: torch.dtype, truncates: bool) -> int:
