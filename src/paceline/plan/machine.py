@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from paceline.config import ConfigError
 
-# Memory in MiB as `nvidia-smi` lists it. The driver keeps some for itself: torch sees 99.6% of an H200's.
+# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. Of an H200's torch sees 99.6%.
 GPUS = {
     "H200": 143771,
     "H100": 81559,
