@@ -14,14 +14,14 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
-from paceline.drafting.base import Drafter
+from paceline.backends.base import BASE_PRECISION, RolloutStats
+from paceline.drafting.base import Drafter, Seat
 from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
@@ -29,7 +29,8 @@ from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
-from paceline.pacing.strategy import PLAIN, Pacer
+from paceline.engine.step import StepVariant, Verify
+from paceline.pacing.strategy import PLAIN, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
@@ -48,6 +49,7 @@ class EngineSettings:
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
+    verify: str = "shared-noise"  # or "rejection"
 
 
 class Engine:
@@ -70,12 +72,18 @@ class Engine:
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
         self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
-        self.buckets = buckets_up_to(slots)
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        followers = [drafter for drafter in drafters if drafter.captured_layers]
+        forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
+        self.runner = StepRunner(forward, self.rows, slots, followers)
+        self.buckets = buckets_up_to(slots)
+        if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
+            self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
+        shared = self.runner.proposals_SK, self.runner.probabilities_SKV
         for drafter in drafters:
-            drafter.bind(self.rows.state, self.runner.proposals_SK)
-        self.behind = {name: np.zeros(slots + 1, dtype=bool) for name in self.drafters}  # by slot: its row ran without this drafter
+            drafter.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
+        # By drafter that must be told: the slots whose rows ran without it.
+        self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
@@ -158,9 +166,13 @@ class Engine:
     def sleep(self) -> None:
         self._preempt_all()
         self.cache.sleep()
+        for drafter in self.drafters.values():
+            drafter.sleep()
 
     def wake(self) -> None:
         self.cache.wake()
+        for drafter in self.drafters.values():
+            drafter.wake()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
@@ -174,6 +186,13 @@ class Engine:
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             if own:
                 drafter.load_state(own)
+
+    @property
+    def precision(self) -> str:
+        return BASE_PRECISION
+
+    def fall_back_to_base_precision(self) -> None:
+        pass
 
     def close(self) -> None:
         self._preempt_all()
@@ -201,10 +220,11 @@ class Engine:
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
     def _prefill(self) -> None:
-        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens)
+        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
         ready = self.scheduler.take_ready()
         if ready.copy_from:
-            self.cache.copy_blocks(ready.copy_from, ready.copy_to)
+            for cache in (self.cache, *self.drafters.values()):
+                cache.copy_blocks(ready.copy_from, ready.copy_to)
         for sequence in [s for s in ready.sequences if s.aborted]:
             self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
@@ -223,8 +243,10 @@ class Engine:
         self.rows.enter(new_rows)
         for s in sequences:
             for drafter in self.drafters.values():
-                drafter.observe_enter(s.slot, s.request)
-                self.behind[drafter.name][s.slot] = True
+                drafter.observe_enter(s.slot, s.request, s.handover.get(drafter.name))
+            for behind in self.behind.values():
+                behind[s.slot] = True
+            s.handover = {}
         self._running_changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -234,18 +256,24 @@ class Engine:
         queries = strategy.count + 1
         if self.reserved_queries < queries and not self._reserve(queries):
             return
-        if strategy.count and not self._catch_up(strategy.drafter):
+        if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         if strategy.count:
-            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count)
+            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind[self.batch.slots] = True
-        status = self.runner.run(bucket, queries, self.batch.variant)
+        status = self.runner.run(bucket, queries, self._variant(strategy))
         self.outcomes.unread.append(Launched.now(self.batch, strategy, status))
         self.length_bound[self.batch.slots] += queries
+
+    def _variant(self, strategy: Strategy) -> StepVariant:
+        if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
+            return self.batch.variant
+        known = self.drafters[strategy.drafter].has_probabilities
+        return replace(self.batch.variant, verify=Verify.REJECTION if known else Verify.REJECTION_OF_CERTAIN)
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""

@@ -10,6 +10,7 @@ batch remembers the tenancy of each slot, a number that changes when a row leave
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +84,8 @@ class Outcomes:
         self.unread: deque[Launched] = deque()
         self.tenancy = np.zeros(rows.null_slot + 1, dtype=np.int64)
         self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)  # of each slot's row, as of the last outcome read
+        # Told after each step who has how many tokens, and how many are new: `certify` asks where steps began.
+        self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
 
     def enter(self, sequence: Sequence) -> None:
         self.length[sequence.slot] = sequence.length
@@ -127,6 +130,8 @@ class Outcomes:
         slots, lengths = batch.slots[here], lengths[here]
         gained = lengths - self.length[slots]
         self.length[slots] = lengths
+        if self.observer is not None:
+            self.observer([batch.sequences[i] for i in here.nonzero()[0].tolist()], lengths, gained)
         return gained
 
     def _ended_by_text(self, running: list[Sequence], stats: RolloutStats, version: int) -> list[Ended]:
