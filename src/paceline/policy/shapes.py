@@ -16,5 +16,8 @@ SHAPES = {
         "qwen3_moe", 151936, 4096, 12288, 94, 64, 4, 128, 40960, 1e-6, RopeConfig(1e6), qk_norm=True,
         num_experts=128, num_experts_per_token=8, expert_intermediate_size=1536, normalise_expert_weights=True,
     ),
+    "qwen2.5-7b": DecoderConfig("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, 131072, 1e-6, RopeConfig(1e6), qkv_bias=True),
+    "qwen2.5-32b": DecoderConfig("qwen2", 152064, 5120, 27648, 64, 40, 8, 128, 131072, 1e-6, RopeConfig(1e6), qkv_bias=True),
+    "llama-3.3-70b": DecoderConfig("llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, 1e-5, RopeConfig(500000.0)),
     "llama-3.1-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, RopeConfig(500000.0)),
 }  # fmt: skip
