@@ -91,3 +91,133 @@ def _answer(flags, sweep: list[str], json_file: Path | None, html_file: Path | N
         write_json(json_file, answers)
     if html_file is not None:
         write_html(html_file, answers, combinations, asked.keys)
+
+
+@app.command()
+def validate(
+    hardware: Annotated[str, typer.Option(help="the profile whose predictions are checked")] = "h200",
+    points: Annotated[Optional[Path], typer.Option(help="measured points, as `measure` writes them; default: those that are shipped")] = None,
+    write: Annotated[Optional[Path], typer.Option(help="folder for simulator.md and its plots; default: print a summary only")] = None,
+) -> None:
+    """Compares predictions with measurements, ours and published ones, and writes docs/simulator.md."""
+    from paceline.simulate.hardware import load_hardware
+    from paceline.simulate.validation import page
+    from paceline.simulate.validation.check import predictions, summary
+    from paceline.simulate.validation.h200 import shipped_measurements
+
+    profile, measured = load_hardware(hardware), shipped_measurements(points)
+    made = page.sections(profile, measured) if write is None else page.write(write, profile, measured)
+    for section in made:
+        unseen = predictions(section.checks)
+        typer.echo(f"{section.title}: {summary(unseen) if unseen else 'fits only'}")
+
+
+@app.command()
+def profiles() -> None:
+    """Lists the shipped hardware profiles and who says what about them."""
+    from paceline.simulate.hardware import load_hardware, shipped_profiles
+    from paceline.simulate.report import provenance_lines
+
+    for name in shipped_profiles():
+        typer.echo("\n".join([name, *provenance_lines(load_hardware(name).provenance)]))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="the profile to write")] = Path("machine.json"),
+    points: Annotated[Optional[Path], typer.Option(help="fit these points instead of measuring")] = None,
+    save_points: Annotated[Optional[Path], typer.Option(help="also write the measured points here")] = None,
+    base: Annotated[Optional[str], typer.Option(help="profile for what kernels cannot tell (links, training); default: by the device's name")] = None,
+    name: Annotated[str, typer.Option(help="what the profile calls itself; default: the file's name")] = "",
+) -> None:
+    """Measures this machine's kernels (a GPU takes about a minute) and writes a hardware profile."""
+    from paceline.simulate.calibrate import fit_report, profile_from
+    from paceline.simulate.hardware import write_hardware
+    from paceline.simulate.points import load_measurements, write_measurements
+
+    if points is not None:
+        measured = load_measurements(points)
+    else:
+        import datetime
+
+        from paceline.bench.setup import bench_device
+        from paceline.simulate.measure import CPU, GPU, measure_kernels
+
+        device = bench_device()
+        measured = measure_kernels(device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat())
+    if save_points is not None:
+        write_measurements(measured, save_points)
+    hardware = profile_from(name or out.stem, measured, base)
+    write_hardware(hardware, out)
+    for report in fit_report(hardware, measured):
+        typer.echo(str(report))
+    typer.echo(f"written to {out}; try: paceline simulate --hardware {out}")
+
+
+@app.command()
+def measure(
+    out: Annotated[Path, typer.Argument(help="file of points to write; kernel points that it already holds are kept")],
+    models: Annotated[str, typer.Option(help="shapes with random weights, comma separated; the first gets most of the time")] = "qwen3-8b,qwen3-1.7b",
+    seconds: Annotated[float, typer.Option(help="stop after this long; what was left out is said")] = 110.0,
+) -> None:
+    """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile by."""
+    import dataclasses
+    import datetime
+    import time
+
+    from paceline.bench.setup import bench_device, describe
+    from paceline.simulate.measure_steps import StepBench
+    from paceline.simulate.points import Measurements, load_measurements, write_measurements
+
+    device, start = bench_device(), time.perf_counter()
+    facts = describe(device)
+    empty = Measurements(facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat())
+    kept = load_measurements(out) if out.is_file() else empty
+    names = models.split(",")
+    for number, model in enumerate(names):
+        share = 1.0 if number == len(names) - 1 else 0.7
+        bench = StepBench(model, device, start + share * seconds, typer.echo)
+        if number == 0:
+            bench.decode([(4, 128, 0), (24, 128, 0), (96, 128, 0), (192, 128, 0), (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)])
+            bench.rollout(96, 128, 256, 1024)
+        else:
+            bench.decode([(1, 128, 0), (32, 128, 0), (128, 128, 0)])
+        kept = dataclasses.replace(kept, steps=(*kept.steps, *bench.steps), rollouts=(*kept.rollouts, *bench.rollouts))
+        write_measurements(kept, out)
+        del bench
+    typer.echo(f"written to {out}; compare with: paceline simulate validate --points {out}")
+
+
+@app.command("from")
+def from_command(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    hardware: Annotated[str, typer.Option(help="profile of the machine that made the run; `calibrate` writes one")],
+    gpus: Annotated[Optional[int], typer.Option(help="what if: this many devices")] = None,
+    length_scale: Annotated[float, typer.Option(help="what if: responses this many times as long")] = 1.0,
+    model: Annotated[Optional[str], typer.Option(help="what if: another model")] = None,
+    move_to: Annotated[Optional[str], typer.Option(help="what if: other hardware")] = None,
+    tp: Optional[int] = None,
+    ep: Optional[int] = None,
+    weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
+    accept: Annotated[Optional[str], typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
+    drafter: Annotated[Optional[str], typer.Option(help="eagle or history")] = None,
+    mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
+    prompts: Optional[int] = None,
+    samples: Optional[int] = None,
+    max_running: Optional[int] = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Starts from a measured run and asks: what if?"""
+    from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+    from paceline.simulate.report import provenance_lines, write_html, write_json
+
+    changes = WhatIf(gpus, length_scale, model, move_to, tp, ep, weights, kv, k, accept, drafter, mode, samples, prompts, max_running)
+    answer = what_if(read_run(run), hardware, changes)
+    typer.echo("\n".join([text(answer), "", "who says so:", *provenance_lines(answer.changed.outcome.provenance)]))
+    if json_file is not None:
+        write_json(json_file, [answer.changed])
+    if html_file is not None:
+        write_html(html_file, [answer.base, answer.changed], [("the run",), ("what if",)], ("",))

@@ -27,7 +27,7 @@ PACELINE = Engine(
     Origin(Source.MEASURED, "step: engine minus kernels alone at batch 128 (6.93 - 6.84 ms)"),
 )  # fmt: skip
 VLLM = Engine(
-    "vllm", 6.5e-4, 3.0e-6, 2e-3, 512, 1.2e-4, False,
+    "vllm", 6.38e-4, 1.65e-6, 2e-3, 512, 1.2e-4, False,
     Origin(Source.FITTED, "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured layer: assumed"),
 )  # fmt: skip
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}

@@ -103,15 +103,18 @@ def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: Gem
 
         flops = float(fit_positive(rate, np.array([p.seconds for p in prefill]), np.array([start.prefill_flops]))[0])
         start = dataclasses.replace(start, prefill_flops=flops, flops=flops)
-    verify = any(p.queries > 4 for p in decode)
+    verify, many = any(p.queries > 4 for p in decode), len(decode) >= 8  # few points cannot tell a row's cost from its keys'
 
     def curve(x: np.ndarray) -> AttentionCurve:
-        return dataclasses.replace(start, launch_seconds=x[0], bandwidth=x[1], serial_seconds_per_key=x[2], flops=x[3] if verify else start.flops)
+        return dataclasses.replace(
+            start, launch_seconds=x[0], bandwidth=x[1], serial_seconds_per_key=x[2], flops=x[3] if verify else start.flops,
+            row_seconds=x[-1] if many else 0.0,
+        )  # fmt: skip
 
     def predict(x: np.ndarray) -> np.ndarray:
         return np.array([predict_attention(dataclasses.replace(kernels, attention=curve(x)), p) for p in decode])
 
-    first = [start.launch_seconds, start.bandwidth, start.serial_seconds_per_key] + ([start.flops] if verify else [])
+    first = [start.launch_seconds, start.bandwidth, start.serial_seconds_per_key] + [start.flops] * verify + [start.launch_seconds / 100] * many
     return curve(fit_positive(predict, np.array([p.seconds for p in decode]), np.array(first)))
 
 

@@ -60,6 +60,7 @@ class AttentionCurve:
     serial_seconds_per_key: float  # of the longest row, whatever the parallelism
     flops: float  # arithmetic rate of the decode kernel
     prefill_flops: float
+    row_seconds: float = 0.0  # per query of every row; a CPU runs them one after another
     query_tile: int = 16  # (query, head of the group) pairs are padded to a multiple of this
 
 

@@ -24,12 +24,15 @@ def gemm(curve: GemmCurve, rows: Array, width: float, depth: float, weight_bytes
 
 
 def decode_attention(
-    curve: AttentionCurve, queries: int, keys: Array, longest: Array, heads: float, kv_heads: float, head_dim: int, kv_bytes: float
+    curve: AttentionCurve, rows: Array, queries: int, keys: Array, longest: Array, heads: float, kv_heads: float, head_dim: int, kv_bytes: float
 ) -> np.ndarray:
     """One layer, `keys` in total over all rows. Linear in `keys` for given rows: the event simulation integrates it in closed form."""
-    return curve.launch_seconds + np.asarray(longest) * curve.serial_seconds_per_key + keys * decode_attention_per_key(
-        curve, queries, heads, kv_heads, head_dim, kv_bytes
-    )  # fmt: skip
+    per_key = decode_attention_per_key(curve, queries, heads, kv_heads, head_dim, kv_bytes)
+    return decode_attention_fixed(curve, rows, queries) + np.asarray(longest) * curve.serial_seconds_per_key + keys * per_key
+
+
+def decode_attention_fixed(curve: AttentionCurve, rows: Array, queries: int) -> np.ndarray:
+    return curve.launch_seconds + np.asarray(rows) * queries * curve.row_seconds
 
 
 def decode_attention_per_key(curve: AttentionCurve, queries: int, heads: float, kv_heads: float, head_dim: int, kv_bytes: float) -> float:

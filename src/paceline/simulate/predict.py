@@ -28,7 +28,8 @@ def predict_attention(kernels: Kernels, point: AttentionPoint) -> float:
         pairs = float(np.sum(point.new * contexts + point.new**2 / 2))
         return float(op.prefill_attention(kernels.attention, pairs, point.heads, point.head_dim))
     keys, longest = contexts.sum() + len(contexts), contexts.max()
-    return float(op.decode_attention(kernels.attention, point.queries, keys, longest, point.heads, point.kv_heads, point.head_dim, 2.0))
+    rows = len(contexts)
+    return float(op.decode_attention(kernels.attention, rows, point.queries, keys, longest, point.heads, point.kv_heads, point.head_dim, 2.0))
 
 
 def predict_experts(kernels: Kernels, point: ExpertPoint) -> float:

@@ -70,7 +70,7 @@ class StepCost:
             host = host + np.where(tokens > engine.graph_tokens, model.layers * engine.eager_layer_seconds, 0.0)
         return Breakdown(
             gemm=self._dense_gemms(tokens) + self._head(tokens),
-            attention_fixed=np.full_like(tokens, model.layers * self.kernels.attention.launch_seconds),
+            attention_fixed=model.layers * op.decode_attention_fixed(self.kernels.attention, local, draft_tokens + 1),
             experts=self._experts(tokens),
             rest=rest,
             collectives=self._collectives(tokens),
@@ -154,6 +154,10 @@ class StepCost:
             seconds = seconds + model.expert_layers * 2 * op.all_to_all(links, split.expert, sent)
         return seconds
 
+    def draft_seconds(self, rows: float, draft_tokens: int) -> float:
+        """Drafting alone, without its attention to the context."""
+        return float(self._draft(np.asarray([rows], dtype=float), draft_tokens)[0])
+
     def _draft(self, rows: np.ndarray, draft_tokens: int) -> np.ndarray:
         """`draft_tokens` passes of the drafter, one after another: its layers, its head, one sample each."""
         drafter, model, curve = self.drafter, self.model, self.kernels.gemm_bf16
@@ -166,7 +170,7 @@ class StepCost:
         layer = op.gemm(curve, rows, model.qkv_width / tensor, 2 * model.hidden, 2.0) + op.gemm(curve, rows, model.hidden, q / tensor, 2.0)
         layer = layer + op.gemm(curve, rows, 2 * drafter.feed_forward / tensor, model.hidden, 2.0)
         layer = layer + op.gemm(curve, rows, model.hidden, drafter.feed_forward / tensor, 2.0)
-        layer = layer + self.kernels.attention.launch_seconds
+        layer = layer + op.decode_attention_fixed(self.kernels.attention, rows, 1)
         layer = layer + op.layer_rest(self.kernels.other, rows, model.hidden, model.qkv_width / tensor, drafter.feed_forward / tensor)
         layer = layer + 2 * op.all_reduce(self.deployment.hardware.links, tensor, rows * model.hidden * 2.0)
         head = op.gemm(curve, rows, drafter.vocab / tensor, model.hidden, 2.0) + op.sampler(self.kernels.other, rows, drafter.vocab / tensor)
