@@ -96,7 +96,7 @@ def _answer(flags, sweep: list[str], json_file: Path | None, html_file: Path | N
 @app.command()
 def validate(
     hardware: Annotated[str, typer.Option(help="the profile whose predictions are checked")] = "h200",
-    points: Annotated[Optional[Path], typer.Option(help="measured points, as `measure` writes them; default: those that are shipped")] = None,
+    points: Annotated[Optional[list[Path]], typer.Option(help="further measured points, beside those that are shipped; repeatable")] = None,
     write: Annotated[Optional[Path], typer.Option(help="folder for simulator.md and its plots; default: print a summary only")] = None,
 ) -> None:
     """Compares predictions with measurements, ours and published ones, and writes docs/simulator.md."""
@@ -125,7 +125,7 @@ def profiles() -> None:
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the profile to write")] = Path("machine.json"),
-    points: Annotated[Optional[Path], typer.Option(help="fit these points instead of measuring")] = None,
+    points: Annotated[Optional[list[Path]], typer.Option(help="fit these points instead of measuring; repeatable")] = None,
     save_points: Annotated[Optional[Path], typer.Option(help="also write the measured points here")] = None,
     base: Annotated[Optional[str], typer.Option(help="profile for what kernels cannot tell (links, training); default: by the device's name")] = None,
     name: Annotated[str, typer.Option(help="what the profile calls itself; default: the file's name")] = "",
@@ -133,10 +133,10 @@ def calibrate(
     """Measures this machine's kernels (a GPU takes about a minute) and writes a hardware profile."""
     from paceline.simulate.calibrate import fit_report, profile_from
     from paceline.simulate.hardware import write_hardware
-    from paceline.simulate.points import load_measurements, write_measurements
+    from paceline.simulate.points import load_measurements, merged, write_measurements
 
-    if points is not None:
-        measured = load_measurements(points)
+    if points:
+        measured = merged([load_measurements(path) for path in points])
     else:
         import datetime
 

@@ -40,9 +40,9 @@ def fit_hardware(name: str, measurements: Measurements, sheet: DataSheet, links:
     if rest:
         other = fit_rest(rest, other)
     hardware = Hardware(name, sheet, Kernels(gemm, fp8, attention, other, experts), links, training, {})
-    steps = [p for p in measurements.steps if p.use == FIT and p.engine == "paceline" and not p.prefill]
-    if steps and not rest:
-        hardware = fit_other_on_steps(steps, hardware)
+    steps = [p for p in measurements.steps if p.use == FIT and p.engine == "paceline" and p.layer == "engine" and not p.prefill]
+    if steps:
+        hardware = fit_other_on_steps(steps, hardware, sampler_known=bool(rest))
     origin = f"{measurements.device}, {measurements.software}, {measurements.date}"
     fitted = Origin(Source.MEASURED, f"curve through measured points: {origin}")
     on_steps = Origin(Source.FITTED, f"what {len(steps)} whole decode steps leave over: {origin}")
@@ -51,7 +51,7 @@ def fit_hardware(name: str, measurements: Measurements, sheet: DataSheet, links:
         "gemm_bf16": fitted,
         "gemm_fp8": fitted if fp8 else Origin(Source.ASSUMED, "none"),
         "attention": fitted,
-        "other": fitted if rest else on_steps,
+        "other": on_steps if steps else fitted,
         "experts": fitted if expert_points else Origin(Source.ASSUMED, "the dense product's launch, bandwidth and rate; never timed"),
         "links": Origin(Source.ASSUMED, "one device was measured; data-sheet bandwidth x 0.7, latencies of published collectives"),
         "training": Origin(Source.ASSUMED, "share of the data sheet's rate; never measured"),
@@ -95,15 +95,17 @@ def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: Gem
     """Prefill gives an arithmetic rate; decoding, which hardly shows one, borrows it unless deep verification was measured."""
     decode, prefill = [p for p in points if not p.new], [p for p in points if p.new]
     kernels = _with_gemm(gemm)
-    if prefill:
+    verify, many = any(p.queries > 4 for p in decode), len(decode) >= 8  # few points cannot tell a row's cost from its keys'
 
-        def rate(x: np.ndarray) -> np.ndarray:
-            attention = dataclasses.replace(start, prefill_flops=x[0])
+    def with_rate(curve: AttentionCurve) -> AttentionCurve:
+        def predict(x: np.ndarray) -> np.ndarray:
+            attention = dataclasses.replace(curve, prefill_flops=x[0])
             return np.array([predict_attention(dataclasses.replace(kernels, attention=attention), p) for p in prefill])
 
-        flops = float(fit_positive(rate, np.array([p.seconds for p in prefill]), np.array([start.prefill_flops]))[0])
-        start = dataclasses.replace(start, prefill_flops=flops, flops=flops)
-    verify, many = any(p.queries > 4 for p in decode), len(decode) >= 8  # few points cannot tell a row's cost from its keys'
+        rate = float(fit_positive(predict, np.array([p.seconds for p in prefill]), np.array([curve.prefill_flops]))[0]) if prefill else curve.flops
+        return dataclasses.replace(curve, prefill_flops=rate, flops=curve.flops if verify else rate)
+
+    start = with_rate(start)
 
     def curve(x: np.ndarray) -> AttentionCurve:
         return dataclasses.replace(
@@ -115,7 +117,7 @@ def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: Gem
         return np.array([predict_attention(dataclasses.replace(kernels, attention=curve(x)), p) for p in decode])
 
     first = [start.launch_seconds, start.bandwidth, start.serial_seconds_per_key] + [start.flops] * verify + [start.launch_seconds / 100] * many
-    return curve(fit_positive(predict, np.array([p.seconds for p in decode]), np.array(first)))
+    return with_rate(curve(fit_positive(predict, np.array([p.seconds for p in decode]), np.array(first))))  # now with the launch it found
 
 
 def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
@@ -130,24 +132,27 @@ def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
     def curve(x: np.ndarray) -> OtherCurve:
-        return OtherCurve(x[0], x[1], x[2])
+        return OtherCurve(x[0], x[1], x[2], x[3])
 
     def predict(x: np.ndarray) -> np.ndarray:
         kernels = _with_gemm(GemmCurve(1e-6, 1e12, 1e14, 1.0, 2.0))
         return np.array([predict_rest(dataclasses.replace(kernels, other=curve(x)), p) for p in points])
 
-    first = np.array([start.layer_seconds, start.bandwidth, start.sampler_elements_per_second])
+    first = np.array([start.layer_seconds, start.bandwidth, start.sampler_elements_per_second, start.layer_seconds])
     return curve(fit_positive(predict, np.array([p.seconds for p in points]), first))
 
 
-def fit_other_on_steps(points: list[StepPoint], hardware: Hardware) -> Hardware:
-    """Two unknowns, the fixed cost of a layer and the sampler's rate, from the smallest and the largest step."""
+def fit_other_on_steps(points: list[StepPoint], hardware: Hardware, sampler_known: bool) -> Hardware:
+    """What whole steps cost beyond their operators: the fixed part of a layer and, where it was not timed alone, the sampler's rate."""
+    known = hardware.kernels.other
 
     def curve(x: np.ndarray) -> Hardware:
-        other = dataclasses.replace(hardware.kernels.other, layer_seconds=x[0], sampler_elements_per_second=x[1])
+        rate = known.sampler_elements_per_second if sampler_known else x[1]
+        other = dataclasses.replace(known, layer_seconds=x[0], sampler_elements_per_second=rate)
         return dataclasses.replace(hardware, kernels=dataclasses.replace(hardware.kernels, other=other))
 
     def predict(x: np.ndarray) -> np.ndarray:
         return np.array([predict_step(curve(x), p) for p in points])
 
-    return curve(fit_positive(predict, np.array([p.seconds for p in points]), np.array([5e-6, 1e11])))
+    first = [known.layer_seconds] if sampler_known else [5e-6, 1e11]
+    return curve(fit_positive(predict, np.array([p.seconds for p in points]), np.array(first)))

@@ -71,6 +71,7 @@ class OtherCurve:
     layer_seconds: float
     bandwidth: float
     sampler_elements_per_second: float
+    sampler_seconds: float = 0.0  # per step, whatever its size
 
 
 @dataclass(frozen=True)

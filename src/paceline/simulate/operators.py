@@ -69,7 +69,7 @@ def layer_rest(curve: OtherCurve, tokens: Array, hidden: int, qkv_width: float, 
 
 
 def sampler(curve: OtherCurve, tokens: Array, vocab: float) -> np.ndarray:
-    return np.asarray(tokens) * vocab / curve.sampler_elements_per_second
+    return curve.sampler_seconds + np.asarray(tokens) * vocab / curve.sampler_elements_per_second
 
 
 def all_reduce(links: Links, group: int, message_bytes: Array) -> np.ndarray:

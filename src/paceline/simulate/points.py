@@ -4,7 +4,7 @@ Each point says how long something took; `use` says whether a fit may see it.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,12 @@ def load_measurements(path: Path) -> Measurements:
     record: dict[str, Any] = json.loads(path.read_text())
     points = {name: tuple(kind(**_tupled(entry)) for entry in record.pop(name, ())) for name, kind in KINDS.items()}
     return Measurements(**points, **_tupled(record))
+
+
+def merged(parts: list[Measurements]) -> Measurements:
+    """All points of several files of one kind of device; the last one's description."""
+    points = {name: tuple(point for part in parts for point in getattr(part, name)) for name in (*KINDS, "notes")}
+    return replace(parts[-1], **points)
 
 
 def write_measurements(measurements: Measurements, path: Path) -> None:

@@ -1,13 +1,14 @@
 """Our own measurements on one H200, and vLLM's on the same kind of machine."""
 
-import dataclasses
 from pathlib import Path
 
-from paceline.simulate.fit import fit_hardware
+import numpy as np
+
+from paceline.simulate.deployment import ENGINES
 from paceline.simulate.hardware import Hardware
 from paceline.simulate.least_squares import fit_positive
 from paceline.simulate.points import FIT as SEEN
-from paceline.simulate.points import MEASUREMENTS, Measurements, load_measurements
+from paceline.simulate.points import MEASUREMENTS, Measurements, load_measurements, merged
 from paceline.simulate.predict import (
     predict_attention,
     predict_experts,
@@ -16,16 +17,16 @@ from paceline.simulate.predict import (
     predict_rest,
     predict_step,
     simulate_rollout,
+    step_cost,
     step_seconds_by_running,
     tail_seconds,
 )
 from paceline.simulate.validation.check import FIT, PREDICTION, Check, Section
 
-DEFAULT = MEASUREMENTS / "h200-2026-11-15.json"
 
-
-def shipped_measurements(path: Path | None = None) -> Measurements:
-    return load_measurements(path or DEFAULT)
+def shipped_measurements(extra: list[Path] | None = None) -> Measurements:
+    """Every shipped file of H200 points, oldest first, and further ones."""
+    return merged([load_measurements(path) for path in [*sorted(MEASUREMENTS.glob("h200-*.json")), *(extra or [])]])
 
 
 def kind_of(use: str) -> str:
@@ -84,21 +85,10 @@ def step_section(hardware: Hardware, points: Measurements, engine: str) -> Secti
 
 def fit_engine(hardware: Hardware, points: Measurements, name: str) -> tuple[float, float]:
     """(seconds a step, seconds a row) beyond the kernels, from the decode steps marked `fit`: two points, two unknowns."""
-    import numpy as np
-
-    from paceline.simulate import deployment
-    from paceline.simulate.predict import step_cost
-
-    seen = [p for p in points.steps if p.engine == name and p.use == SEEN and not p.prefill]
+    seen = [p for p in points.steps if p.engine == name and p.layer == "engine" and p.use == SEEN and not p.prefill]
     kernels = np.array([step_cost(hardware, p.model, "kernels").step(p.rows, 0, p.context) for p in seen])
     rows = np.array([p.rows for p in seen])
-    start = deployment.ENGINES[name]
+    start = ENGINES[name]
     first = np.array([start.step_seconds, max(start.row_seconds, 1e-7)])
     step, row = fit_positive(lambda x: kernels + x[0] + rows * x[1], np.array([p.seconds for p in seen]), first)
     return float(step), float(row)
-
-
-def refit(hardware: Hardware, points: Measurements) -> Hardware:
-    """The profile that `calibrate` makes of these points, with the parts no kernel measurement gives taken from `hardware`."""
-    fitted = fit_hardware(hardware.name, points, hardware.data_sheet, hardware.links, hardware.training)
-    return dataclasses.replace(fitted, provenance=hardware.provenance)

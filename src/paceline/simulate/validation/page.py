@@ -34,7 +34,7 @@ def render(all_sections: list[Section], hardware: Hardware) -> str:
         parts.append(f"| {section.title} | {fits} | {summary(unseen) if unseen else 'none'} |")
     parts += ["", *_held_out_line(all_sections), ""]
     for section in all_sections:
-        parts += [f"## {section.title}", "", f"Source: {section.source}.", "", *_table(section.checks), ""]
+        parts += [f"## {section.title}", "", f"Source: {section.source}.", "", *table(section.checks), ""]
         parts += [f"![{name}]({name})" for name in section.charts]
         parts += ["", *(f"- {remark}" for remark in section.remarks), ""] if section.remarks else []
     parts += ["## Profiles", ""]
@@ -54,7 +54,7 @@ def _held_out_line(all_sections: list[Section]) -> list[str]:
     return ["The aim for our own decode, verify and rollout times was 10% (median) and 20% (worst):", "", *lines]
 
 
-def _table(checks: tuple[Check, ...]) -> list[str]:
+def table(checks: tuple[Check, ...]) -> list[str]:
     lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
     for c in checks:
         lines.append(f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |")
