@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 COLOURS = ("#2a78d6", "#d1495b", "#2e9e6b", "#b7791f", "#7a5cc0", "#5b6770")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 640, 320, 58, 44, 34, 14
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 320, 58, 44, 34, 190  # the legend stands in the right margin
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def line_chart(title: str, x_label: str, y_label: str, lines: list[Line], log_x:
             path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, line.y, strict=True))
             dash = ' stroke-dasharray="6 4"' if line.dashed else ""
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        right, row = WIDTH - RIGHT - 6, TOP + 4 + 15 * number
-        parts.append(f'<text x="{right}" y="{row}" text-anchor="end" fill="{colour}">{escape(line.label)}</text>')
+        row = TOP + 8 + 18 * number
+        parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{row}" fill="{colour}">{escape(line.label)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text></svg>')
