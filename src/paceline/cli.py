@@ -7,12 +7,14 @@ import typer
 
 from paceline.bench.commands import app as bench_app
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
+from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
 from paceline.simulate.commands import app as simulate_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.add_typer(simulate_app, name="simulate")
 
@@ -31,6 +33,7 @@ def train(
     recipe, overrides = _split(recipe, overrides)
     from paceline.loop import train as run_training
     from paceline.report.console import Console
+    from paceline.sentinel import TrainingFailed
 
     if resume is not None:
         if recipe is not None:
@@ -39,7 +42,11 @@ def train(
     else:
         config = load_config(recipe or "default", overrides)
     console = Console()
-    result = run_training(config, recipe or "default", resume, replay, console)
+    try:
+        result = run_training(config, recipe or "default", resume, replay, console)
+    except TrainingFailed as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(1) from None
     console.summary(result.summary)
     if not result.finished:
         console.out.print(f"continue with: paceline train --resume {result.summary.run}")

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from paceline.types import Completion, Request
+
+BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
 
 
 @dataclass
@@ -43,17 +46,21 @@ class DraftStats:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
-    def note(self, proposed: int, accepted: Sequence[int]) -> None:
+    def note(self, proposed: int, accepted: np.ndarray) -> None:
         """`accepted` has one entry per draft."""
         self.drafts += len(accepted)
         self.proposed += proposed * len(accepted)
-        self.accepted += int(sum(accepted))
+        self.accepted += int(accepted.sum())
         self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for i in range(proposed):
-            self.accepted_at[i] += int(sum(a > i for a in accepted))
+            self.accepted_at[i] += int((accepted > i).sum())
 
 
 class Backend(Protocol):
+    @property
+    def precision(self) -> str:
+        """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be fallen back from."""
+
     def submit(self, requests: Sequence[Request]) -> None: ...
 
     def completions(self) -> Iterator[Completion]: ...
@@ -79,5 +86,8 @@ class Backend(Protocol):
         """What the drafters have learned, for a checkpoint; empty where there are none."""
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+    def fall_back_to_base_precision(self) -> None:
+        """From now on `BASE_PRECISION`, with the weights of the current version. Only while nothing is outstanding."""
 
     def close(self) -> None: ...

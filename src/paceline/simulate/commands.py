@@ -45,7 +45,7 @@ def simulate_command(
     lengths: Annotated[Optional[str], typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = None,
     k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
     accept: Annotated[Optional[str], typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")] = None,
-    drafter: Annotated[Optional[str], typer.Option(help="eagle or history")] = None,
+    drafter: Annotated[Optional[str], typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")] = None,
     spec_max_running: Annotated[Optional[int], typer.Option(help="speculate only while at most this many run; 0: always")] = None,
     mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
     lag: Annotated[Optional[int], typer.Option(help="weight versions a response may be old; default: the mode's own")] = None,

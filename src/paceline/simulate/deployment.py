@@ -30,6 +30,7 @@ VLLM = Engine(
     "vllm", 6.38e-4, 1.65e-6, 2e-3, 512, 1.2e-4, False,
     Origin(Source.FITTED, "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured layer: assumed"),
 )  # fmt: skip
+KERNELS_ALONE = Engine("kernels", 0.0, 0.0, 0.0, 0, 0.0, False, PACELINE.origin)
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}
 
 

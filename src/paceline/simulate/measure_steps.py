@@ -5,38 +5,15 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.bench.decode import NoDrafter
 from paceline.bench.setup import bench_policy, bench_requests
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.kernels.row_step import RowTensors
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 from paceline.simulate.points import RolloutPoint, StepPoint
 from paceline.simulate.workload import Lengths
-from paceline.types import Request
 
 NEW_TOKENS = 48
-
-
-class BlindDrafter:
-    """Proposes token 0, which is hardly ever right: a verify step then costs what it costs and gains nothing."""
-
-    name = "blind"
-    max_tokens = 15
-
-    def bind(self, rows: RowTensors, proposals_SK: torch.Tensor) -> None: ...
-
-    def observe_enter(self, slot: int, request: Request) -> None: ...
-
-    def observe_leave(self, slot: int, request: Request, length: int) -> None: ...
-
-    def catch_up(self, slots: list[int], lengths: list[int]) -> None: ...
-
-    def propose(self, slots_R: torch.Tensor, count: int) -> None: ...
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
 
 
 class StepBench:
@@ -58,8 +35,8 @@ class StepBench:
             batches = [rows for rows, p, depth in points if (p, depth) == (prompt, k)]
             length = prompt + NEW_TOKENS * 2 + 2
             settings = EngineSettings(max_running=max(batches), kv_tokens=max(batches) * (length + 64), max_length=length)
-            pacer = FixedPacer(Strategy("blind", k), 10**6) if k else None
-            engine = Engine(self.policy, settings, drafters=[BlindDrafter()] if k else (), pacer=pacer)
+            pacer = FixedPacer(Strategy(NoDrafter.name, k), 10**6) if k else None
+            engine = Engine(self.policy, settings, drafters=[NoDrafter()] if k else (), pacer=pacer)
             for rows in batches:
                 if self.late:
                     self.note(f"out of time before {self.model} batch {rows}, prompt {prompt}, k {k}")
@@ -69,10 +46,8 @@ class StepBench:
     def _decode_point(self, engine: Engine, rows: int, prompt: int, k: int) -> None:
         self._seconds(engine, [NEW_TOKENS + 1] * rows, prompt)  # compiles and captures
         short = self._seconds(engine, [1] * rows, prompt)
-        engine.take_stats()
         long = self._seconds(engine, [NEW_TOKENS + 1] * rows, prompt)
-        steps = len(engine.take_stats().running)  # a lucky proposal makes it fewer than the tokens
-        seconds = (long - short) / max(1, steps - 1)
+        seconds = (long - short) / NEW_TOKENS
         self.steps.append(StepPoint(self.model, rows, prompt + NEW_TOKENS // 2, seconds, k + 1))
         if not k:
             self.steps.append(StepPoint(self.model, rows, 0, short, 1, prompt))

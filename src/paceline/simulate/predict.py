@@ -3,7 +3,7 @@
 import numpy as np
 
 from paceline.simulate import operators as op
-from paceline.simulate.deployment import ENGINES, Deployment, Engine, Parallelism, Precision
+from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Parallelism, Precision
 from paceline.simulate.hardware import Hardware, Kernels
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
@@ -12,8 +12,6 @@ from paceline.simulate.replica import Replica
 from paceline.simulate.speculation import Speculation, eagle
 from paceline.simulate.step_cost import StepCost
 from paceline.simulate.workload import Lengths
-
-KERNELS_ALONE = Engine("kernels", 0.0, 0.0, 0.0, 0, 0.0, False, ENGINES["paceline"].origin)
 
 
 def predict_gemm(kernels: Kernels, point: GemmPoint) -> float:
@@ -61,7 +59,7 @@ def verify_seconds(cost: StepCost, rows: int, queries: int, context: float) -> f
     """A target step alone, without the drafter's passes."""
     parts = cost.breakdown(np.array([rows]), queries - 1)
     linear = cost.linear(rows, queries - 1)
-    drafting = float(parts.draft[0]) + cost.drafter.layers * (queries - 1) * cost.attention_per_key(1) * rows * context
+    drafting = float(parts.draft[0]) + (queries - 1) * cost.draft_per_key * rows * context
     return linear.seconds(rows, rows * context, context) - drafting
 
 

@@ -87,7 +87,7 @@ def flags_from_recipe(config: Config) -> Flags:
         prompt_tokens=config.task.max_prompt_tokens or 128,
         lengths=f"lognormal:{max(16, rollout.max_tokens // 4)},1.0,1,{rollout.max_tokens}",
         k="0" if drafter == "none" else str(rollout.speculation.tokens),
-        drafter="history" if drafter == "history" else "eagle",
+        drafter=rollout.speculation.draft_model_path if drafter == "draft_model" else "history" if drafter == "history" else "eagle",
         spec_max_running=0 if drafter == "none" else rollout.speculation.max_running,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,

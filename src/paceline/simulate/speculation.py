@@ -9,20 +9,23 @@ from functools import cached_property
 import numpy as np
 
 from paceline.simulate.hardware import Origin, Source
-from paceline.simulate.model_shape import ModelShape
+from paceline.simulate.model_shape import ModelShape, load_model
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """What proposes tokens. `layers` = 0 is a drafter without a model (history, n-gram), which costs `fixed_seconds` a step."""
+    """What proposes tokens: an EAGLE head (`layers` as wide as the target's), a smaller model (`model`), or neither (history, n-gram)."""
 
     name: str
     layers: int
     feed_forward: int
     vocab: int
-    fixed_seconds: float
+    fixed_seconds: float  # a step
+    model: ModelShape | None = None
 
     def parameters(self, model: ModelShape) -> float:
+        if self.model is not None:
+            return self.model.parameters
         if not self.layers:
             return 0.0
         layer = 2 * model.hidden * model.qkv_width + model.heads * model.head_dim * model.hidden + 3 * model.hidden * self.feed_forward
@@ -44,7 +47,10 @@ def make_drafter(name: str, model: ModelShape) -> Drafter:
         return eagle(model)
     if name == "history":
         return history()
-    raise ValueError(f"drafter {name!r}: must be eagle or history")
+    try:
+        return Drafter(name, 0, 0, 0, 2e-5, load_model(name))
+    except ValueError as error:
+        raise ValueError(f"drafter {name!r}: must be eagle, history, or a smaller model: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.simulate import operators as op
-from paceline.simulate.deployment import Deployment
+from paceline.simulate.deployment import KERNELS_ALONE, Deployment, Parallelism, Precision
 from paceline.simulate.hardware import GemmCurve
-from paceline.simulate.speculation import Drafter
+from paceline.simulate.speculation import Drafter, history
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class StepCost:
         self.heads = self.model.heads / split.tensor
         self.kv_heads = max(1.0, self.model.kv_heads / split.tensor)
         fp8 = deployment.precision.weights == "fp8"
+        self.draft_model = None
+        if drafter.model is not None:  # runs on one device of the replica
+            alone = Deployment(deployment.hardware, drafter.model, KERNELS_ALONE, Precision(), Parallelism())
+            self.draft_model = StepCost(alone, history())
         self.layer_gemm: GemmCurve = self.kernels.gemm_fp8 if fp8 else self.kernels.gemm_bf16
 
     # -- a decode or verify step ------------------------------------------------------------------------------------
@@ -81,12 +85,19 @@ class StepCost:
     def linear(self, max_rows: int, draft_tokens: int) -> LinearCost:
         groups, curve, model = self.deployment.parallelism.attention_groups, self.kernels.attention, self.model
         queries = draft_tokens + 1
-        per_key = model.layers * self.attention_per_key(queries) + self.drafter.layers * draft_tokens * self.attention_per_key(1)
+        per_key = model.layers * self.attention_per_key(queries) + draft_tokens * self.draft_per_key
         return LinearCost(self.breakdown(np.arange(max_rows + 1), draft_tokens).total, per_key / groups, model.layers * curve.serial_seconds_per_key)
 
     def step(self, rows: int, draft_tokens: int, context: float) -> float:
         """For rows of equal context."""
         return self.linear(rows, draft_tokens).seconds(rows, rows * context, context)
+
+    @property
+    def draft_per_key(self) -> float:
+        """Seconds of one draft pass that grow with the context."""
+        if self.draft_model is not None:
+            return self.draft_model.model.layers * self.draft_model.attention_per_key(1)
+        return self.drafter.layers * self.attention_per_key(1)
 
     def attention_per_key(self, queries: int) -> float:
         kv_bytes = self.deployment.precision.kv_bytes
@@ -163,6 +174,8 @@ class StepCost:
         drafter, model, curve = self.drafter, self.model, self.kernels.gemm_bf16
         if not draft_tokens:
             return np.zeros_like(rows)
+        if self.draft_model is not None:
+            return draft_tokens * self.draft_model.breakdown(rows, 0).total + drafter.fixed_seconds
         if not drafter.layers:
             return np.full_like(rows, drafter.fixed_seconds)
         tensor = self.deployment.parallelism.tensor
