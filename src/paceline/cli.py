@@ -9,12 +9,14 @@ from paceline.bench.commands import app as bench_app
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
 from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
+from paceline.simulate.commands import app as simulate_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
+app.add_typer(simulate_app, name="simulate")
 
 RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
