@@ -62,6 +62,14 @@ def open_session(config: Config) -> Session:
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
 
 
+def held_out_prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
+    """Prompts of the recipe's task in the tokens of the policy in `folder`, for measuring without the rest of a session."""
+    task = make_task(config.task, load_tokenizer(folder), folder)
+    prompts = [task.prompts.encode(problem) for problem in task.held_out[:count]]
+    task.close()
+    return prompts
+
+
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config) -> Backend:
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)

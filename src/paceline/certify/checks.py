@@ -18,6 +18,7 @@ from paceline.types import Completion, Purpose, Request, SamplingParams, request
 PARITY_LIMITS = {torch.float64: (1e-8, 1e-9), torch.float32: (1e-3, 1e-5), torch.bfloat16: (1.0, 0.03)}
 # How far apart the same logits may come out in this type; contexts that hang on less are left out.
 LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+PARITY_COMPLETIONS = 64  # of each sampling, for the logprobs
 SAME_CONTEXT = 200  # tokens, from which on a context is tested for itself
 MIXED_SAMPLINGS = (
     SamplingParams(1.0), SamplingParams(0.7), SamplingParams(1.5, top_k=7),
@@ -92,11 +93,11 @@ def check_frequencies(
     tokens = expected_tokens(subject.exact_policy, completions, sampling, LOGIT_TOLERANCE[subject.policy.dtype])
     depth_N, certain_N = _depths(completions, opened), tokens.certain_N
     uncertain = int((~certain_N).sum())
+    checks = [check_parity(subject.policy, completions[:: max(1, len(completions) // PARITY_COMPLETIONS)], f"{label}: logprobs of a learner")]
     if sampling.temperature == 0:
         wrong = int((tokens.observed_N[certain_N] != 0).sum())
         detail = f"{wrong} of {int(certain_N.sum())} tokens are not the most likely one ({uncertain} too close to tell)"
-        return [Check(f"{label}: the most likely token", wrong == 0, detail)]
-    checks = []
+        return [*checks, Check(f"{label}: the most likely token", wrong == 0, detail)]
     for depth in range(int(depth_N.max()) + 1):
         mask_N = certain_N & (depth_N == depth)
         if mask_N.any():

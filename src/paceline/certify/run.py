@@ -49,7 +49,7 @@ def certify(
     contexts = contested_contexts(subject.exact_policy, plain, plan.contexts)
     for kind in (SamplingParams(1.0), *plan.further):
         say(f"frequencies, {describe(kind)}")
-        sampling = replace(kind, max_tokens=max(4, subject.tokens + 1), ignore_eos=True)
+        sampling = replace(kind, max_tokens=subject.tokens + 1 if subject.tokens else 4, ignore_eos=True)
         samples = plan.samples if kind == SamplingParams(1.0) else plan.fewer if kind.temperature else 10
         checks += check_frequencies(subject, opened, contexts, samples, sampling, plan.seed)
     return Certificate.of(subject.name, settings, checks, time.perf_counter() - start)
