@@ -39,23 +39,23 @@ def random_world(seed: int) -> tuple[World, list[int]]:
 
     drafters = {name: drafter() for name in ("x", "y")[: rng.choice((1, 2))]}
     weights, token, attention = rng.choice((1e-3, 4.4e-3, 2e-2)), rng.choice((1e-5, 3e-5, 1e-4, 1e-3)), rng.choice((0.0, 2e-9, 1e-8))
-    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(rng.choice((16, 64, 256)), 250, seed, 2000)
+    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(rng.choice((48, 128)), 250, seed, 2000)
 
 
 def test_regret_over_random_worlds_is_small():
-    """Three rollouts as RL would run them, nothing known before: against knowing the best strategy for each context, and plain decoding."""
+    """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each context, and plain decoding."""
     regrets, against_plain = [], []
-    for seed in range(16):
+    for seed in range(8):
         world, lengths = random_world(seed)
         pacer = make_pacer(*world.drafters)
-        paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(3))
-        best = sum(simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds for i in range(3))
-        plain = 3 * simulate(world, FixedPacer(PLAIN), lengths).seconds
+        paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(2))
+        best = sum(simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds for i in range(2))
+        plain = 2 * simulate(world, FixedPacer(PLAIN), lengths).seconds
         regrets.append(paced / best - 1)
         against_plain.append(paced / plain - 1)
-    assert sum(regrets) / len(regrets) < 0.05, regrets
-    assert max(regrets) < 0.20, regrets
-    assert max(against_plain) < 0.02, against_plain
+    assert sum(regrets) / len(regrets) < 0.03, regrets
+    assert max(regrets) < 0.12, regrets
+    assert max(against_plain) < 0.01, against_plain
 
 
 def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
@@ -67,8 +67,8 @@ def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
     assert first.seconds < 0.95 * min(fixed.values()), (first.seconds, fixed)
     assert second.seconds < 0.90 * min(fixed.values()), (second.seconds, fixed)
     assert second.seconds < 1.03 * simulate(world, BestPacer(world, strategies("eagle")), lengths, seed=1).seconds
-    deepest = {few: max(s.count for s, running in zip(second.strategies, second.running, strict=True) if (running <= 4) == few) for few in (True, False)}
-    assert deepest[True] > deepest[False], "deeper in the tail"
+    by_running = list(zip(second.running, (s.count for s in second.strategies), strict=True))
+    assert max(k for running, k in by_running if running > 64) <= 2 < 5 <= max(k for running, k in by_running if running <= 8), "deeper in the tail"
 
 
 @pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 0.0), (2.5e-4, 5e-3), (2e-3, 5e-2)])
@@ -103,7 +103,7 @@ def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
 
 
 def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
-    """Draft times that the backend hides from its observations until they are counted as verifying: the model is wrong, the guard is not."""
+    """The model is wrong by a factor of three; the guard goes by what was measured."""
 
     class Misled(AdaptivePacer):
         def _expected_rates(self, moment, hope=""):
@@ -117,7 +117,7 @@ def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
     for decision in outcome.decisions:
         current = current + 1 if decision.strategy.count else 0
         longest = max(longest, current)
-    assert 0 < longest <= GUARD_STEPS + 2 * LOOK_EVERY
+    assert 0 < longest <= GUARD_STEPS + 3 * LOOK_EVERY
     assert any(decision.reason == "guard" for decision in outcome.decisions)
 
 
@@ -152,7 +152,9 @@ def test_no_thrash_at_a_boundary():
         accepted = [sum(rng.random() < 0.12 for _ in range(moment.running)) if d == 0 else 0 for d in range(k)]
         seconds = world.verify_seconds(moment.running, k + 1, 300.0) * (1 + 0.02 * rng.gauss(0, 1))
         pacer.observe(
-            Observation(decision, moment.running, 300.0, 1e-5 * k, seconds, moment.running + sum(accepted), moment.running if k else 0, tuple(accepted))
+            Observation(
+                decision, moment.running, 300.0, 1e-5 * k, seconds, moment.running + sum(accepted), moment.running if k else 0, tuple(accepted)
+            )
         )
         switches += decision.strategy != last
         last = decision.strategy
@@ -161,7 +163,7 @@ def test_no_thrash_at_a_boundary():
 
 def test_choices_are_a_function_of_what_was_recorded():
     """The same inputs give the same choices, on any rank; another seed tries at other times."""
-    world, lengths = World({"x": head(0.5), "y": head(0.0)}), long_tailed(64, 200)
+    world, lengths = World({"x": head(0.3), "y": head(0.0)}), long_tailed(64, 400)
     outcome = simulate(world, make_pacer("x", "y", seed=3), lengths)
 
     def replay(seed: int) -> list[Strategy]:

@@ -64,7 +64,7 @@ def test_drafters_have_times_of_their_own():
     cost = CostModel(BUCKETS, QUERIES)
     assert cost.draft("eagle", [1, 7], 8).tolist() == [0, 0]
     cost.note_draft("eagle", 3, 8, 3e-3)
-    assert np.allclose(cost.draft("eagle", [1, 3, 7], 4), 3e-3)
+    assert np.allclose(cost.draft("eagle", [1, 3, 7], 4), 3e-3) and np.allclose(cost.draft("eagle", [3, 7], 4, at_worst=True), [3e-3, 7e-3])
     cost.note_draft("eagle", 7, 8, 7e-3)
     assert np.allclose(cost.draft("eagle", [3, 5, 15], 8), [3e-3, 5e-3, 15e-3])
     cost.note_switch("eagle", 0.02)

@@ -13,7 +13,7 @@ Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules ke
 import random
 from collections import deque
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from statistics import median_low
 
 import numpy as np
@@ -70,7 +70,7 @@ class AdaptivePacer:
         self._pending: list[Observation] = []
         self._trial: Trial | None = None
         self._baseline = 0.0  # of the last trial: some of its steps are seen after it has ended
-        self._recent: deque[Stretch] = deque()  # of the strategy that runs, since it was chosen
+        self._recent: deque[Stretch] = deque()  # of the drafter that runs, since it was chosen
         self._current = PLAIN
         self._decision = Decision(PLAIN)
         self._moment: Moment | None = None
@@ -111,8 +111,6 @@ class AdaptivePacer:
         self._class = self._class_of(moment)
         rates = self._expected_rates(moment)
         strategy, reason = self._pick(moment, rates)
-        if strategy != self._decision.strategy:
-            self._recent.clear()
         self._decision = Decision(strategy, moment.running, moment.context, rates.get(strategy, 0.0), reason)
         if reason == "trial":
             self._left = self._trial.started + self._trial.length - self.steps - 1
@@ -127,15 +125,17 @@ class AdaptivePacer:
         if trial is not None and trial.over(self.steps):
             self._conclude_trial(trial, rates)
         reason = "best"
-        if self._current not in rates:
-            self._current = PLAIN
-        if self._too_slow():
-            self._leave_current(moment)
-            rates.update(self._expected_rates(moment))
+        too_slow = self._too_slow()
+        if too_slow:
+            self._leave_current(context_class(moment.context), too_slow)
+            rates.clear()
+            rates |= self._expected_rates(moment)
             reason = "guard"
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > rates[self._current] * (1 + self.settings.margin):
-            self._current = best
+        if rates[best] > rates.get(self._current, 0.0) * (1 + self.settings.margin):
+            self._settle_on(best)
+        elif self._current not in rates:
+            self._settle_on(PLAIN)
         if self._trial is None:
             self._trial = trial = self._next_trial(moment, rates)
             if trial is not None:
@@ -155,7 +155,7 @@ class AdaptivePacer:
             if name != hope and (self.steps < record.barred_until or not record.acceptance.drafts_known()):
                 continue
             emitted = record.acceptance.emitted(where) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
-            draft = self.cost.draft(name, [s.count for s in own], moment.running)
+            draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
             catching_up = 0.0 if name == self._decision.strategy.drafter else self.cost.switch(name) / PAYBACK_STEPS
             for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
                 if strategy.queries <= moment.max_queries:
@@ -165,31 +165,33 @@ class AdaptivePacer:
 
     # -- the guard ------------------------------------------------------------------------------------------------
 
-    def _too_slow(self) -> bool:
-        if self._current is PLAIN or self._decision.strategy != self._current:
-            return False
+    def _too_slow(self) -> list[Stretch]:
+        """The last steps, if they measured slower than plain decoding; else nothing."""
         return self._behind_plain(ALARM_STEPS, ALARM_MARGIN) or self._behind_plain(GUARD_STEPS, GUARD_MARGIN)
 
-    def _behind_plain(self, wanted: int, margin: float) -> bool:
-        """Over the last `wanted` steps, if there were so many."""
-        steps, seconds, plain_seconds = 0, 0.0, 0.0
+    def _behind_plain(self, wanted: int, margin: float) -> list[Stretch]:
+        last: list[Stretch] = []
         for stretch in reversed(self._recent):
-            steps, seconds, plain_seconds = steps + stretch.steps, seconds + stretch.seconds, plain_seconds + stretch.plain_seconds
-            if steps >= wanted:
-                return plain_seconds < (1 - margin) * seconds
-        return False
+            last.append(stretch)
+            if sum(s.steps for s in last) >= wanted:
+                slower = sum(s.plain_seconds for s in last) < (1 - margin) * sum(s.seconds for s in last)
+                return last if slower else []
+        return []
 
-    def _leave_current(self, moment: Moment) -> None:
+    def _leave_current(self, where: int, last: list[Stretch]) -> None:
         """What it did last is all that is believed of its drafter, which is left alone for a while."""
         record = self.records[self._current.drafter]
-        drafts = sum(s.drafts for s in self._recent)
-        accepted_at = tuple(sum(column) for column in zip(*(s.accepted_at for s in self._recent), strict=True))
-        record.acceptance.restart(context_class(moment.context), drafts, accepted_at)
+        accepted_at = tuple(sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0))
+        record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
         record.failed(self.steps, self._rng)
         record.barred_until = record.next_trial
-        record.lost += sum(s.seconds - s.plain_seconds for s in self._recent)
-        self._recent.clear()
-        self._current = PLAIN
+        record.lost += sum(s.seconds - s.plain_seconds for s in last)
+        self._settle_on(PLAIN)
+
+    def _settle_on(self, strategy: Strategy) -> None:
+        if strategy.drafter != self._current.drafter:
+            self._recent.clear()
+        self._current = strategy
 
     # -- trials ---------------------------------------------------------------------------------------------------
 
@@ -208,20 +210,24 @@ class AdaptivePacer:
             per_token = {s: float(emitted[s.count]) / rate for s, rate in hoped.items()}  # if nothing is accepted
             cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
             strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
-            length = min(LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
-            worst = length * moment.running * (per_token[strategy] - 1.0 / baseline) + self.cost.switch(name)
-            if self._affords(self.records[name], worst, moment.running / rates[PLAIN]):
+            length = self._affordable(
+                self.records[name], moment.running * (per_token[strategy] - 1.0 / baseline), self.cost.switch(name), moment.running / rates[PLAIN]
+            )
+            if length >= SHORTEST_TRIAL:
+                length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
                 self.records[name].acceptance.fade(OLD_NEWS)
                 return Trial(strategy, baseline, length, self.steps)
         in_doubt = baseline < PLAIN_IN_DOUBT * rates[PLAIN] and not self.cost.knows(moment.running, 1, moment.context)
         if self._current is not PLAIN and in_doubt:
-            worst = PLAIN_TRIAL * moment.running * (1.0 / rates[PLAIN] - 1.0 / baseline) + self.cost.switch(self._current.drafter)
-            if self._affords(self.plain_record, worst, moment.running / rates[PLAIN]):
+            per_step = moment.running * (1.0 / rates[PLAIN] - 1.0 / baseline)
+            if self._affordable(self.plain_record, per_step, self.cost.switch(self._current.drafter), moment.running / rates[PLAIN]) >= PLAIN_TRIAL:
                 return Trial(PLAIN, baseline, PLAIN_TRIAL, self.steps)
         return None
 
-    def _affords(self, record: DrafterRecord, seconds: float, plain_step: float) -> bool:
-        return record.lost + seconds <= max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step)
+    def _affordable(self, record: DrafterRecord, loss_per_step: float, switch_seconds: float, plain_step: float) -> int:
+        """Steps of a trial that there is time to lose for."""
+        left = max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step) - record.lost - switch_seconds
+        return int(min(LONGEST_TRIAL, left / max(loss_per_step, plain_step / LONGEST_TRIAL))) if left > 0 else 0
 
     def _conclude_trial(self, trial: Trial, rates: dict[Strategy, float]) -> None:
         self._trial = None
@@ -253,7 +259,9 @@ class AdaptivePacer:
         verify = self.cost.verify(running, context)
         for o in block:
             if o.switched and not o.disturbed:
-                usual = float(verify[self.cost.queries.index(strategy.queries)]) + float(self.cost.draft(strategy.drafter, [strategy.count], running)[0])
+                usual = float(verify[self.cost.queries.index(strategy.queries)]) + float(
+                    self.cost.draft(strategy.drafter, [strategy.count], running)[0]
+                )
                 self.cost.note_switch(strategy.drafter, o.seconds - usual)
         seconds, tokens = sum(o.seconds for o in block), sum(o.tokens for o in block)
         self.elapsed += seconds
@@ -266,7 +274,7 @@ class AdaptivePacer:
             record.lost += max(0.0, seconds - tokens / self._baseline)
             if self._trial is not None and self._trial.strategy == strategy:
                 self._trial.seen += len(block)
-        elif strategy == self._current and strategy.count and clean:
+        elif strategy.count and strategy.drafter == self._current.drafter and clean:
             rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
             plain = gained / rows * len(clean) * float(verify[0])
             self._recent.append(Stretch(len(clean), sum(o.seconds for o in clean), plain, drafts, accepted_at))

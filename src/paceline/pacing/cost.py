@@ -79,8 +79,12 @@ class CostModel:
         base, slopes = self._table(context_class(context))
         return base[self.buckets.index(self.bucket(running))] + slopes * (running * context)
 
-    def draft(self, drafter: str, counts: Sequence[int], running: int) -> np.ndarray:
-        """Seconds to propose each of `counts` tokens; zeros for a drafter that has never run."""
+    def draft(self, drafter: str, counts: Sequence[int], running: int, at_worst: bool = False) -> np.ndarray:
+        """Seconds to propose each of `counts` tokens; zeros for a drafter that has never run.
+
+        Beyond the longest proposal that has run, time goes on as it rose before that. From one point alone it may stay
+        level, as for a drafter that copies, or at worst rise in proportion, as for one that runs once a token.
+        """
         cells = self._drafts.get(drafter)
         if not cells:
             return np.zeros(len(counts))
@@ -91,8 +95,9 @@ class CostModel:
             nearest = min((b for c, b in cells if c == count), key=lambda b: (abs(np.log(b / bucket)), b))
             seconds.append(cells[count, nearest].seconds)
         seconds = np.maximum.accumulate(seconds)
-        # Beyond the longest that has run it goes on as before that. With one point it stays level: the hope is tested at once.
-        rising = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+        rising = seconds[-1] / known[-1] if at_worst else 0.0
+        if len(known) > 1:
+            rising = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
         wanted = np.asarray(counts, dtype=float)
         return np.interp(wanted, known, seconds) + rising * np.maximum(0.0, wanted - known[-1])
 
