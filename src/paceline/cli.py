@@ -7,11 +7,13 @@ import typer
 
 from paceline.bench.commands import app as bench_app
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
+from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 
 RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]

@@ -45,6 +45,7 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     path: str = Field("builtin", description="a Hugging Face folder, or `builtin` or `builtin-moe` for a shipped starting checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    widen: str = Field("", description="for measuring: the folder's function at the cost of a named shape, such as 8b; see `models widen`")
     activation_checkpointing: bool = False
     lora: LoraConfig = LoraConfig()
 
@@ -124,9 +125,18 @@ class TaskConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["none", "history"] = Field("none", description="who proposes tokens; completions are the same whoever does")
+    drafter: Literal["none", "history", "eagle", "draft_model"] = Field(
+        "none", description="who proposes tokens; completions are the same whoever does"
+    )
+    eagle_path: str = Field(
+        "builtin-eagle", description="the eagle head's folder, or `builtin-eagle` for the built-in policy's; see `paceline drafter`"
+    )
+    draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     tokens: int = Field(5, ge=1, le=15, description="proposed per step")
     max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
+    verify: Literal["shared-noise", "rejection"] = Field(
+        "shared-noise", description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison"
+    )
 
 
 class RolloutConfig(Section):

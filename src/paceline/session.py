@@ -16,6 +16,7 @@ from paceline.backends.base import Backend
 from paceline.backends.native import make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
+from paceline.models.widen import load_widened
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
@@ -52,7 +53,7 @@ class Session:
 def open_session(config: Config) -> Session:
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
-    policy = load_policy(folder, policy_dtype(config, device), device)
+    policy = open_policy(config, folder, device)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
@@ -60,6 +61,13 @@ def open_session(config: Config) -> Session:
     backend = make_backend(policy, tokenizer, config)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
+
+
+def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
+    dtype = policy_dtype(config, device)
+    if config.policy.widen:
+        return load_widened(folder, config.policy.widen, dtype, device)
+    return load_policy(folder, dtype, device)
 
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config) -> Backend:

@@ -22,7 +22,7 @@ class SpeculationCheck:
     plain_steps: int
     paced_steps: int
     accept_length: float  # tokens per draft, the policy's own included, in the steps that speculated
-    identical: bool
+    identical: bool | None  # None: `verify: rejection` does not promise it
 
     @property
     def ratio(self) -> float:
@@ -56,7 +56,7 @@ def check_speculation(session: Session, position: int, step: int) -> Speculation
         plain_steps=len(stats[False].running),
         paced_steps=len(stats[True].running),
         accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
-        identical=completions[True] == completions[False],
+        identical=completions[True] == completions[False] if engine.settings.verify == "shared-noise" else None,
     )
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from paceline.drafting.base import Drafter, Seat
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.kernels.row_step import RowTensors
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams
@@ -15,35 +15,26 @@ from tests.engine.test_engine import bits, grouped_requests
 from tests.oracles import FAMILIES, small_model
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Base of the drafters below: no state, proposals from `tokens_for(slot, position)`."""
 
     max_tokens = 15
 
-    def bind(self, rows: RowTensors, proposals_SK: torch.Tensor) -> None:
-        self.rows, self.proposals_SK = rows, proposals_SK
+    def bind(self, seat: Seat) -> None:
+        self.rows, self.proposals_SK = seat.rows, seat.proposals_SK
         self.requests: dict[int, Request] = {}
 
-    def observe_enter(self, slot: int, request: Request) -> None:
+    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.requests[slot] = request
 
     def observe_leave(self, slot: int, request: Request, length: int) -> None:
         del self.requests[slot]
 
-    def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        pass
-
-    def propose(self, slots_R: torch.Tensor, count: int) -> None:
+    def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         for slot in slots_R.tolist():
             if slot in self.requests:
                 start = int(self.rows.length[slot]) - len(self.requests[slot].prompt)
                 self.proposals_SK[slot, :count] = torch.tensor(self.tokens_for(self.requests[slot], start, count))
-
-    def state(self) -> dict:
-        return {}
-
-    def load_state(self, tensors: dict) -> None:
-        pass
 
 
 class RandomDrafter(ScriptedDrafter):

@@ -67,7 +67,7 @@ def make_prompts(case: str, folder: Path) -> list[list[int]]:
     return [[rng.randrange(1, SMALL["vocab_size"]) for _ in range(length)] for length in (1, 2, 7, 16, 17, 40, 100, 200)]
 
 
-def run_vllm(job: dict, scratch: Path) -> dict[str, list[dict]]:
+def run_vllm(job: dict, scratch: Path, script: str = "vllm_generate.py") -> dict[str, list[dict]]:
     """One vLLM process for the whole job. Whatever happens, nothing of its process group outlives this call."""
     job_path, result_path, log_path = scratch / "job.json", scratch / "result.json", scratch / "vllm.log"
     job_path.write_text(json.dumps(job))
@@ -79,7 +79,7 @@ def run_vllm(job: dict, scratch: Path) -> dict[str, list[dict]]:
         "HF_HUB_OFFLINE": "1",
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_"))} | settings
-    command = [VENV / "bin" / "python", Path(__file__).with_name("vllm_generate.py"), job_path, result_path]
+    command = [VENV / "bin" / "python", Path(__file__).with_name(script), job_path, result_path]
     with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=scratch, env=environment, start_new_session=True)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from paceline.types import Completion, Request
@@ -43,14 +44,14 @@ class DraftStats:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
-    def note(self, proposed: int, accepted: Sequence[int]) -> None:
+    def note(self, proposed: int, accepted: np.ndarray) -> None:
         """`accepted` has one entry per draft."""
         self.drafts += len(accepted)
         self.proposed += proposed * len(accepted)
-        self.accepted += int(sum(accepted))
+        self.accepted += int(accepted.sum())
         self.accepted_at += [0] * (proposed - len(self.accepted_at))
         for i in range(proposed):
-            self.accepted_at[i] += int(sum(a > i for a in accepted))
+            self.accepted_at[i] += int((accepted > i).sum())
 
 
 class Backend(Protocol):

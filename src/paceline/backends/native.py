@@ -3,8 +3,8 @@
 import torch
 from tokenizers import Tokenizer
 
+from paceline.backends.drafters import make_drafter
 from paceline.config import ConfigError, RolloutConfig
-from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.paged.cache import token_bytes
@@ -21,12 +21,13 @@ def make_native(policy: Decoder, rollout: RolloutConfig, longest_response: int, 
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,
+        verify=rollout.speculation.verify,
     )
     speculation = rollout.speculation
     if speculation.drafter == "none":
         return Engine(policy, settings, tokenizer)
     pacer = FixedPacer(Strategy(speculation.drafter, speculation.tokens), speculation.max_running)
-    return Engine(policy, settings, tokenizer, [HistoryDrafter()], pacer)
+    return Engine(policy, settings, tokenizer, [make_drafter(speculation.drafter, policy, speculation)], pacer)
 
 
 def default_kv_tokens(policy: Decoder, max_running: int, longest_response: int) -> int:

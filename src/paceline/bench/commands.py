@@ -8,7 +8,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
-ModelOption = Annotated[str, typer.Option(help="a folder, or a named shape with random weights such as qwen3-8b")]
+ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -18,20 +18,22 @@ def decode(
     batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,8,32,64,128,256",
     prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
     new: Annotated[int, typer.Option(help="new tokens")] = 256,
+    proposals: Annotated[str, typer.Option(help="proposed tokens that each step verifies, comma separated; 0: plain decoding")] = "0",
     repeats: int = 3,
     deterministic: bool = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Time of one decode step by batch size."""
+    """Time of one decode or verify step by batch size."""
     from paceline.bench.decode import bench_decode
     from paceline.bench.setup import bench_device, bench_policy, describe
 
     device = bench_device()
     policy = bench_policy(_model(model), device)
-    points = bench_decode(policy, [int(b) for b in batches.split(",")], prompt, new, repeats, deterministic)
-    typer.echo(f"{'batch':>6} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
+    sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
+    points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts)
+    typer.echo(f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
     for p in points:
-        typer.echo(f"{p.batch:>6} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
+        typer.echo(f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
     _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "points": [p.record() for p in points]})
 
 
@@ -61,10 +63,43 @@ def rollout(
     _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "point": point.record()})
 
 
+@app.command()
+def speculation(
+    recipe: Annotated[str, typer.Argument(help="whose policy, prompts and sampling settings are measured")] = "default",
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="section.key=value, such as policy.path=FOLDER policy.widen=8b")] = None,
+    drafter: Annotated[str, typer.Option(help="history, eagle or draft_model; its folder is rollout.speculation's")] = "eagle",
+    batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,4,16,64",
+    tokens: Annotated[str, typer.Option(help="proposed tokens per step, comma separated; 0 (plain) is always measured")] = "1,2,3,5,7",
+    verify: Annotated[str, typer.Option(help="shared-noise, rejection, or both with a comma")] = "shared-noise",
+    rounds: Annotated[int, typer.Option(help="requests per row of the batch")] = 3,
+    repeats: int = 2,
+    json_file: JsonOption = None,
+) -> None:
+    """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
+    from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
+    from paceline.bench.speculation import bench_speculation, requests_for
+    from paceline.config import load_config
+    from paceline.pacing.strategy import Strategy
+
+    config = load_config(recipe, overrides or [])
+    sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
+    policy, prompts = recipe_policy(config)
+    requests = recipe_requests(config, prompts, requests_for(max(sizes), rounds))
+    alone = recipe_engine(config, policy, requests, max(sizes))
+    engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
+    points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
+    typer.echo(f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
+    for p in points:
+        speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+    _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
+
+
 def _model(name: str) -> str:
     from paceline.session import BUILTIN_POLICIES
 
-    return str(BUILTIN_POLICIES.get(name, name))
+    folder, at, shape = name.partition("@")
+    return f"{BUILTIN_POLICIES.get(folder, folder)}{at}{shape}"
 
 
 def _write(path: Path | None, figures: dict) -> None:

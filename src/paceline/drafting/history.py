@@ -8,14 +8,14 @@ from collections import defaultdict, deque
 
 import torch
 
+from paceline.drafting.base import Drafter, Seat
 from paceline.kernels.history_match import NO_SOURCE, bank_source, propose_from_history
-from paceline.kernels.row_step import RowTensors
 from paceline.types import Request
 
 MIN_MATCH = 2  # one equal token says too little
 
 
-class HistoryDrafter:
+class HistoryDrafter(Drafter):
     name = "history"
     max_tokens = 15
 
@@ -29,16 +29,16 @@ class HistoryDrafter:
         self.owner: dict[int, tuple[int, ...]] = {}
         self.next_entry = 0
 
-    def bind(self, rows: RowTensors, proposals_SK: torch.Tensor) -> None:
-        self.rows, self.proposals_SK = rows, proposals_SK
-        slots, width = rows.tokens.shape
-        device = rows.tokens.device
+    def bind(self, seat: Seat) -> None:
+        self.rows, self.proposals_SK = seat.rows, seat.proposals_SK
+        slots, width = self.rows.tokens.shape
+        device = self.rows.tokens.device
         self.bank_entries = max(self.entries_per_prompt, min(self.bank_entries, self.bank_tokens // width))
         self.bank_NW = torch.zeros(self.bank_entries, width, dtype=torch.int64, device=device)
         self.bank_length_N = torch.zeros(self.bank_entries, dtype=torch.int64, device=device)
         self.sources_SC = torch.full((slots, self.entries_per_prompt + self.siblings + 1), NO_SOURCE, dtype=torch.int32, device=device)
 
-    def observe_enter(self, slot: int, request: Request) -> None:
+    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.live[request.prompt][slot] = None
         self._refresh(request.prompt)
 
@@ -51,10 +51,7 @@ class HistoryDrafter:
         if not self.live[request.prompt]:
             del self.live[request.prompt]
 
-    def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        pass  # it reads the rows themselves
-
-    def propose(self, slots_R: torch.Tensor, count: int) -> None:
+    def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         propose_from_history(
             slots_R, self.rows.tokens, self.rows.length, self.bank_NW, self.bank_length_N, self.sources_SC, MIN_MATCH, count, self.proposals_SK
         )

@@ -5,28 +5,31 @@
                   └────────────── preempted ◀──────────────┘  blocks ran out, or the weights changed
 
 The host only decides who runs: it admits, hands out blocks ahead of need, launches steps several at a time before it
-reads the first one's outcome, and retires what has finished. What a step does is in `step.py`.
+reads the first one's outcome, and retires what has finished. What a step does is in `step.py`, how its outcome is read
+in `outcomes.py`.
 """
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import DraftStats, RolloutStats
-from paceline.drafting.base import Drafter
+from paceline.backends.base import RolloutStats
+from paceline.drafting.base import Drafter, Seat
 from paceline.engine.blocks import BlockPool
-from paceline.engine.graphs import StepRunner, StepStatus, StepVariant, buckets_up_to
+from paceline.engine.graphs import StepRunner, buckets_up_to
+from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
-from paceline.engine.stop_strings import first_stop
+from paceline.engine.step import StepVariant, Verify
 from paceline.pacing.strategy import PLAIN, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
@@ -46,19 +49,7 @@ class EngineSettings:
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
-
-
-FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
-
-
-@dataclass
-class Launched:
-    """A step whose outcome the host has not read yet."""
-
-    sequences: list[Sequence]  # in the order of the batch; a slot may have a new owner by the time this is read
-    strategy: Strategy
-    status: StepStatus  # on the host, valid once `ready`
-    ready: torch.cuda.Event | None
+    verify: str = "shared-noise"  # or "rejection"
 
 
 class Engine:
@@ -72,7 +63,7 @@ class Engine:
         version: int = 0,
     ) -> None:
         self.policy = policy
-        self.tokenizer = tokenizer  # only for stop strings
+        self.tokenizer = tokenizer
         self.settings = settings
         self.version = version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
@@ -81,29 +72,31 @@ class Engine:
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
         self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.runner = StepRunner(PagedForward(policy, self.cache, settings.deterministic), self.rows, slots)
-        self.buckets = buckets_up_to(slots)
         self.drafters = {drafter.name: drafter for drafter in drafters}
+        followers = [drafter for drafter in drafters if drafter.captured_layers]
+        forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
+        self.runner = StepRunner(forward, self.rows, slots, followers)
+        self.buckets = buckets_up_to(slots)
+        if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
+            self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
+        shared = self.runner.proposals_SK, self.runner.probabilities_SKV
         for drafter in drafters:
-            drafter.bind(self.rows.state, self.runner.proposals_SK)
-        self.behind: dict[str, set[int]] = {name: set() for name in self.drafters}  # slots that ran without this drafter
+            drafter.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
+        # By drafter that must be told: the slots whose rows ran without it.
+        self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
         self.scheduler = Scheduler(self.pool, slots, RESERVE_STEPS, settings.admission == "longest")
         self.running: dict[int, Sequence] = {}  # by slot
-        self.launched: deque[Launched] = deque()
+        self.outcomes = Outcomes(self.rows, tokenizer)
         self.finished: deque[Completion] = deque()
         # Per slot: a bound on the length the row may have reached, and the tokens its blocks can hold.
         self.length_bound = np.zeros(slots + 1, dtype=np.int64)
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
         self.limit = np.zeros(slots + 1, dtype=np.int64)
-        self.seen_length = np.zeros(slots + 1, dtype=np.int64)  # as of the last outcome read
-        self.running_slots = np.zeros(0, dtype=np.int64)
-        self.batch: list[Sequence] = []  # the running sequences in the order of `running_slots`
-        self.batch_key = StepVariant()
-        self.watched = False  # somebody in the batch needs the host's attention at every step
+        self.batch = Batch.of([], self.outcomes.tenancy)
         self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
         self.paused = False
         self.preemptions = 0
@@ -139,9 +132,9 @@ class Engine:
                 self._prefill()
             if self.running:
                 self._launch()
-                while len(self.launched) > self.steps_ahead:
+                while len(self.outcomes.unread) > self.steps_ahead:
                     self._read_outcome()
-            elif self.launched:
+            elif self.outcomes.unread:
                 self._read_outcome()
             elif self.scheduler.idle and not self.finished:
                 return
@@ -173,9 +166,13 @@ class Engine:
     def sleep(self) -> None:
         self._preempt_all()
         self.cache.sleep()
+        for drafter in self.drafters.values():
+            drafter.sleep()
 
     def wake(self) -> None:
         self.cache.wake()
+        for drafter in self.drafters.values():
+            drafter.wake()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
@@ -216,10 +213,11 @@ class Engine:
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
     def _prefill(self) -> None:
-        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens)
+        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
         ready = self.scheduler.take_ready()
         if ready.copy_from:
-            self.cache.copy_blocks(ready.copy_from, ready.copy_to)
+            for cache in (self.cache, *self.drafters.values()):
+                cache.copy_blocks(ready.copy_from, ready.copy_to)
         for sequence in [s for s in ready.sequences if s.aborted]:
             self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
@@ -234,12 +232,14 @@ class Engine:
             self.running[s.slot] = s
             self.length_bound[s.slot], self.limit[s.slot] = s.length, s.limit
             self.capacity[s.slot] = len(s.blocks) * BLOCK_SIZE
-            self.seen_length[s.slot] = s.length
+            self.outcomes.enter(s)
         self.rows.enter(new_rows)
         for s in sequences:
             for drafter in self.drafters.values():
-                drafter.observe_enter(s.slot, s.request)
-                self.behind[drafter.name].add(s.slot)
+                drafter.observe_enter(s.slot, s.request, s.handover.get(drafter.name))
+            for behind in self.behind.values():
+                behind[s.slot] = True
+            s.handover = {}
         self._running_changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -249,30 +249,34 @@ class Engine:
         queries = strategy.count + 1
         if self.reserved_queries < queries and not self._reserve(queries):
             return
-        if strategy.count and not self._catch_up(strategy.drafter):
+        if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
-        bucket = next(size for size in self.buckets if size >= len(self.batch))
+        bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         if strategy.count:
-            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count)
+            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
         for name, behind in self.behind.items():
             if name != strategy.drafter:
-                behind.update(self.running)
-        status = self.runner.run(bucket, queries, self.batch_key)
-        ready = None
-        if self.rows.device.type == "cuda":
-            status, ready = status.to_host(), torch.cuda.Event()
-            ready.record()
-        self.launched.append(Launched(self.batch, strategy, status, ready))
-        self.length_bound[self.running_slots] += queries
+                behind[self.batch.slots] = True
+        status = self.runner.run(bucket, queries, self._variant(strategy))
+        self.outcomes.unread.append(Launched.now(self.batch, strategy, status))
+        self.length_bound[self.batch.slots] += queries
+
+    def _variant(self, strategy: Strategy) -> StepVariant:
+        if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
+            return self.batch.variant
+        known = self.drafters[strategy.drafter].has_probabilities
+        return replace(self.batch.variant, verify=Verify.REJECTION if known else Verify.REJECTION_OF_CERTAIN)
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""
-        if self.behind[name] & self.running.keys():
+        behind = self.behind[name]
+        if behind[self.batch.slots].any():
             self._drain()
-            slots = sorted(self.behind[name] & self.running.keys())
-            self.drafters[name].catch_up(slots, self.length_bound[slots].tolist())
-        self.behind[name].clear()
+            slots = np.sort(self.batch.slots[behind[self.batch.slots]])
+            if len(slots):
+                self.drafters[name].catch_up(slots.tolist(), self.length_bound[slots].tolist())
+        behind[:] = False
         return bool(self.running)
 
     def _reserve(self, queries: int) -> bool:
@@ -285,59 +289,38 @@ class Engine:
             if not self.running:
                 return False
         slots, indices, blocks = [], [], []
-        for slot, missing in zip(self.running_slots.tolist(), self._missing_blocks(queries).tolist(), strict=True):
-            if missing > 0:
-                sequence = self.running[slot]
-                new = self.pool.allocate(missing)
-                slots += [slot] * missing
-                indices += range(len(sequence.blocks), len(sequence.blocks) + missing)
-                blocks += new
-                sequence.blocks += new
-                self.capacity[slot] = len(sequence.blocks) * BLOCK_SIZE
+        missing_blocks = self._missing_blocks(queries)
+        for i in missing_blocks.nonzero()[0].tolist():
+            sequence, missing = self.batch.sequences[i], int(missing_blocks[i])
+            new = self.pool.allocate(missing)
+            slots += [sequence.slot] * missing
+            indices += range(len(sequence.blocks), len(sequence.blocks) + missing)
+            blocks += new
+            sequence.blocks += new
+            self.capacity[sequence.slot] = len(sequence.blocks) * BLOCK_SIZE
         if slots:
             self.rows.extend_blocks(slots, indices, blocks)
         self.reserved_queries = RESERVE_STEPS * queries
         return True
 
     def _missing_blocks(self, queries: int) -> np.ndarray:
-        slots = self.running_slots
+        slots = self.batch.slots
         wanted = np.minimum(self.length_bound[slots] + RESERVE_STEPS * queries, self.limit[slots])
         return np.maximum(0, -(-(wanted - self.capacity[slots]) // BLOCK_SIZE))
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
-        launched = self.launched.popleft()
-        if launched.ready is not None:
-            launched.ready.synchronize()
+        launched = self.outcomes.unread[0]
+        ended = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
-        self.stats.running.append(len(launched.sequences))
+        self.stats.running.append(len(launched.batch))
         self.stats.step_seconds.append(now - self._last_outcome)
         self.stats.strategies.append(str(launched.strategy))
         self._last_outcome = now
-        lengths, states = launched.status.lengths_states[:, : len(launched.sequences)].numpy()
-        self._note_lengths(launched, lengths)
-        # A row that has ended stays so in the steps launched after; it left when the first of them was read.
-        here = [i for i, sequence in enumerate(launched.sequences) if sequence.slot >= 0] if self.watched else []
-        for i in here:
-            launched.status.note_top(i, launched.sequences[i], int(lengths[i]))
-        ended = [(launched.sequences[i], int(lengths[i]), FINISH[states[i]]) for i in states.nonzero()[0]]
-        ended = [entry for entry in ended if entry[0].slot >= 0]
-        ended += self._ended_by_text([(launched.sequences[i], int(lengths[i])) for i in here if states[i] == 0])
+        for entry in ended:
+            self._finish(entry.sequence, entry.reason)
         if ended:
-            self._take_tokens([(sequence, length) for sequence, length, _ in ended])
-            for sequence, _, reason in ended:
-                self._finish(sequence, self._cut_at_text(sequence) or reason)
             self._running_changed()
-
-    def _note_lengths(self, launched: Launched, lengths: np.ndarray) -> None:
-        """How far each row came in this step, and so how much of its draft was accepted."""
-        slots = np.array([sequence.slot for sequence in launched.sequences])
-        here = slots >= 0
-        gained = (lengths - self.seen_length[slots])[here]
-        self.seen_length[slots[here]] = lengths[here]
-        if launched.strategy.count:
-            stats = self.stats.drafts.setdefault(launched.strategy.drafter, DraftStats())
-            stats.note(launched.strategy.count, gained[gained > 0] - 1)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._retire(sequence)
@@ -346,47 +329,17 @@ class Engine:
         self.scheduler.release(sequence)
         self.finished.append(sequence.complete(reason))
 
-    def _ended_by_text(self, running: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int, FinishReason]]:
-        """Rows whose text now holds one of their stop strings; what they ran beyond it will be discarded."""
-        running = [(sequence, length) for sequence, length in running if sequence.request.sampling.stop]
-        if not running:
-            return []
-        self._take_tokens(running)
-        ended = [(s, length, FinishReason.STOP) for s, length in running if self._cut_at_text(s)]
-        self.rows.deactivate([sequence.slot for sequence, _, _ in ended])
-        return ended
-
-    def _cut_at_text(self, sequence: Sequence) -> FinishReason | None:
-        """Shortens the response to the token that completes a stop string."""
-        end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
-        sequence.checked = len(sequence.response)
-        if end is None:
-            return None
-        sequence.shorten(end)
-        return FinishReason.STOP
-
-    def _take_tokens(self, lengths: list[tuple[Sequence, int]]) -> None:
-        """Brings what rows have sampled to the host."""
-        longest = max(length for _, length in lengths)
-        tokens, logprobs = self.rows.read([s.slot for s, _ in lengths], longest)
-        for (sequence, length), row, scores in zip(lengths, tokens, logprobs, strict=True):
-            start = sequence.length
-            sequence.append(row[start:length], scores[start:length], self.version)
-            self.stats.generated_tokens += max(0, length - start)
-
     # -- leaving --------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Reads every outstanding outcome, so that the host knows what the device knows."""
-        while self.launched:
+        while self.outcomes.unread:
             self._read_outcome()
-        if len(self.running_slots):
-            slots = torch.from_numpy(self.running_slots).to(self.rows.device)
-            self.length_bound[self.running_slots] = self.rows.state.length[slots].cpu().numpy()
+        self.length_bound[self.batch.slots] = self.outcomes.length[self.batch.slots]
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""
-        self._take_tokens([(sequence, int(self.length_bound[sequence.slot]))])
+        self.outcomes.take_tokens([sequence], self.stats, self.version)
         self.rows.deactivate([sequence.slot])
         self._retire(sequence)
         self._running_changed()
@@ -395,6 +348,7 @@ class Engine:
         """It runs no more; slot and blocks are still its own."""
         for drafter in self.drafters.values():
             drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
+        self.outcomes.leave(sequence)
         del self.running[sequence.slot]
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -409,12 +363,8 @@ class Engine:
         self.scheduler.drop_all()
 
     def _running_changed(self) -> None:
-        self.batch = list(self.running.values())
-        samplings = [sequence.request.sampling for sequence in self.batch]
-        self.batch_key = StepVariant(any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0))
-        self.watched = any(s.stop or s.top_logprobs for s in samplings)
-        self.running_slots = np.array([sequence.slot for sequence in self.batch], dtype=np.int64)
+        self.batch = Batch.of(list(self.running.values()), self.outcomes.tenancy)
         self.reserved_queries = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
-        padded[: len(self.batch)] = self.running_slots
+        padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)

@@ -4,7 +4,7 @@ On a CPU there is nothing to capture and the step runs as it is.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -36,6 +36,7 @@ class DraftKey:
     bucket: int
     drafter: str
     count: int
+    truncates: bool
 
 
 class StepRunner:
@@ -44,15 +45,20 @@ class StepRunner:
     A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
     """
 
-    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int) -> None:
+    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = ()) -> None:
         self.forward = forward
+        self.followers = followers
         self.rows = rows
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
+        self.probabilities_SKV: torch.Tensor | None = None  # what proposals were drawn from, where rejection needs it
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self._pool = None
+
+    def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
+        self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
@@ -65,18 +71,18 @@ class StepRunner:
         captured.graph.replay()
         return captured.status
 
-    def draft(self, bucket: int, drafter: Drafter, count: int) -> None:
+    def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool) -> None:
         """Fills the proposals of the bucket's rows."""
         if self.rows.device.type != "cuda":
-            drafter.propose(self.slots[:bucket], count)
+            drafter.propose(self.slots[:bucket], count, truncates)
             return
-        key = DraftKey(bucket, drafter.name, count)
+        key = DraftKey(bucket, drafter.name, count, truncates)
         if key not in self.captured_drafts:
-            self.captured_drafts[key], _ = self._captured(lambda: drafter.propose(self.slots[:bucket], count))
+            self.captured_drafts[key], _ = self._captured(lambda: drafter.propose(self.slots[:bucket], count, truncates))
         self.captured_drafts[key].replay()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
-        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant)
+        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)
 
     def _captured(self, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""

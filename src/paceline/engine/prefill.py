@@ -9,11 +9,13 @@ share the whole blocks before it and get a copy of the partial one:
 """
 
 from collections import deque
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from paceline.drafting.base import Drafter, TargetPrefill
 from paceline.engine.rows import to_device
 from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE
@@ -27,6 +29,8 @@ class Prefill:
     tokens: list[int]
     blocks: list[int]
     done: int  # leading tokens that are cached
+    last: int  # the token after them, which every row runs itself
+    handover: dict[str, torch.Tensor] = field(default_factory=dict)  # what drafters that follow the policy need at the last token
     waiting: list[Sequence] = field(default_factory=list)
 
     @property
@@ -49,7 +53,7 @@ class SharedPrompt:
         return self.prefill.blocks[-1] if len(self.prefill.tokens) % BLOCK_SIZE else None
 
 
-def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int) -> int:
+def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()) -> int:
     """Advances the prefills at the head of the queue by at most the budget; returns how many tokens that were."""
     chosen: list[tuple[Prefill, int]] = []
     left = token_budget
@@ -61,13 +65,13 @@ def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int) -
         left -= count
     chosen = [(prefill, count) for prefill, count in chosen if count]
     if chosen:
-        _forward_chunks(forward, chosen)
+        _forward_chunks(forward, chosen, followers)
     for prefill, count in chosen:
         prefill.done += count
     return token_budget - left
 
 
-def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]]) -> None:
+def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Listing[Drafter]) -> None:
     spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]
     slots = []
     for (prefill, _), span in zip(chunks, spans, strict=True):
@@ -82,6 +86,12 @@ def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]]) ->
     def tensor(values: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(values), forward.policy.device)
 
-    forward.prefill(
-        tensor(np.array(tokens)), tensor(np.concatenate(spans)), tensor(np.concatenate(slots)), tensor(tables), tensor(boundaries), tensor(contexts)
-    )
+    positions_T, slots_T = tensor(np.concatenate(spans)), tensor(np.concatenate(slots))
+    captured = forward.prefill(tensor(np.array(tokens)), positions_T, slots_T, tensor(tables), tensor(boundaries), tensor(contexts))
+    if not followers:
+        return
+    following = [token for prefill, count in chunks for token in [*prefill.tokens, prefill.last][prefill.done + 1 : prefill.done + count + 1]]
+    seen = TargetPrefill(tensor(np.array(following)), positions_T, slots_T, tensor(boundaries[1:] - 1), captured)
+    for follower in followers:
+        for (prefill, _), line in zip(chunks, follower.observe_prefill(seen), strict=True):
+            prefill.handover[follower.name] = line

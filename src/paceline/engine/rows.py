@@ -49,12 +49,12 @@ class Rows:
             stopped=zeros(rows, dtype=torch.bool),
             seed=zeros(rows),
             temperature=zeros(rows, dtype=score_dtype),
+            top_k=zeros(rows),
+            top_p=torch.ones(rows, dtype=score_dtype, device=device),
+            min_p=zeros(rows, dtype=score_dtype),
             stop_ids=torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
             block_table=zeros(rows, blocks_for(width), dtype=torch.int32),
         )
-        self.top_k = zeros(rows)
-        self.top_p = torch.ones(rows, dtype=score_dtype, device=device)
-        self.min_p = zeros(rows, dtype=score_dtype)
 
     def enter(self, new_rows: list[NewRow]) -> None:
         """Fills and activates rows, in one go."""
@@ -68,9 +68,9 @@ class Rows:
         self.state.seed[slots] = self._tensor([row.seed for row in new_rows])
         score = self.state.temperature.dtype
         self.state.temperature[slots] = self._tensor([row.sampling.temperature for row in new_rows], score)
-        self.top_k[slots] = self._tensor([row.sampling.top_k for row in new_rows])
-        self.top_p[slots] = self._tensor([row.sampling.top_p for row in new_rows], score)
-        self.min_p[slots] = self._tensor([row.sampling.min_p for row in new_rows], score)
+        self.state.top_k[slots] = self._tensor([row.sampling.top_k for row in new_rows])
+        self.state.top_p[slots] = self._tensor([row.sampling.top_p for row in new_rows], score)
+        self.state.min_p[slots] = self._tensor([row.sampling.min_p for row in new_rows], score)
         self.state.stop_ids[slots] = self._tensor([[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in new_rows])
         self.state.stopped[slots] = False
         self.state.active[slots] = True

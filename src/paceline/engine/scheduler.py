@@ -110,6 +110,8 @@ class Scheduler:
                 self._drop_shared(prompt)
         sequences = [sequence for prefill in ready for sequence in prefill.waiting]
         for prefill in ready:
+            for sequence in prefill.waiting:
+                sequence.handover = prefill.handover
             prefill.waiting = []
         return Ready(sequences, copy_from, copy_to)
 
@@ -153,7 +155,8 @@ class Scheduler:
         sequence.blocks += self.pool.share(whole)
         sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
         if prefix is None:
-            self.prefills.append(Prefill(sequence.tokens[:-1], sequence.blocks, done=sequence.cached, waiting=[sequence]))
+            tokens = sequence.tokens
+            self.prefills.append(Prefill(tokens[:-1], sequence.blocks, done=sequence.cached, last=tokens[-1], waiting=[sequence]))
             return
         prefix.prefill.waiting.append(sequence)
         if prefix.prefill.finished and prefix.prefill not in self.prefills:
@@ -166,7 +169,7 @@ class Scheduler:
         prompt = sequence.request.prompt
         if prompt not in self.shared and len(prompt) > 1 and self.waiting_prompts[prompt] > 1 and wanted < self.pool.free:
             tokens = list(prompt[:-1])
-            prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0)
+            prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0, last=prompt[-1])
             self.prefills.append(prefill)
             self.shared[prompt] = SharedPrompt(prefill)
         return self.shared.get(prompt)

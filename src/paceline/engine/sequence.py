@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from paceline.types import Completion, FinishReason, Request, Segment
 
 
@@ -19,6 +21,7 @@ class Sequence:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     checked: int = 0  # response tokens that have been searched for stop strings
     aborted: bool = False
+    handover: dict[str, torch.Tensor] = field(default_factory=dict)  # by drafter: what it needs of the prefill when the row enters
 
     @property
     def tokens(self) -> list[int]:

@@ -169,8 +169,14 @@ def _gumbel_kernel(seed_ptr, position_ptr, noise_ptr, vocab_size, STREAM: tl.con
 
 
 def fill_gumbel_triton(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
-    """`gumbel` for rows `[R]` through the Triton twin; what the tests compare."""
+    """`gumbel` for rows `[R]` through the Triton twin."""
     noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
     grid = (seed.numel(), cdiv(vocab_size, 1024))
     _gumbel_kernel[grid](seed, position, noise, vocab_size, STREAM=stream, BLOCK=1024, **launch_options(num_warps=4))
     return noise
+
+
+def draw_gumbel(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int, stream: int) -> torch.Tensor:
+    """float32 noise `[R, vocab_size]`, in one launch on a GPU."""
+    run = fill_gumbel_triton if seed_R.is_cuda else gumbel
+    return run(seed_R, position_R, vocab_size, stream)

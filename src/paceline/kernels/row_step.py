@@ -25,6 +25,9 @@ class RowTensors:
     stopped: torch.Tensor
     seed: torch.Tensor
     temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
     stop_ids: torch.Tensor
     block_table: torch.Tensor
 

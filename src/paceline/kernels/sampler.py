@@ -21,7 +21,7 @@ CHUNK = 2048
 _STREAM_SAMPLE = tl.constexpr(noise.STREAM_SAMPLE)
 
 
-def _row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
+def row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
     """logsumexp in fixed chunks: torch splits one long row over threads, and two rows not."""
     vocab_size = scaled_RV.shape[1]
     if vocab_size <= CHUNK:
@@ -30,7 +30,8 @@ def _row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, padded.shape[1] // CHUNK, CHUNK).logsumexp(-1).logsumexp(-1)
 
 
-def _scaled(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+def scaled_logits(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+    """Logits at each row's temperature, as they are where that is 0."""
     logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     temperature_R = temperature_R.to(logits_RV.dtype)
     return logits_RV / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
@@ -44,9 +45,9 @@ def _scores(scaled_RV, temperature_R, seed_R, position_R):
 def sample_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled_RV = _scaled(logits_RV, temperature_R)
+    scaled_RV = scaled_logits(logits_RV, temperature_R)
     token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
-    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - _row_logsumexp(scaled_RV)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
     return token_R, logprob_R
 
 
@@ -157,12 +158,22 @@ def sample_truncated(
     the threshold; min-p is relative to the most likely token. Of equal logits the lower id is kept. Plain torch on every
     device. The logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
     """
-    vocab_size = logits_RV.shape[1]
-    scaled_RV = _scaled(logits_RV, temperature_R)
-    logsumexp_R = _row_logsumexp(scaled_RV)
+    scaled_RV = scaled_logits(logits_RV, temperature_R)
+    logsumexp_R = row_logsumexp(scaled_RV)
+    kept_RV, log_mass_R = kept_tokens(scaled_RV, logsumexp_R, top_k_R, top_p_R, min_p_R)
+    token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf).argmax(-1)
+    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
+    return token_R, logprob_R, log_mass_R
+
+
+def kept_tokens(
+    scaled_RV: torch.Tensor, logsumexp_R: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which tokens truncation leaves, `[R, V]`; the log of their mass, `[R]`); see `sample_truncated`."""
+    vocab_size = scaled_RV.shape[1]
     sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = ((sorted_RV - logsumexp_R.unsqueeze(-1)).exp().double() * MASS_UNIT).long()
-    rank_V = torch.arange(vocab_size, device=logits_RV.device)
+    rank_V = torch.arange(vocab_size, device=scaled_RV.device)
     top_k_R = torch.where(top_k_R > 0, top_k_R, vocab_size)
     keep_RV = rank_V < top_k_R.unsqueeze(-1)
 
@@ -174,9 +185,5 @@ def sample_truncated(
     keep_RV &= (relative_RV >= min_p_R.to(relative_RV.dtype).unsqueeze(-1)) | (min_p_R <= 0).unsqueeze(-1)
     keep_RV[:, 0] = True
 
-    kept_RV = torch.zeros_like(keep_RV).scatter(-1, token_RV, keep_RV)
-    scores_RV = _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf)
-    token_R = scores_RV.argmax(-1)
-    logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
     log_mass_R = (torch.where(keep_RV, mass_RV, 0).sum(-1).double() / mass_RV.sum(-1).double()).log()
-    return token_R, logprob_R, log_mass_R.to(logprob_R.dtype)
+    return torch.zeros_like(keep_RV).scatter(-1, token_RV, keep_RV), log_mass_R.to(scaled_RV.dtype)

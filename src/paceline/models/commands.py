@@ -23,3 +23,21 @@ def get(
     folder = folder or Path("models") / name
     get_model(name, folder, DTYPES[dtype], typer.echo)
     typer.echo(f"written to {folder}; try: paceline train chain-sum policy.path={folder}")
+
+
+@app.command()
+def widen(
+    folder: Annotated[Path, typer.Argument(help="the small model, a Hugging Face folder")],
+    to: Annotated[str, typer.Option(help="1.7b, 4b, 8b, or another dense shape's name")],
+    out: Annotated[Path, typer.Option(help="folder to write")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+) -> None:
+    """Writes a large model that computes the small one's function: its text and acceptance at a large model's cost."""
+    from paceline.models.widen import widen_folder
+    from paceline.policy.huggingface import DTYPES
+    from paceline.session import policy_folder
+
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    wide = widen_folder(policy_folder(str(folder)), to, out, DTYPES[dtype])
+    typer.echo(f"{wide.config.num_parameters / 1e9:.2f} B parameters written to {out}")

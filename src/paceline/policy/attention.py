@@ -28,12 +28,16 @@ class PackedAttention:
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
         out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return out_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
+        return self.unpad(out_BHLD)
 
     def pad(self, x_THD: torch.Tensor) -> torch.Tensor:
+        """`[B, H, L, D]`, zeros behind each sequence."""
         flat = x_THD.new_zeros(self.shape[0] * self.longest, *x_THD.shape[1:])
         flat = flat.index_copy(0, self.padded_index_T, x_THD)
         return flat.unflatten(0, self.shape).transpose(1, 2)
+
+    def unpad(self, x_BHLD: torch.Tensor) -> torch.Tensor:
+        return x_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn

@@ -119,6 +119,21 @@ class DecoderLayer(nn.Module):
         return x_TE + self.feed_forward(self.feed_forward_norm(x_TE))
 
 
+class Capture:
+    """Collects the hidden states that enter some layers, for a drafter to learn from; detached, so nothing flows back.
+
+    Layer i is counted as transformers counts `hidden_states[i]`.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self.states_TE: list[torch.Tensor] = []  # in the order of the layers' indices
+
+    def offer(self, layer: int, x_TE: torch.Tensor) -> None:
+        if layer in self.layers:
+            self.states_TE.append(x_TE.detach())
+
+
 class Decoder(nn.Module):
     """Made with empty parameters: fill them from a folder (`huggingface.py`) or with `initialise`."""
 
@@ -157,11 +172,13 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
-    def forward(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, capture: Capture | None = None) -> torch.Tensor:
         """Hidden states after the last norm, `[T, E]`; `logits` turns them into scores."""
         x_TE = self.embedding(tokens_T)
         rope_T2R = self.rope_table[positions_T]
         for index, layer in enumerate(self.layers):
+            if capture is not None:
+                capture.offer(index, x_TE)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x_TE = checkpoint(layer, x_TE, rope_T2R, index, attend, use_reentrant=False)
             else:

@@ -45,10 +45,11 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
+        identical = "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         self.out.print(
             f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
             f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "
-            f"accept length {check.accept_length:.2f}, tokens identical: {'yes' if check.identical else 'NO'}"
+            f"accept length {check.accept_length:.2f}, tokens identical: {identical}"
         )
 
     def summary(self, summary: Summary) -> None:

@@ -1,0 +1,137 @@
+"""How much of an eagle head's drafts the policy accepts, measured along texts that the policy wrote.
+
+A draft counts up to its first disagreement with the text, and until there its own tokens are the text's. So one pass over the
+text with the head unrolled (`unroll.py`) gives, for every start and step, the chance that the drafted token is accepted:
+
+    shared noise   1 if argmax(logits / T + gumbel(seed, place, ·)) of the head is the token in the text, else 0
+    rejection      min(1, q(token) / p(token)): given that the policy's token came out, the chance that it came from the draft
+
+A walk over the response, from each step's first token to the next one's, then gives what a rollout at a fixed k would do:
+exactly for shared noise, in expectation for rejection. Nothing is generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.training import CHUNK_ELEMENTS, drafted_tokens, teacher_states
+from paceline.drafting.unroll import unroll
+from paceline.kernels.noise import gumbel
+from paceline.learning.batch import MicroBatch, pack, training_sequence
+from paceline.policy.decoder import Decoder
+from paceline.types import Completion
+
+
+@dataclass
+class Acceptance:
+    """Sums over the steps of walks; with rejection they are expectations."""
+
+    steps: float = 0.0
+    tokens: int = 0
+    accepted_at: list[float] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per step of the policy, its own token included; the one that ends a response cuts a step short."""
+        return self.tokens / max(1e-9, self.steps)
+
+    def reached(self, place: int) -> float:
+        """Share of drafts whose tokens up to `place` were all accepted."""
+        return self.accepted_at[place] / max(1e-9, self.steps)
+
+    def after_right_ones(self, place: int) -> float:
+        """Share of the tokens at `place` that were accepted, where those before were."""
+        before = self.accepted_at[place - 1] if place else self.steps
+        return self.accepted_at[place] / max(1e-9, before)
+
+
+@dataclass(frozen=True)
+class Measured:
+    shared_noise: Acceptance
+    rejection: Acceptance
+    responses: int
+
+
+@torch.no_grad()
+def measure_acceptance(
+    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 2048
+) -> Measured:
+    """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
+    shared, rejection = (Acceptance(accepted_at=[0.0] * depth) for _ in range(2))
+    completions = [completion for completion in completions if completion.tokens]
+    for part in _parts(completions, micro_batch_tokens):
+        batch = pack([training_sequence(completion) for completion in part], policy.device)
+        lengths = [len(completion.tokens) for completion in part]
+        shared_RK, rejection_RK = _chances(policy, head, batch, part, depth)
+        for shared_NK, rejection_NK in zip(shared_RK.split(lengths), rejection_RK.split(lengths), strict=True):
+            walk(shared_NK.tolist(), known, shared)
+            walk(rejection_NK.tolist(), known, rejection)
+    return Measured(shared, rejection, len(completions))
+
+
+def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Completion]]:
+    """Neighbours in length go together: packed attention is laid out by the longest."""
+    parts: list[list[Completion]] = []
+    room = 0
+    for completion in sorted(completions, key=lambda c: len(c.request.prompt) + len(c.tokens)):
+        size = len(completion.request.prompt) + len(completion.tokens)
+        if size > room:
+            parts.append([])
+            room = token_budget
+        parts[-1].append(completion)
+        room -= size
+    return parts
+
+
+def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R, K]` by start and step, for both rules: row r is the draft whose first token is response token r."""
+    device = batch.tokens_T.device
+    temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[batch.sequence_R]
+    seed_R = torch.tensor([c.request.seed for c in completions], device=device)[batch.sequence_R]
+    hidden_TE, captured = teacher_states(policy, batch, head.config.captured_layers)
+    shared_RK, rejection_RK = torch.zeros(2, len(seed_R), depth, dtype=torch.float64, device=device)
+    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    for step, x_RE in enumerate(unroll(head, captured, policy.embedding.weight, batch, depth)):
+        for tokens in drafted_tokens(batch, step).nonzero().flatten().split(chunk):
+            predictors = batch.predictors_R[tokens]
+            places = batch.attention.positions_T[predictors] + 1
+            shared, rejection = accepted(
+                head, policy.logits(hidden_TE[predictors]), head.logits(x_RE[tokens]), batch.targets_R[tokens],
+                temperature_R[tokens], gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
+            )  # fmt: skip
+            shared_RK[tokens - step, step], rejection_RK[tokens - step, step] = shared, rejection
+    return shared_RK, rejection_RK
+
+
+def accepted(
+    head: EagleHead, logits_RV: torch.Tensor, draft_RD: torch.Tensor, token_R: torch.Tensor, temperature_R: torch.Tensor, noise_RD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chance that each token is drafted and accepted, for both rules; at temperature 0 they are the same."""
+    greedy_R = temperature_R == 0
+    scale_R1 = torch.where(greedy_R, 1.0, temperature_R).unsqueeze(-1)
+    scores_RD = draft_RD / scale_R1 + torch.where(greedy_R.unsqueeze(-1), 0.0, noise_RD)
+    shared_R = (head.draft_to_target[scores_RD.argmax(-1)] == token_R).double()
+    logp_R = (logits_RV / scale_R1).log_softmax(-1).gather(-1, token_R.unsqueeze(-1)).squeeze(-1)
+    full_RV = torch.full_like(logits_RV, -torch.inf).index_copy(1, head.draft_to_target, (draft_RD / scale_R1).log_softmax(-1).to(logits_RV.dtype))
+    logq_R = full_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1)
+    rejection_R = (logq_R - logp_R).clamp(max=0.0).exp().double()
+    return shared_R, torch.where(greedy_R, shared_R, rejection_R)
+
+
+def walk(chances_NK: list[list[float]], known: int, total: Acceptance) -> None:
+    """Adds the steps that generate one response: `visits[i]` is how likely one of them starts at token i."""
+    count, depth = len(chances_NK), len(chances_NK[0])
+    visits = [0.0] * (count + depth + 1)
+    visits[known if known < count else -1] = 1.0
+    for start in range(known, count):
+        reached = visits[start]
+        total.steps += reached
+        for step in range(min(depth, count - start)):
+            accepted = reached * chances_NK[start][step]
+            total.accepted_at[step] += accepted
+            visits[start + step + 1] += reached - accepted  # the policy's own token in its place
+            reached = accepted
+        visits[start + depth + 1] += reached  # all accepted, and one more; past the end it does not matter
+    total.tokens += max(0, count - known)

@@ -1,0 +1,156 @@
+"""The `paceline drafter` commands."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.drafting.acceptance import Acceptance
+
+app = typer.Typer(no_args_is_help=True, help="Train, measure and exchange eagle drafters.")
+
+PolicyArgument = Annotated[str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")]
+DrafterArgument = Annotated[str, typer.Argument(help="an eagle head's folder, or `builtin-eagle`")]
+OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value of the recipe, any number")]
+RecipeOption = Annotated[str, typer.Option(help="where task and sampling settings come from")]
+LayersOption = Annotated[str, typer.Option(help="captured layers, such as 2,14,25: i means the states that enter layer i")]
+DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16; default: as it is")]
+
+
+@app.command()
+def train(
+    policy: PolicyArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[Path, typer.Option(help="folder to write the head to")] = Path("eagle"),
+    recipe: RecipeOption = "default",
+    responses: Annotated[int, typer.Option(help="how many of the policy's own responses to learn from")] = 1024,
+    rollouts: Annotated[Optional[Path], typer.Option(help="learn from what `paceline rollout --save` wrote instead")] = None,
+    start: Annotated[str, typer.Option(help="a head to go on from; default: a fresh one")] = "",
+    layers: LayersOption = "",
+    draft_vocab: Annotated[int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all")] = 0,
+    steps: int = 400,
+    lr: float = 1e-3,
+    unroll: Annotated[int, typer.Option(help="how many tokens of a draft are trained; 1: only the first")] = 5,
+    batch: Annotated[int, typer.Option(help="responses per step")] = 64,
+    seed: int = 0,
+    dtype: DtypeOption = "",
+) -> None:
+    """Trains an eagle head on a policy's own responses."""
+    from paceline.config import load_config
+    from paceline.drafting.eagle_folder import load_eagle, save_eagle
+    from paceline.drafting.eagle_head import EagleHead, config_for
+    from paceline.drafting.responses import saved_responses, training_responses
+    from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
+    from paceline.learning.batch import training_sequence
+    from paceline.session import learning_threads, open_session
+
+    wanted_dtype = _dtype(dtype)
+    completions = saved_responses(rollouts) if rollouts is not None else None
+    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    model = session.policy
+    if start:
+        head = load_eagle(start, model, model.dtype, model.device)
+    else:
+        head = EagleHead(config_for(model.config, _layers(layers), draft_vocab), model.dtype, model.device)
+    sequences = [training_sequence(completion) for completion in completions or training_responses(session, responses)]
+    session.close()
+    typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
+    if not start:
+        ids = choose_vocabulary(sequences, model.config.vocab_size, model.config.eos_token_ids, head.config.draft_vocab)
+        head.draft_to_target.copy_(head.draft_to_target.new_tensor(ids))
+        head.initialise(model, seed)
+
+    def progress(step: int, report: HeadStep) -> None:
+        if step == 1 or step % 25 == 0 or step == steps:
+            overlap = " ".join(f"{value:.3f}" for value in report.overlap)
+            typer.echo(f"{step:>5}/{steps}  KL {report.divergence[0]:.4f}  1 - TV by position {overlap}")
+
+    settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
+    with learning_threads(session.config):
+        train_offline(model, head, sequences, settings, progress)
+    save_eagle(head, out, wanted_dtype)
+    typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
+
+
+@app.command("eval")
+def evaluate(
+    policy: PolicyArgument,
+    drafter: DrafterArgument,
+    overrides: OverridesArgument = None,
+    recipe: RecipeOption = "default",
+    k: Annotated[int, typer.Option(help="tokens per draft")] = 5,
+    problems: Annotated[int, typer.Option(help="held-out problems, one response each")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 1.0,
+) -> None:
+    """Says how much of a head's drafts a policy accepts, along the policy's responses to held-out problems."""
+    from paceline.config import load_config
+    from paceline.drafting.acceptance import measure_acceptance
+    from paceline.drafting.eagle_folder import load_eagle
+    from paceline.drafting.responses import held_out_responses
+    from paceline.session import open_session
+
+    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    head = load_eagle(drafter, session.policy, session.policy.dtype, session.device)
+    completions = held_out_responses(session, problems, temperature)
+    session.close()
+    measured = measure_acceptance(session.policy, head, completions, k)
+    typer.echo(f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature {temperature:g}, k = {k}")
+    typer.echo(f"{'accepted, where those before were':<36}" + "".join(f"{place:>7}" for place in range(1, k + 1)) + "   accept length")
+    for name, acceptance in (("shared noise", measured.shared_noise), ("rejection, expected", measured.rejection)):
+        typer.echo(_row(name, acceptance, k))
+
+
+@app.command("export")
+def export_drafter(
+    drafter: DrafterArgument,
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    policy: Annotated[str, typer.Option(help="the policy it drafts for")] = "builtin",
+    dtype: DtypeOption = "",
+) -> None:
+    """Writes a head as a folder that vLLM and SGLang load for `eagle3`."""
+    _convert(drafter, out, policy, "", dtype)
+    typer.echo(f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}")
+
+
+@app.command("import")
+def import_drafter(
+    folder: Annotated[Path, typer.Argument(help="a folder that vLLM or SGLang loads for `eagle3`")],
+    out: Annotated[Path, typer.Argument(help="folder to write")],
+    policy: Annotated[str, typer.Option(help="the policy it drafts for")] = "builtin",
+    layers: LayersOption = "",
+    dtype: DtypeOption = "",
+) -> None:
+    """Checks a published head against its policy and writes it as a folder that leaves nothing open."""
+    _convert(str(folder), out, policy, layers, dtype)
+    typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
+
+
+def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> None:
+    import torch
+
+    from paceline.drafting.eagle_folder import load_eagle, save_eagle
+    from paceline.policy.huggingface import load_policy
+    from paceline.session import policy_folder
+
+    save_eagle(load_eagle(drafter, load_policy(policy_folder(policy), torch.float32), _dtype(dtype) or torch.float32, "cpu", _layers(layers)), out)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"--layers {text!r}: must be numbers with commas between, such as 2,14,25") from None
+
+
+def _dtype(name: str):
+    from paceline.policy.huggingface import DTYPES
+
+    if name and name not in DTYPES:
+        raise ValueError(f"--dtype {name!r}: must be one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def _row(name: str, acceptance: "Acceptance", depth: int) -> str:
+    shares = "".join(f"{100 * acceptance.after_right_ones(place):>6.1f}%" for place in range(depth))
+    return f"{name:<36}{shares}   {acceptance.accept_length:.3f}"

@@ -1,0 +1,102 @@
+"""The draft model: a smaller policy of any family with the same tokenizer, run over the engine's rows.
+
+It keeps keys and values in a cache of its own under the pool's block numbers. While it proposes it stays at most one token
+behind, because of what it proposed the last token is never run; so its first pass takes the row's last two tokens. For rows
+that ran without it, it catches up by a batched prefill, which the switch pays.
+"""
+
+import numpy as np
+import torch
+
+from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.sampling import sample_draft
+from paceline.kernels.draft_step import gather_draft
+from paceline.paged.cache import BLOCK_SIZE, KVCache, token_bytes
+from paceline.paged.forward import PagedForward
+from paceline.policy.decoder import Decoder
+from paceline.types import Request
+
+CATCH_UP_TOKENS = 16384  # per forward pass
+
+
+class DraftModel(Drafter):
+    name = "draft_model"
+    max_tokens = 15
+    needs_catch_up = True
+    has_probabilities = True
+
+    def __init__(self, policy: Decoder) -> None:
+        self.policy = policy
+        config = policy.config
+        self.token_bytes = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
+
+    def bind(self, seat: Seat) -> None:
+        self.seat = seat
+        if self.policy.config.vocab_size != seat.policy.config.vocab_size:
+            sizes = f"{self.policy.config.vocab_size} tokens and the policy {seat.policy.config.vocab_size}"
+            raise ValueError(f"the draft model has {sizes}; they must share a tokenizer")
+        self.cache = KVCache(self.policy.config, seat.num_blocks, self.policy.dtype, self.policy.device)
+        self.forward = PagedForward(self.policy, self.cache, seat.deterministic)
+        self.cached_S = torch.zeros_like(seat.rows.length)  # leading tokens that are in the cache
+
+    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
+        self.cached_S[slot] = 0
+
+    def catch_up(self, slots: list[int], lengths: list[int]) -> None:
+        """Siblings share the blocks of their prompt, so what one of them fills is filled for all."""
+        rows, device = self.seat.rows, self.policy.device
+        index = torch.tensor(slots, device=device)
+        tables = rows.block_table[index].cpu().numpy()
+        tokens = rows.tokens[index, : max(lengths)].cpu().numpy()
+        chunks: list[tuple[int, int, int]] = []  # line, first position, end
+        filled: dict[int, int] = {}  # block: tokens in it
+        for line, (cached, length) in enumerate(zip(self.cached_S[index].tolist(), lengths, strict=True)):
+            start = cached
+            while start < length and filled.get(int(tables[line, start // BLOCK_SIZE]), 0) == BLOCK_SIZE:
+                start = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+            for block in range(start // BLOCK_SIZE, length // BLOCK_SIZE):
+                filled[int(tables[line, block])] = BLOCK_SIZE
+            chunks += [(line, first, min(first + CATCH_UP_TOKENS, length)) for first in range(start, length, CATCH_UP_TOKENS)]
+        while chunks:
+            batch = [chunks.pop(0)]
+            while chunks and sum(end - first for _, first, end in [*batch, chunks[0]]) <= CATCH_UP_TOKENS:
+                batch.append(chunks.pop(0))
+            self._prefill(batch, tokens, tables)
+        self.cached_S[index] = torch.tensor(lengths, device=device)
+
+    def _prefill(self, chunks: list[tuple[int, int, int]], tokens: np.ndarray, tables: np.ndarray) -> None:
+        lines = np.array([line for line, _, _ in chunks])
+        positions = np.concatenate([np.arange(first, end) for _, first, end in chunks])
+        owner = np.concatenate([np.full(end - first, line) for line, first, end in chunks])
+        cache_slots = tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        boundaries = np.cumsum([0, *(end - first for _, first, end in chunks)])
+        contexts = np.array([first for _, first, _ in chunks])
+        known = np.minimum(positions, self.forward.max_position)  # a draft model may end before the policy does
+        arrays = tokens[owner, positions], known, cache_slots, tables[lines], boundaries, contexts
+        self.forward.prefill(*(torch.from_numpy(array).to(self.policy.device) for array in arrays))
+
+    def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        rows = self.seat.rows
+        walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
+        table_RB = rows.block_table.index_select(0, slots_R)
+        first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, walk.cache_slots_CR[:2].T
+        hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])
+        hidden_RE, proposed = hidden_TE.unflatten(0, (-1, 2))[:, 1], []
+        for column in range(count):
+            if column > 0:
+                place = walk.positions_CR[column + 1].unsqueeze(1), walk.cache_slots_CR[column + 1].unsqueeze(1)
+                hidden_RE, _ = self.forward.decode(proposed[-1].unsqueeze(1), *place, table_RB, walk.context_CR[column + 1])
+            logits_RV = self.forward.logits(hidden_RE.contiguous())
+            proposed.append(sample_draft(logits_RV, self.seat, slots_R, walk, column, truncates))
+        self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
+        # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
+        self.cached_S[slots_R] = rows.length[slots_R]
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        self.cache.copy_blocks(sources, targets)
+
+    def sleep(self) -> None:
+        self.cache.sleep()
+
+    def wake(self) -> None:
+        self.cache.wake()

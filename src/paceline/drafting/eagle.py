@@ -1,0 +1,146 @@
+"""The eagle drafter: an EAGLE-3 head (`eagle_head.py`) run over the engine's rows.
+
+Its one layer keeps keys and values in a cache of its own under the pool's block numbers: the entry of token t holds the
+policy's features there and the embedding of token t + 1, so it exists once that token is known. Prefills and steps of every
+strategy write it, which costs one projection, so speculation can begin at any moment without running anything again:
+
+    tokens             a    b    c    d         d is the row's last token, not yet run by the policy
+    entries           g_a  g_b  g_c             each with the embedding of the token to its right
+    first proposal              q_c             attends to all entries; the features g_c wait in `features_SE`
+    next ones                        x  x       the head's own states in place of features; overwritten by the next step
+"""
+
+import torch
+import torch.nn.functional as F
+
+from paceline.drafting.base import Drafter, Seat, TargetPrefill, TargetStep
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.sampling import sample_draft
+from paceline.kernels.draft_step import gather_draft
+from paceline.kernels.linear import linear
+from paceline.kernels.norm import rms_norm, rms_norm_residual
+from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.rope_kv import rope_and_write_kv
+from paceline.kernels.swiglu import silu_multiply
+from paceline.paged.cache import BLOCK_SIZE, KVCache
+from paceline.types import Request
+
+
+class EagleDrafter(Drafter):
+    name = "eagle"
+    max_tokens = 15
+    has_probabilities = True
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        layer = head.config.layer
+        self.captured_layers = head.config.captured_layers
+        self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
+
+    def bind(self, seat: Seat) -> None:
+        self.seat = seat
+        layer, device, dtype = self.head.config.layer, seat.policy.device, seat.policy.dtype
+        self.head.config.check_against(seat.policy.config)
+        self.cache = KVCache(layer, seat.num_blocks, dtype, device)
+        self.cos_PC, self.sin_PC = (self.head.rope_table[:, i].contiguous() for i in (0, 1))
+        self.max_position = len(self.cos_PC) - 1
+        self.features_SE = torch.zeros(len(seat.rows.length), layer.hidden_size, dtype=dtype, device=device)
+        self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
+
+    # -- following the policy -------------------------------------------------------------------------------------
+
+    def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor:
+        features_TE = self._features(prefill.captured)
+        self._write_entries(features_TE, prefill.following_T, prefill.positions_T, prefill.cache_slots_T)
+        return features_TE[prefill.last_S]
+
+    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
+        if handover is not None:  # none: a prompt of one token, or nothing was left to prefill; one poor proposal follows
+            self.features_SE[slot] = handover
+
+    def observe_step(self, step: TargetStep) -> None:
+        queries = step.queries
+        features_TE = self._features(step.captured)
+        # Entries behind a sample that was not kept are wrong, and are written again before anything attends to them.
+        self._write_entries(features_TE, step.sampled_RQ.flatten(), queries.positions_RQ.flatten(), queries.cache_slots_RQ.flatten())
+        num_rows, num_queries = step.sampled_RQ.shape
+        kept_R = self.seat.rows.length[step.slots_R] - queries.context_R - 1  # rows that are not active keep none
+        last_R = torch.arange(num_rows, device=kept_R.device) * num_queries + (kept_R - 1).clamp(0, num_queries - 1)
+        self.features_SE[step.slots_R] = features_TE[last_R]
+
+    def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
+        return self._linear(torch.cat([captured[i] for i in self.captured_layers], dim=-1), self.head.fc.weight)
+
+    def _write_entries(self, features_TE: torch.Tensor, following_T: torch.Tensor, positions_T: torch.Tensor, cache_slots_T: torch.Tensor) -> None:
+        attention = self.head.attention
+        queries = attention.heads * attention.head_dim
+        kv = self._linear(self._inputs(features_TE, following_T), attention.qkv.weight[queries:])
+        rope_and_write_kv(kv, positions_T, cache_slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(0), 0)
+
+    # -- proposing ------------------------------------------------------------------------------------------------
+
+    def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        rows = self.seat.rows
+        walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
+        table_RB = rows.block_table.index_select(0, slots_R)
+        states_RE, tokens_R, proposed = self.features_SE.index_select(0, slots_R), walk.tokens_2R[1], []
+        for column in range(count):
+            place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
+            normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
+            tokens_R = sample_draft(self._logits(normed_RE), self.seat, slots_R, walk, column, truncates)
+            proposed.append(tokens_R)
+        self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
+
+    def _layer(
+        self,
+        states_RE: torch.Tensor,
+        following_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        cache_slots_R: torch.Tensor,
+        context_R: torch.Tensor,
+        table_RB: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed, state): what the vocabulary's head takes, and what the next column does."""
+        head, attention, eps = self.head, self.head.attention, self.head.config.layer.norm_eps
+        k_cache, v_cache = self.cache.layer(0)
+        qkv = self._linear(self._inputs(states_RE, following_R), attention.qkv.weight)
+        q_RHD = rope_and_write_kv(qkv, positions_R, cache_slots_R, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads)
+        attended_RHD = paged_attention(q_RHD.unsqueeze(1), k_cache, v_cache, table_RB, context_R).squeeze(1)
+        out_RE = self._linear(attended_RHD.flatten(1), attention.output.weight)
+        normed_RE, residual_RE = rms_norm_residual(out_RE, states_RE, head.feed_forward_norm.weight, eps)
+        out_RE = self._linear(silu_multiply(self._linear(normed_RE, head.feed_forward.gate_up.weight)), head.feed_forward.down.weight)
+        return rms_norm_residual(out_RE, residual_RE, head.norm.weight, eps)
+
+    def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
+        head, eps = self.head, self.head.config.layer.norm_eps
+        embedded_TE = F.embedding(following_T, self.seat.policy.embedding.weight)
+        return torch.cat((rms_norm(embedded_TE, head.embedding_norm.weight, eps), rms_norm(states_TE, head.hidden_norm.weight, eps)), dim=-1)
+
+    def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
+        """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft id are impossible."""
+        wide = torch.float64 if normed_RE.dtype == torch.float64 else torch.float32
+        logits_RV = self._linear(normed_RE, self.head.head.weight, wide)
+        if self.whole_vocabulary:
+            return logits_RV
+        full_RV = logits_RV.new_full((len(logits_RV), self.head.config.layer.vocab_size), -torch.inf)
+        return full_RV.index_copy_(1, self.head.draft_to_target, logits_RV)
+
+    def _linear(self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear(x_TE, weight_NE, out_dtype, self.seat.deterministic)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        self.cache.copy_blocks(sources, targets)
+
+    def sleep(self) -> None:
+        self.cache.sleep()
+
+    def wake(self) -> None:
+        self.cache.wake()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.head.load_state_dict(tensors)

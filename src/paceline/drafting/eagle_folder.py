@@ -1,0 +1,206 @@
+"""Eagle heads as folders: the Hugging Face layout that vLLM and SGLang load for `eagle3`.
+
+    config.json         a one-layer Llama, `draft_vocab_size`, and which of the policy's layers are captured
+    model.safetensors   fc, midlayer.*, norm, lm_head; with a reduced vocabulary d2t (target id = draft id + d2t) and t2d
+
+Captured layers are written twice, because the two engines count differently. `eagle_aux_hidden_state_layer_ids` at the top is
+what vLLM prefers: i means the states that enter layer i, as in this project. The same key within `eagle_config` is what SGLang
+reads: there i means the states that leave layer i. A folder with the second alone is ambiguous, and refused unless told.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.drafting.eagle_head import EagleConfig, EagleHead
+from paceline.policy.config import from_huggingface, to_huggingface
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import Slice
+
+BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
+BUILTIN_EAGLES = {"builtin-eagle": BUILTIN_EAGLE}
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Variants of the head that compute something else; each key's only supported value.
+SUPPORTED_VALUES = {
+    "num_hidden_layers": 1, "norm_before_residual": False, "norm_output": False, "norm_before_fc": False, "fc_norm": False,
+    "attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "use_aux_hidden_state": True, "parallel_drafting": False,
+}  # fmt: skip
+
+
+def eagle_folder(name: str) -> Path:
+    """The folder of a shipped head, or the path itself."""
+    folder = BUILTIN_EAGLES.get(name, Path(name))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{name!r} is not an eagle head's folder with a config.json; shipped are: {', '.join(BUILTIN_EAGLES)}")
+    return folder
+
+
+def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or head.fc.weight.dtype
+    (folder / "config.json").write_text(json.dumps(_to_huggingface(head.config, dtype), indent=2) + "\n")
+    parameters = dict(head.named_parameters())
+    tensors = {
+        name: piece.of(parameters[piece.parameter].detach()).to("cpu", dtype).contiguous().clone() for name, piece in _layout(head.config).items()
+    }
+    if head.config.draft_vocab < head.config.layer.vocab_size:  # vLLM knows no map where the vocabularies are the same
+        draft_to_target = head.draft_to_target.cpu()
+        tensors["d2t"] = draft_to_target - torch.arange(head.config.draft_vocab)
+        tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(0, draft_to_target, True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_eagle(
+    folder: str | Path, policy: Decoder, dtype: torch.dtype, device: str | torch.device = "cpu", captured_layers: tuple[int, ...] = ()
+) -> EagleHead:
+    """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its configuration says."""
+    folder = eagle_folder(str(folder))
+    head = EagleHead(_read_config(folder, policy, captured_layers), dtype, device)
+    read = _reader(folder)
+    _check_embedding(folder, read, policy)
+    parameters = dict(head.named_parameters())
+    with torch.no_grad():
+        for name, piece in _layout(head.config).items():
+            tensor, target = read(name), piece.of(parameters[piece.parameter])
+            if tensor is None:
+                raise ValueError(f"{folder} lacks the tensor {name}")
+            if tensor.shape != target.shape:
+                raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(target.shape)}")
+            target.copy_(tensor)
+        head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
+    return head
+
+
+def _layout(config: EagleConfig) -> dict[str, Slice]:
+    """Every tensor name of the folder and where it lies in the head."""
+    layer, size = config.layer, config.layer.hidden_size
+    q, kv, f = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+    return {
+        "fc.weight": Slice("fc.weight", 0, size),
+        "midlayer.input_layernorm.weight": Slice("embedding_norm.weight", 0, size),
+        "midlayer.hidden_norm.weight": Slice("hidden_norm.weight", 0, size),
+        "midlayer.self_attn.q_proj.weight": Slice("attention.qkv.weight", 0, q),
+        "midlayer.self_attn.k_proj.weight": Slice("attention.qkv.weight", q, q + kv),
+        "midlayer.self_attn.v_proj.weight": Slice("attention.qkv.weight", q + kv, q + 2 * kv),
+        "midlayer.self_attn.o_proj.weight": Slice("attention.output.weight", 0, size),
+        "midlayer.post_attention_layernorm.weight": Slice("feed_forward_norm.weight", 0, size),
+        "midlayer.mlp.gate_proj.weight": Slice("feed_forward.gate_up.weight", 0, f),
+        "midlayer.mlp.up_proj.weight": Slice("feed_forward.gate_up.weight", f, 2 * f),
+        "midlayer.mlp.down_proj.weight": Slice("feed_forward.down.weight", 0, size),
+        "norm.weight": Slice("norm.weight", 0, size),
+        "lm_head.weight": Slice("head.weight", 0, config.draft_vocab),
+    }
+
+
+def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    out = to_huggingface(config.layer, str(dtype).removeprefix("torch."))
+    return out | {
+        "architectures": [ARCHITECTURE],
+        "draft_vocab_size": config.draft_vocab,
+        LAYER_IDS: list(config.captured_layers),
+        "eagle_config": {LAYER_IDS: [layer - 1 for layer in config.captured_layers], "use_aux_hidden_state": True},
+    }
+
+
+def _read_config(folder: Path, policy: Decoder, captured_layers: tuple[int, ...]) -> EagleConfig:
+    raw = json.loads((folder / "config.json").read_text())
+    eagle = raw.get("eagle_config") or {}
+    architecture = (raw.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder}/config.json: architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}")
+    for key, supported in SUPPORTED_VALUES.items():
+        value = eagle.get(key, raw.get(key, supported))
+        if value != supported:
+            raise ValueError(f"{folder}/config.json: {key} = {value!r} is a variant of the head that is not supported; supported: {supported!r}")
+    target_size = raw.get("target_hidden_size", raw["hidden_size"])
+    if target_size != raw["hidden_size"]:
+        raise ValueError(f"{folder}/config.json: target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}")
+    # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
+    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.config.max_positions, tie_embeddings=False)
+    layers = captured_layers or _captured_layers(folder, raw, eagle, policy.config.num_layers)
+    config = EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
+    try:
+        config.check_against(policy.config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return config
+
+
+def _captured_layers(folder: Path, raw: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    if raw.get(LAYER_IDS):
+        return tuple(raw[LAYER_IDS])
+    ids = eagle.get(LAYER_IDS)
+    if ids:
+        entering, leaving = ",".join(str(i) for i in ids), ",".join(str(i + 1) for i in ids)
+        raise ValueError(
+            f"{folder}/config.json: eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is missing. "
+            f"`paceline drafter import --layers {entering}` takes it as vLLM does, `--layers {leaving}` as SGLang does"
+        )
+    if num_layers < 8:
+        raise ValueError(
+            f"{folder}/config.json names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
+            "say which with `paceline drafter import --layers`"
+        )
+    return 2, num_layers // 2, num_layers - 3  # what both engines take where nothing is said
+
+
+def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
+    """Finds a tensor under any of the names that are in use for it; None where there is none of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    if not tensors and (folder / "pytorch_model.bin").is_file():
+        tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    if not tensors:
+        raise FileNotFoundError(f"{folder} holds neither safetensors nor pytorch_model.bin")
+
+    def find(name: str) -> torch.Tensor | None:
+        names = (name, name.replace("midlayer.", "layers.0."))
+        return next((tensors[prefix + n] for prefix in ("", "model.") for n in names if prefix + n in tensors), None)
+
+    return find
+
+
+def _read_vocabulary(folder: Path, read: Callable[[str], torch.Tensor | None], config: EagleConfig) -> torch.Tensor:
+    """The target ids of the draft vocabulary."""
+    every_V = torch.arange(config.draft_vocab)
+    offsets, chosen = read("d2t"), read("t2d")
+    if offsets is None:
+        if config.draft_vocab < config.layer.vocab_size:
+            raise ValueError(
+                f"{folder} lacks the tensor d2t, and draft_vocab_size = {config.draft_vocab} is not vocab_size = {config.layer.vocab_size}"
+            )
+        return every_V
+    if offsets.shape != every_V.shape:
+        raise ValueError(f"{folder}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size is {config.draft_vocab}")
+    targets = every_V + offsets.long()
+    if targets.min() < 0 or targets.max() >= config.layer.vocab_size or len(targets.unique()) < len(targets):
+        raise ValueError(f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = {config.layer.vocab_size}")
+    if chosen is not None and not torch.equal(chosen.bool().nonzero().flatten(), targets.sort().values):
+        raise ValueError(f"{folder}: d2t and t2d disagree about which tokens the draft vocabulary holds")
+    return targets
+
+
+def _check_embedding(folder: Path, read: Callable[[str], torch.Tensor | None], policy: Decoder) -> None:
+    """A head may bring a copy of the policy's embedding, as some trainers write it, but not one of its own."""
+    embedding = read("embed_tokens.weight")
+    if embedding is None:
+        return
+    ours = policy.embedding.weight.detach()
+    if embedding.shape != ours.shape:
+        raise ValueError(f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding {tuple(ours.shape)}")
+    narrow = embedding.dtype if embedding.element_size() < ours.element_size() else ours.dtype
+    if not torch.equal(embedding.to(ours.device, narrow), ours.to(narrow)):
+        raise ValueError(
+            f"{folder}: embed_tokens.weight differs from the policy's embedding; a head with an embedding of its own is not supported. "
+            "Was it trained for another policy? If the policy has learnt since, remove embed_tokens.weight: the policy's own is used then"
+        )

@@ -1,0 +1,20 @@
+"""How a drafter with logits samples: with the request's own noise, temperature and truncation, which is what makes it agree."""
+
+import torch
+
+from paceline.drafting.base import Seat
+from paceline.kernels.draft_step import DraftQueries
+from paceline.kernels.rejection import Truncation, sampled_distribution
+from paceline.kernels.sampler import sample, sample_truncated
+
+
+def sample_draft(logits_RV: torch.Tensor, seat: Seat, slots_R: torch.Tensor, queries: DraftQueries, column: int, truncates: bool) -> torch.Tensor:
+    """The tokens at the column's sample position; what they were drawn from is kept where verification asks for it."""
+    rows = seat.rows
+    cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
+    if seat.probabilities_SKV is not None:
+        seat.probabilities_SKV[slots_R, column] = sampled_distribution(logits_RV, queries.temperature_R, cut).to(seat.probabilities_SKV.dtype)
+    noise = queries.temperature_R, queries.seed_R, queries.sample_positions_CR[column]
+    if cut is not None:
+        return sample_truncated(logits_RV, *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]
+    return sample(logits_RV, *noise)[0]

@@ -1,0 +1,170 @@
+"""Training an eagle head on what the policy wrote: the policy's own distribution is the teacher, at the temperature it sampled at.
+
+    policy, no gradient    tokens ──▶ captured states ──▶ head, `unroll` steps ──▶ logits over the draft vocabulary
+                                 └──▶ last states ──▶ logits, kept to the draft vocabulary ──▶ soft cross-entropy
+
+For the token at place p the teacher is the policy's state at p - 1, and the head's entry p - 2 speaks (see `unroll.py`). Only
+tokens that the policy sampled count, and at step j only where the j tokens before were sampled too: other drafts do not happen.
+
+`HeadTrainer` takes states from wherever they come; `train_offline` computes them from saved responses. Nothing flows back into
+the policy: its states, its embedding and its logits are detached, and the head's gradients are clipped by themselves.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from paceline.config import LearningConfig
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.unroll import unroll
+from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
+from paceline.learning.optimiser import MasterAdamW
+from paceline.policy.decoder import Capture, Decoder
+
+CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    steps: int = 400
+    lr: float = 1e-3
+    unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
+    step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
+    batch_sequences: int = 64
+    micro_batch_tokens: int = 2048
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+    def optimiser(self) -> LearningConfig:
+        warmup = min(20, self.steps // 10)
+        return LearningConfig(lr=self.lr, lr_schedule="cosine", warmup_steps=warmup, beta2=0.98, weight_decay=0.01, max_grad_norm=self.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """What one optimiser step saw, by step of the unroll."""
+
+    divergence: tuple[float, ...]  # mean KL from the policy to the head, within the draft vocabulary
+    overlap: tuple[float, ...]  # mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept
+    grad_norm: float
+
+
+class HeadTrainer:
+    """Gradients are added up by `accumulate`, any number of times, and used by `update`."""
+
+    def __init__(self, policy: Decoder, head: EagleHead, settings: HeadTraining) -> None:
+        self.policy, self.head, self.settings = policy, head, settings
+        self.optimiser = MasterAdamW(head.named_parameters(), settings.optimiser(), settings.steps)
+        self._clear()
+
+    def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
+        """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the batch's tokens."""
+        loss = torch.zeros((), device=batch.tokens_T.device)
+        for step, x_RE in enumerate(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)):
+            used = drafted_tokens(batch, step)
+            cross_entropy_R, teacher_entropy_R, overlap_R = compare(
+                self.policy, self.head, hidden_TE[batch.predictors_R[used]], x_RE[used], batch.temperatures_R[used]
+            )
+            loss = loss + self.settings.step_decay**step * cross_entropy_R.sum()
+            self.count[step] += len(overlap_R)
+            self.divergence[step] += float((cross_entropy_R.detach() - teacher_entropy_R).sum())
+            self.overlap[step] += float(overlap_R.sum())
+        loss.backward()
+
+    def update(self) -> HeadStep:
+        """One optimiser step with the mean over starts of what was accumulated."""
+        for parameter in self.head.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(1, self.count[0]))
+        norm = self.optimiser.step()
+        means = [[total / max(1, n) for total, n in zip(totals, self.count, strict=True)] for totals in (self.divergence, self.overlap)]
+        self._clear()
+        return HeadStep(tuple(means[0]), tuple(means[1]), norm)
+
+    def _clear(self) -> None:
+        steps = self.settings.unroll
+        self.count, self.divergence, self.overlap = [0] * steps, [0.0] * steps, [0.0] * steps
+
+
+def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
+    """Which response tokens a draft can reach in its step `step`: it and the `step` tokens before it are sampled ones."""
+    index_R = torch.arange(len(batch.mask_R), device=batch.mask_R.device)
+    reached_R = batch.mask_R & (batch.attention.positions_T[batch.predictors_R] > step)  # the start needs an entry: two tokens
+    for back in range(1, step + 1):
+        same_R = (index_R >= back) & (batch.sequence_R == batch.sequence_R.roll(back))
+        reached_R = reached_R & same_R & batch.mask_R.roll(back)
+    return reached_R
+
+
+def compare(
+    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, x_RE: torch.Tensor, temperatures_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all logits at once."""
+    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    parts = []
+    for part in zip(*(tensor.split(chunk) for tensor in (hidden_RE, x_RE, temperatures_R)), strict=True):
+        if torch.is_grad_enabled() and len(x_RE) > chunk:
+            parts.append(checkpoint(_compare_chunk, policy, head, *part, use_reentrant=False))
+        else:
+            parts.append(_compare_chunk(policy, head, *part))
+    cross_entropy, entropy, overlap = zip(*parts, strict=True)
+    return torch.cat(cross_entropy), torch.cat(entropy), torch.cat(overlap)
+
+
+def _compare_chunk(
+    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, x_RE: torch.Tensor, temperatures_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        logits_RV = policy.logits(hidden_RE)
+        p_RD = (logits_RV / temperatures_R[:, None].to(logits_RV.dtype)).softmax(-1)[:, head.draft_to_target]
+        teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
+    logits_RD = head.logits(x_RE)
+    logq_RD = (logits_RD / temperatures_R[:, None].to(logits_RD.dtype)).log_softmax(-1)
+    with torch.no_grad():
+        entropy_R = -torch.xlogy(teacher_RD, teacher_RD).sum(-1)
+        overlap_R = torch.minimum(p_RD, logq_RD.exp()).sum(-1)
+    return -(teacher_RD * logq_RD).sum(-1), entropy_R, overlap_R
+
+
+@torch.no_grad()
+def teacher_states(policy: Decoder, batch: MicroBatch, layers: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    capture = Capture(layers)
+    return policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture), capture.states_TE
+
+
+def train_offline(
+    policy: Decoder,
+    head: EagleHead,
+    sequences: Sequence[TrainingSequence],
+    settings: HeadTraining,
+    progress: Callable[[int, HeadStep], None] = lambda step, report: None,
+) -> None:
+    """`settings.steps` optimiser steps over the sequences, epoch after epoch in a new order."""
+    if not any(sequence.loss_tokens for sequence in sequences):
+        raise ValueError(f"none of the {len(sequences)} responses holds a sampled token to learn from")
+    trainer = HeadTrainer(policy, head, settings)
+    batches = _batches(sequences, settings)
+    for step in range(1, settings.steps + 1):
+        for batch in micro_batches(next(batches), settings.micro_batch_tokens, policy.device):
+            trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+        progress(step, trainer.update())
+
+
+def _batches(sequences: Sequence[TrainingSequence], settings: HeadTraining) -> Iterator[list[TrainingSequence]]:
+    epoch = 0
+    while True:
+        order = list(sequences)
+        random.Random(f"{settings.seed}/{epoch}").shuffle(order)
+        yield from (order[i : i + settings.batch_sequences] for i in range(0, len(order), settings.batch_sequences))
+        epoch += 1
+
+
+def choose_vocabulary(sequences: Sequence[TrainingSequence], vocab_size: int, eos_token_ids: tuple[int, ...], size: int) -> list[int]:
+    """The end tokens, then what the responses use most, then the lowest ids; in ascending order."""
+    counts = Counter(token for s in sequences for token, sampled in zip(s.tokens[s.prompt_length :], s.loss_mask, strict=True) if sampled)
+    ranked = [*eos_token_ids, *(token for token, _ in counts.most_common()), *range(vocab_size)]
+    return sorted(list(dict.fromkeys(ranked))[:size])

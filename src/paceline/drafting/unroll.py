@@ -1,0 +1,77 @@
+"""The head along a known text, every start at once: what a draft of several tokens computes, in parallel over its starts.
+
+A draft that starts after the policy's states up to t takes its first step from true features, g_0 .. g_t, and each further one
+from what the head itself said. Where the drafted tokens are the text's own, the draft's step j stands at entry t + j and sees
+
+    entries            0  1  ..  t    t+1   t+2  ..  t+j
+    made by step       0  0  ..  0     1     2   ..   j        keys and values of the head's own layer
+
+So a query of step j at entry q sees step 0's keys up to q - j, and of each step i = 1 .. j the one key at q - j + i. This is
+EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure acceptance: a draft is followed only as
+long as it agrees with the text.
+
+Entry q is made of g_q and token q + 1, and speaks of token q + 2. The first step runs over all tokens T, the further ones only
+over the entries R that speak of a response's tokens. What a sequence's first rows take from before their sequence is
+meaningless; `training.drafted_tokens` says which rows mean something, and no such row looks at one that does not.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from paceline.drafting.eagle_head import EagleHead
+from paceline.learning.batch import MicroBatch
+from paceline.policy.attention import PackedAttention
+
+
+def unroll(head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int) -> Iterator[torch.Tensor]:
+    """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that began j tokens before."""
+    following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
+    positions_T = batch.attention.positions_T
+    entries_R = (batch.predictors_R - 1).clamp(min=0)
+    following_RE, positions_R = following_TE[entries_R], positions_T[entries_R]
+    attend = DraftAttention(batch, positions_R)
+    x_RE = head(head.features(captured), following_TE, positions_T, attend)[entries_R]
+    yield x_RE
+    for _ in range(1, steps):
+        x_RE = head(x_RE.roll(1, 0), following_RE, positions_R, attend)
+        yield x_RE
+
+
+class DraftAttention:
+    """An `attend` that is called once per step, in order: first with T queries, then with R."""
+
+    def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
+        self.tokens = batch.attention
+        self.rows = PackedAttention(torch.bincount(batch.sequence_R, minlength=batch.num_sequences).tolist(), positions_R.device)
+        self.positions_B1L1 = self.rows.pad(positions_R[:, None, None])
+        self.true_keys_BHLD: torch.Tensor | None = None
+        self.own_keys: list[torch.Tensor] = []
+        self.own_values: list[torch.Tensor] = []
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        if self.true_keys_BHLD is None:
+            self.true_keys_BHLD, self.true_values_BHLD = self.tokens.pad(wide_k), self.tokens.pad(wide_v)
+            return self.tokens(layer, q, k, v)
+        self.own_keys.append(wide_k)
+        self.own_values.append(wide_v)
+        return self._own_step(q, len(self.own_keys))
+
+    def _own_step(self, q_RHD: torch.Tensor, step: int) -> torch.Tensor:
+        # Own entries lie on diagonals: of each step one key per query, found by shifting rows.
+        own_keys = [key.roll(step - i, 0) for i, key in enumerate(self.own_keys, start=1)]
+        own_values = [value.roll(step - i, 0) for i, value in enumerate(self.own_values, start=1)]
+        own_BHLS = self.rows.pad(torch.stack([(q_RHD * key).sum(-1) for key in own_keys], -1))
+        true_BHLL = self.rows.pad(q_RHD) @ self.true_keys_BHLD.transpose(-1, -2)
+        keys_L = torch.arange(self.tokens.longest, device=q_RHD.device)
+        true_BHLL = true_BHLL.masked_fill(keys_L > self.positions_B1L1 - step, -torch.inf)
+        wide = torch.promote_types(q_RHD.dtype, torch.float32)
+        scores = torch.cat((true_BHLL, own_BHLS), -1).to(wide) * q_RHD.shape[-1] ** -0.5
+        true_weights, own_weights = scores.softmax(-1).to(q_RHD.dtype).split((self.tokens.longest, step), -1)
+        out_RHD = self.rows.unpad(true_weights @ self.true_values_BHLD)
+        for weight_RH, value_RHD in zip(self.rows.unpad(own_weights).unbind(-1), own_values, strict=True):
+            out_RHD = out_RHD + weight_RH.unsqueeze(-1) * value_RHD
+        return out_RHD

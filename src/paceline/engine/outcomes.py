@@ -1,0 +1,154 @@
+"""What launched steps did: the host reads each one's outcome late, and takes off the device what has ended.
+
+    launch   batch 7 ──▶ batch 7 ──▶ batch 7 ──▶ batch 8        the device is here
+    read        ▲ the host is here
+
+A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few numpy
+operations over the whole batch; Python looks at single rows only where one ended, or has stop strings or top logprobs.
+Steps launched after a row's end still carry it: by the time they are read its slot may belong to somebody else. So a
+batch remembers the tenancy of each slot, a number that changes when a row leaves.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from paceline.backends.base import DraftStats, RolloutStats
+from paceline.engine.rows import Rows
+from paceline.engine.sequence import Sequence
+from paceline.engine.step import StepStatus, StepVariant
+from paceline.engine.stop_strings import first_stop
+from paceline.pacing.strategy import Strategy
+from paceline.types import FinishReason
+
+FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The running rows in the order that steps see them."""
+
+    sequences: list[Sequence]
+    slots: np.ndarray
+    tenancies: np.ndarray
+    watched: np.ndarray  # indices of the rows that need the host's attention at every step
+    variant: StepVariant
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], tenancy: np.ndarray) -> "Batch":
+        """`tenancy` is that of every slot."""
+        samplings = [sequence.request.sampling for sequence in sequences]
+        slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
+        watched = np.array([i for i, s in enumerate(samplings) if s.stop or s.top_logprobs], dtype=np.int64)
+        variant = StepVariant(any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0))
+        return cls(sequences, slots, tenancy[slots], watched, variant)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose outcome the host has not read yet."""
+
+    batch: Batch
+    strategy: Strategy
+    status: StepStatus  # on the host, valid once `ready`
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def now(cls, batch: Batch, strategy: Strategy, status: StepStatus) -> "Launched":
+        if status.lengths_states.device.type != "cuda":
+            return cls(batch, strategy, status, None)
+        status, ready = status.to_host(), torch.cuda.Event()
+        ready.record()
+        return cls(batch, strategy, status, ready)
+
+
+@dataclass(frozen=True)
+class Ended:
+    sequence: Sequence
+    reason: FinishReason
+
+
+class Outcomes:
+    """The steps whose outcome is still unread, oldest first."""
+
+    def __init__(self, rows: Rows, tokenizer: Tokenizer | None) -> None:
+        self.rows = rows
+        self.tokenizer = tokenizer  # only for stop strings
+        self.unread: deque[Launched] = deque()
+        self.tenancy = np.zeros(rows.null_slot + 1, dtype=np.int64)
+        self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)  # of each slot's row, as of the last outcome read
+        # Told after each step who has how many tokens, and how many are new: `certify` asks where steps began.
+        self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
+
+    def enter(self, sequence: Sequence) -> None:
+        self.length[sequence.slot] = sequence.length
+
+    def leave(self, sequence: Sequence) -> None:
+        """What is unread says nothing of this row any more."""
+        self.tenancy[sequence.slot] += 1
+
+    def read(self, stats: RolloutStats, version: int) -> list[Ended]:
+        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`)."""
+        launched = self.unread.popleft()
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        batch = launched.batch
+        lengths, states = launched.status.lengths_states[:, : len(batch)].numpy()
+        here = self.tenancy[batch.slots] == batch.tenancies
+        gained = self._note_lengths(batch, lengths, here)
+        if launched.strategy.count:
+            drafts = stats.drafts.setdefault(launched.strategy.drafter, DraftStats())
+            drafts.note(launched.strategy.count, gained[gained > 0] - 1)
+        watched = batch.watched[here[batch.watched]].tolist()
+        for i in watched:
+            launched.status.note_top(i, batch.sequences[i], int(lengths[i]))
+        ended = [Ended(batch.sequences[i], FINISH[states[i]]) for i in (here & (states != 0)).nonzero()[0].tolist()]
+        if ended:
+            self.take_tokens([entry.sequence for entry in ended], stats, version)
+            ended = [Ended(entry.sequence, self._cut_at_text(entry.sequence) or entry.reason) for entry in ended]
+        return ended + self._ended_by_text([batch.sequences[i] for i in watched if states[i] == 0], stats, version)
+
+    def take_tokens(self, sequences: list[Sequence], stats: RolloutStats, version: int) -> None:
+        """Brings what rows have sampled, as far as it is known, to the host."""
+        slots = [sequence.slot for sequence in sequences]
+        lengths = self.length[slots].tolist()
+        tokens, logprobs = self.rows.read(slots, max(lengths))
+        for sequence, length, row, scores in zip(sequences, lengths, tokens, logprobs, strict=True):
+            start = sequence.length
+            sequence.append(row[start:length], scores[start:length], version)
+            stats.generated_tokens += max(0, length - start)
+
+    def _note_lengths(self, batch: Batch, lengths: np.ndarray, here: np.ndarray) -> np.ndarray:
+        """How far each row that is still here came in this step."""
+        slots, lengths = batch.slots[here], lengths[here]
+        gained = lengths - self.length[slots]
+        self.length[slots] = lengths
+        if self.observer is not None:
+            self.observer([batch.sequences[i] for i in here.nonzero()[0].tolist()], lengths, gained)
+        return gained
+
+    def _ended_by_text(self, running: list[Sequence], stats: RolloutStats, version: int) -> list[Ended]:
+        """Rows whose text now holds one of their stop strings; what they ran beyond it will be discarded."""
+        running = [sequence for sequence in running if sequence.request.sampling.stop]
+        if not running:
+            return []
+        self.take_tokens(running, stats, version)
+        ended = [Ended(sequence, FinishReason.STOP) for sequence in running if self._cut_at_text(sequence)]
+        self.rows.deactivate([entry.sequence.slot for entry in ended])
+        return ended
+
+    def _cut_at_text(self, sequence: Sequence) -> FinishReason | None:
+        """Shortens the response to the token that completes a stop string."""
+        end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
+        sequence.checked = len(sequence.response)
+        if end is None:
+            return None
+        sequence.shorten(end)
+        return FinishReason.STOP

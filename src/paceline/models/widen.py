@@ -1,0 +1,209 @@
+"""A large model that computes a small one's function: real acceptance and real lengths at a large model's cost.
+
+Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts a trained small
+model inside the tensors of a larger shape instead:
+
+    residual stream   [ small | 0 ]     RMSNorm's mean now runs over the padded width: weights times sqrt(E/E'), epsilon times E/E'
+    one head of 2D    pair j of the small head at pair 2j, which turns at the same frequency; q times sqrt(2) for the 1/sqrt(2D)
+    kv heads          each with its own query heads; one that serves more of them than the shape allows is there twice
+    layers            the small one's spread evenly, first and last in place; between them layers that add nothing, so that
+                      the states captured at a given share of the depth are the small model's at that share
+
+Weights that nothing can see (inputs from the padding, further heads and feed-forward columns, the layers between) are random,
+so that memory and arithmetic see numbers and not zeros; what writes into the residual stream is zero outside the small model.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.policy.config import DecoderConfig, read_config
+from paceline.policy.decoder import Attention, Decoder, DecoderLayer
+from paceline.policy.huggingface import load_policy, save_policy
+from paceline.policy.shapes import SHAPES
+
+NOTE_FILE = "widened.json"  # in the folder of a widened model, so that nobody takes its size for its ability
+
+
+def named_shape(name: str) -> DecoderConfig:
+    dense = [key for key, shape in SHAPES.items() if not shape.num_experts]
+    if name not in dense:
+        raise ValueError(f"--to {name!r}: must be one of {', '.join(dense)}")
+    return SHAPES[name]
+
+
+def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
+    """The small model's vocabulary, positions, end tokens and tied embeddings in the sizes of `shape`."""
+    if small.family not in ("llama", "qwen2"):
+        raise ValueError(f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no experts) can")
+    problems = [
+        f"{field} {getattr(small, field)} is more than {getattr(shape, field)}"
+        for field in ("hidden_size", "intermediate_size", "num_layers")
+        if getattr(small, field) > getattr(shape, field)
+    ]
+    if shape.head_dim % small.head_dim:
+        problems.append(f"head_dim {shape.head_dim} is no multiple of {small.head_dim}, so no rotary pair turns at the same frequency")
+    elif small.rope.kind == "yarn" and shape.head_dim != small.head_dim:
+        problems.append("YaRN's frequencies depend on head_dim")
+    if small.num_kv_heads * _kv_copies(small, shape) > shape.num_kv_heads:
+        asked = f"{small.num_heads} query heads on {small.num_kv_heads} kv heads"
+        problems.append(f"{asked} do not fit {shape.num_heads} on {shape.num_kv_heads}")
+    if problems:
+        raise ValueError(f"this model does not fit the shape: {'; '.join(problems)}")
+    return dataclasses.replace(
+        small,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        norm_eps=small.norm_eps * small.hidden_size / shape.hidden_size,
+    )
+
+
+def layer_places(small_layers: int, wide_layers: int) -> list[int]:
+    """Which of the wide model's layers hold the small one's."""
+    if small_layers == 1:
+        return [0]
+    return [round(i * (wide_layers - 1) / (small_layers - 1)) for i in range(small_layers)]
+
+
+@torch.no_grad()
+def widen(policy: Decoder, shape: DecoderConfig, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Decoder:
+    """A decoder of `shape`'s sizes with `policy`'s logits, up to rounding: two factors are no powers of two, so bf16 rounds them once."""
+    small, config = policy.config, widened_config(policy.config, shape)
+    wide = Decoder(config, dtype or policy.dtype, device or policy.device).initialise(0)
+    for layer in wide.layers:
+        _silence(layer)
+    placement = Placement.of(small, config, wide.device)
+    for index, layer in zip(layer_places(small.num_layers, config.num_layers), policy.layers, strict=True):
+        _place_layer(wide.layers[index], layer, placement)
+    for target, source in ((wide.embedding.weight, policy.embedding.weight), (wide.head.weight, policy.head.weight)):
+        target.zero_()
+        target[:, : small.hidden_size] = source.to(target)
+    _place_norm(wide.norm.weight, policy.norm.weight, placement)
+    return wide
+
+
+def load_widened(folder: str | Path, shape_name: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
+    """In memory only: at 8B a folder is 15 GB, the model it is made from a few hundred MB."""
+    return widen(load_policy(folder, torch.float32, device), named_shape(shape_name), dtype)
+
+
+def widen_folder(source: Path, shape_name: str, out: Path, dtype: torch.dtype) -> Decoder:
+    """Writes a Hugging Face folder with the source's tokenizer and a note of what it is."""
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already holds a model; remove it or choose another folder")
+    wide = load_widened(source, shape_name, dtype)
+    save_policy(wide, out, tokenizer_from=source)
+    note = {
+        "widened_from": source.name,
+        "to": shape_name,
+        "parameters": wide.config.num_parameters,
+        "meaning": "computes the function of the model it was widened from; only its cost is that of its size",
+        "layers_of_the_small_model": layer_places(read_config(source).num_layers, wide.config.num_layers),
+    }
+    (out / NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    return wide
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the small model's rows and columns lie in the wide one's matrices."""
+
+    width: int  # of the small residual stream
+    query_rows: torch.Tensor  # of the wide q, for each row of the small one's
+    query_heads: torch.Tensor  # wide query heads that are the small model's
+    kv_rows: torch.Tensor  # of the wide k or v, for each row of `kv_sources`
+    kv_sources: torch.Tensor  # rows of the small k or v; more than once where a kv head is copied
+    norm_scale: float
+    query_scale: float
+
+    @classmethod
+    def of(cls, small: DecoderConfig, wide: DecoderConfig, device: torch.device) -> "Placement":
+        group, wide_group = small.num_heads // small.num_kv_heads, wide.num_heads // wide.num_kv_heads
+        copies = _kv_copies(small, wide)
+        query_heads, kv_heads, kv_origins = [], [], []
+        for kv in range(small.num_kv_heads):
+            for copy in range(copies):
+                kv_heads.append(kv * copies + copy)
+                kv_origins.append(kv)
+            query_heads += [(kv * copies + member // wide_group) * wide_group + member % wide_group for member in range(group)]
+        # Dimension i rotates with i + D/2, the pairs' frequencies fall with i as theta^(-2i/D): D'/D times further out in a head of D'.
+        stride = wide.head_dim // small.head_dim
+        low = torch.arange(small.head_dim // 2) * stride
+        dims = torch.cat((low, low + wide.head_dim // 2))
+
+        def rows(heads: list[int], head_dims: torch.Tensor, head_dim: int) -> torch.Tensor:
+            return (torch.tensor(heads).unsqueeze(1) * head_dim + head_dims).flatten().to(device)
+
+        return cls(
+            width=small.hidden_size,
+            query_rows=rows(query_heads, dims, wide.head_dim),
+            query_heads=torch.tensor(query_heads, device=device),
+            kv_rows=rows(kv_heads, dims, wide.head_dim),
+            kv_sources=rows(kv_origins, torch.arange(small.head_dim), small.head_dim),
+            norm_scale=math.sqrt(small.hidden_size / wide.hidden_size),
+            query_scale=math.sqrt(wide.head_dim / small.head_dim),
+        )
+
+
+def _kv_copies(small: DecoderConfig, wide: DecoderConfig) -> int:
+    return math.ceil((small.num_heads // small.num_kv_heads) / (wide.num_heads // wide.num_kv_heads))
+
+
+def _silence(layer: DecoderLayer) -> None:
+    """A layer that adds nothing to the residual stream, whatever it computes."""
+    for linear in (layer.attention.output, layer.feed_forward.down):
+        linear.weight.zero_()
+
+
+def _place_layer(target: DecoderLayer, source: DecoderLayer, at: Placement) -> None:
+    _place_norm(target.attention_norm.weight, source.attention_norm.weight, at)
+    _place_norm(target.feed_forward_norm.weight, source.feed_forward_norm.weight, at)
+    every = torch.arange(max(at.width, source.feed_forward.down.in_features), device=at.query_rows.device)
+    residual, inner = every[: at.width], every[: source.feed_forward.down.in_features]
+
+    attention, small = target.attention, source.attention
+    for (q, k, v), (small_q, small_k, small_v) in zip(_parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True):
+        # The small heads' further dimensions must score nothing; zeros in q alone see to that.
+        q.unflatten(0, (-1, attention.head_dim))[at.query_heads] = 0
+        _place(q, small_q.double() * at.query_scale, at.query_rows, residual)
+        _place(k, small_k[at.kv_sources], at.kv_rows, residual)
+        _place(v, small_v[at.kv_sources], at.kv_rows, residual)
+    for (out,), (small_out,) in zip(_parts(attention.output), _parts(small.output), strict=True):
+        _place(out, small_out, residual, at.query_rows)
+
+    forward, small = target.feed_forward, source.feed_forward
+    for wide_parts, parts in zip(_parts(forward.gate_up, *[forward.down.in_features] * 2), _parts(small.gate_up, *[len(inner)] * 2), strict=True):
+        for wide_part, part in zip(wide_parts, parts, strict=True):
+            _place(wide_part, part, inner, residual)
+    for (down,), (small_down,) in zip(_parts(forward.down), _parts(small.down), strict=True):
+        _place(down, small_down, residual, inner)
+
+
+def _qkv(attention: Attention) -> tuple[int, int, int]:
+    return attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+
+
+def _parts(linear: nn.Linear, *sizes: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The linear's weight and, where there is one, its bias, each cut into runs of rows."""
+    for tensor in (linear.weight, linear.bias):
+        if tensor is not None:
+            yield tensor.split(sizes or tensor.shape[0])
+
+
+def _place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    where = (rows.unsqueeze(1), columns) if target.ndim == 2 else (rows,)
+    target.index_put_(where, source.to(target))
+
+
+def _place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
+    target[: at.width] = (source.double() * at.norm_scale).to(target)
