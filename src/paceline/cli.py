@@ -31,6 +31,7 @@ def train(
     recipe, overrides = _split(recipe, overrides)
     from paceline.loop import train as run_training
     from paceline.report.console import Console
+    from paceline.sentinel import TrainingFailed
 
     if resume is not None:
         if recipe is not None:
@@ -39,7 +40,11 @@ def train(
     else:
         config = load_config(recipe or "default", overrides)
     console = Console()
-    result = run_training(config, recipe or "default", resume, replay, console)
+    try:
+        result = run_training(config, recipe or "default", resume, replay, console)
+    except TrainingFailed as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(1) from None
     console.summary(result.summary)
     if not result.finished:
         console.out.print(f"continue with: paceline train --resume {result.summary.run}")

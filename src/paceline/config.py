@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from paceline.correction_config import CorrectionConfig
+from paceline.section import Section
 
 
 class ConfigError(ValueError):
     """A recipe that cannot be used; the message names the key, the value and the way out."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class RunConfig(Section):
@@ -139,6 +138,11 @@ class SpeculationConfig(Section):
     )
 
 
+class SentinelConfig(Section):
+    kl: float = Field(0.1, ge=0, description="low-precision rollouts end when mismatch/kl exceeds this; 0: not watched")
+    capped_steps: int = Field(2, ge=0, description="... or when all responses of this many steps in a row reach max_tokens; 0: not watched")
+
+
 class RolloutConfig(Section):
     backend: Literal["native", "reference"] = Field("native", description="reference: a plain generator, the engine's test oracle")
     prompts_per_step: int = Field(16, ge=1)
@@ -150,6 +154,7 @@ class RolloutConfig(Section):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     speculation: SpeculationConfig = SpeculationConfig()
+    sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 
@@ -186,6 +191,7 @@ class LearningConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over the step's samples")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
     micro_batch_tokens: int = Field(2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out")
+    correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
     @classmethod

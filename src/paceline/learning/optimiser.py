@@ -33,12 +33,14 @@ class MasterAdamW:
         return config.lr * factor[config.lr_schedule]
 
     @torch.no_grad()
-    def step(self) -> float:
-        """Clips, updates, clears the gradients; returns the gradient norm before clipping.
+    def step(self, scale: float = 1.0) -> float:
+        """Scales, clips, updates, clears the gradients; returns the gradient norm before clipping.
 
         A norm that is not finite leaves weights and moments as they were: the caller reports the skipped step.
         """
         gradients = [torch.zeros_like(m) if p.grad is None else p.grad.to(m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True)]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         self.discard_gradients()
         if not torch.isfinite(norm):
