@@ -4,6 +4,7 @@
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,12 @@ class Session:
         rollout = self.config.rollout
         return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)
 
+    @property
+    def machine(self) -> str:
+        """What step times depend on."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu {platform.machine()} x{os.cpu_count()}"
+        return f"{device}, torch {torch.__version__}, {self.policy.dtype}, {self.policy.config}"
+
     def close(self) -> None:
         self.sampler.close()
         self.backend.close()
@@ -74,7 +81,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config) -> Backe
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     longest_response = max(config.rollout.max_tokens, config.eval.max_tokens)
-    return make_native(policy, config.rollout, longest_response, tokenizer)
+    return make_native(policy, config.rollout, longest_response, tokenizer, config.run.seed)
 
 
 def prepare_device(config: Config) -> torch.device:

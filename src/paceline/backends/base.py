@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from paceline.pacing.strategy import Observation
+from paceline.pacing.strategy import Observation, Pacer
 from paceline.pacing.trace import TraceRow
 from paceline.types import Completion, Request
 
@@ -71,6 +71,8 @@ class DraftStats:
 
 
 class Backend(Protocol):
+    pacer: Pacer | None  # who chooses its strategies; None: nobody has to
+
     @property
     def precision(self) -> str:
         """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be fallen back from."""

@@ -48,9 +48,7 @@ class StepRunner:
     A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
     """
 
-    def __init__(
-        self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = (), graph_memory: int = 0
-    ) -> None:
+    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = (), graph_memory: int = 0) -> None:
         self.forward = forward
         self.followers = followers
         self.rows = rows

@@ -16,6 +16,7 @@ import numpy as np
 
 MEMORY_STEPS = 64  # a cell's estimate follows about this many steps
 TRUSTED_STEPS, OUTLIER = 4, 1.25
+SAME = 0.01  # times that differ by less are the same
 
 
 def context_class(context: float) -> int:
@@ -30,6 +31,7 @@ class Cell:
     seconds: float = 0.0
     load: float = 0.0
     steps: float = 0.0
+    shown: float = 0.0  # the seconds that tables were last made for
 
     def note(self, seconds: float, load: float, steps: int) -> None:
         if self.steps and steps < TRUSTED_STEPS:
@@ -38,6 +40,12 @@ class Cell:
         self.seconds += share * (seconds - self.seconds)
         self.load += share * (load - self.load)
         self.steps = min(MEMORY_STEPS, self.steps + steps)
+
+    def has_moved(self) -> bool:
+        """Since this was last asked and true; by enough to matter."""
+        moved = abs(self.seconds - self.shown) > SAME * self.shown
+        self.shown = self.seconds if moved else self.shown
+        return moved
 
 
 class CostModel:
@@ -58,8 +66,10 @@ class CostModel:
         """`seconds`: the median over `steps` like steps. A measurement on rows without context counts as class 0's start."""
         cells = self._cells.setdefault((self.bucket(running), queries), {})
         key = context_class(context) if context else -1
-        cells.setdefault(key, Cell()).note(seconds, running * context, steps)
-        self._tables.clear()
+        cell = cells.setdefault(key, Cell())
+        cell.note(seconds, running * context, steps)
+        if cell.has_moved():
+            self._tables.clear()
 
     def note_draft(self, drafter: str, count: int, running: int, seconds: float, steps: int = 1) -> None:
         cells = self._drafts.setdefault(drafter, {})

@@ -62,6 +62,8 @@ def read_trace(path: Path) -> dict[int, list[TraceRow]]:
 
 def cut_trace(path: Path, step: int) -> None:
     """Drops later steps, which a resumed run will make again."""
+    if not path.is_file():
+        return
     kept = {number: rows for number, rows in read_trace(path).items() if number <= step}
     path.unlink(missing_ok=True)
     for number, rows in kept.items():
