@@ -110,7 +110,7 @@ def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
             rates = super()._expected_rates(moment, hope)
             return {s: rate * (3.0 if s.count else 1.0) for s, rate in rates.items()}
 
-    world = World({"bad": head(0.05)})
+    world = World({"bad": head(0.0, seconds_per_token=4e-4)})  # at best a tenth slower than plain decoding
     pacer = Misled(PacingSettings(BUCKETS, tuple(strategies("bad"))))
     outcome = simulate(world, pacer, [3000] * 4)
     longest, current = 0, 0

@@ -16,7 +16,8 @@ STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 32px auto; max-width: 1000px; color: #1b2733; }
 h1 { font-size: 20px; } h2 { font-size: 16px; margin-top: 32px; }
 table { border-collapse: collapse; } th, td { text-align: right; padding: 2px 14px 2px 0; } th:first-child, td:first-child { text-align: left; }
-text { font: 11px system-ui, sans-serif; fill: #52606d; } .axis { stroke: #cbd2d9; } .key { display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
+text { font: 11px system-ui, sans-serif; fill: #52606d; } .axis { stroke: #cbd2d9; }
+.key { display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 """
 
 
@@ -48,7 +49,8 @@ def render(title: str, step: int, rows: Sequence[TraceRow]) -> str:
         "<p>Trials are short runs of a drafter that is not in use, to see what it gains. "
         "Time is that of the steps; prefill between them counts to the step that follows it.</p>",
     ]
-    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style><body>{''.join(body)}</body></html>\n"
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    return f"{head}<body>{''.join(body)}</body></html>\n"
 
 
 def _chart(rows: Sequence[TraceRow], colours: dict[str, str]) -> str:
