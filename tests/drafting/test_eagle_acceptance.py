@@ -8,10 +8,13 @@ import torch
 
 from paceline.config import load_config
 from paceline.drafting.acceptance import Acceptance, accepted, measure_acceptance, walk
+from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE, load_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.responses import held_out_responses
+from paceline.engine.engine import Engine, EngineSettings
 from paceline.kernels.noise import gumbel
+from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 from paceline.session import Session, open_session
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
@@ -71,6 +74,20 @@ def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temp
     assert measured.accepted_at[1] > 0
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
+    """The engine with this drafter takes as many steps as the walk says, and accepts the same tokens at each depth."""
+    completions = held_out_responses(session, 24, temperature)
+    measured = measure_acceptance(session.policy, shipped, completions, DEPTH).shared_noise
+    settings = EngineSettings(max_running=8, kv_tokens=4096)
+    engine = Engine(session.policy, settings, drafters=[EagleDrafter(shipped)], pacer=FixedPacer(Strategy("eagle", DEPTH), 1000))
+    engine.submit([completion.request for completion in completions])
+    assert {done.request.id: done.tokens for done in engine.completions()} == {c.request.id: c.tokens for c in completions}
+    drafts = engine.take_stats().drafts["eagle"]
+    assert drafts.drafts == pytest.approx(measured.steps, rel=0.01), "a score may round differently, no more"
+    assert drafts.accepted_at == pytest.approx(measured.accepted_at, rel=0.02)
+
+
 def test_rejection_accepts_what_it_should(session: Session):
     """Summed over the policy's distribution, the chance is the overlap 1 - TV (Leviathan et al. 2023, corollary 3.6)."""
     head = EagleHead(config_for(session.policy.config, draft_vocab=30))
@@ -111,7 +128,7 @@ def test_the_walk_is_the_mean_over_all_outcomes():
     assert total.tokens == count - known and total.steps == pytest.approx(expected.steps)
 
 
-def test_a_head_that_says_what_the_policy_says(session: Session):
+def test_the_shortest_texts(session: Session):
     """A response without entries before its first token, and one token long: nothing to draft, nothing to fail."""
     head = EagleHead(config_for(session.policy.config)).initialise(session.policy, 0)
     request = Request("r", (5,), 1, SamplingParams())
