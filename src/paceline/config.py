@@ -128,7 +128,7 @@ class SpeculationConfig(Section):
         default_factory=list, description="who may propose tokens; completions are the same whoever does; empty: no speculation"
     )
     pacing: Literal["adaptive", "fixed"] = Field(
-        "adaptive", description="adaptive: the drafter and number of tokens that are fastest now, plain decoding included; fixed: always the same"
+        "adaptive", description="adaptive: whatever is fastest now, or no speculation; fixed: always the same"
     )
     tokens: int = Field(7, ge=1, le=15, description="proposed per step: at most (adaptive), or exactly (fixed)")
     max_running: int = Field(0, ge=0, description="fixed: speculate while at most this many requests run; 0: always")
@@ -147,9 +147,7 @@ class SpeculationConfig(Section):
         if self.pacing == "fixed" and len(self.drafters) > 1:
             raise ValueError(f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; use pacing=adaptive for several")
         if self.pacing == "adaptive" and self.max_running:
-            raise ValueError(
-                f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; an adaptive pacer finds out by itself"
-            )
+            raise ValueError(f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; leave it out")
         return self
 
 
@@ -169,9 +167,7 @@ class RolloutConfig(Section):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     speculation: SpeculationConfig = SpeculationConfig()
-    graph_memory_gb: float = Field(
-        2.0, gt=0, description="GPU memory for captured steps, logits included; limits how many tokens a large batch may have proposed"
-    )
+    graph_memory_gb: float = Field(2.0, gt=0, description="for captured steps, logits included; limits how much a large batch may have proposed")
     sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
