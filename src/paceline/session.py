@@ -4,6 +4,7 @@
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Session:
     def train_sampling(self) -> SamplingParams:
         rollout = self.config.rollout
         return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)
+
+    @property
+    def machine(self) -> str:
+        """What step times depend on."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu {platform.machine()} x{os.cpu_count()}"
+        return f"{device}, torch {torch.__version__}, {self.policy.dtype}, {self.policy.config}"
 
     @contextmanager
     def learning_memory(self) -> Iterator[None]:
@@ -120,7 +127,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
-    return make_native(policy, config.rollout, kv_tokens, tokenizer)
+    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed)
 
 
 def prepare_device(config: Config) -> torch.device:
