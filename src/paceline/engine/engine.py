@@ -26,12 +26,14 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
-from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
+from paceline.engine.refusal import refusal
+from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepVariant, Verify
-from paceline.pacing.strategy import PLAIN, Pacer, Strategy
+from paceline.engine.step_timer import StepTimer
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
@@ -40,6 +42,7 @@ from paceline.policy.huggingface import fill
 from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Completion, FinishReason, Request
 
+NO_PACER = Decision(PLAIN)
 RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
 
 
@@ -55,8 +58,7 @@ class Engine:
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
-        self.settings = settings
-        self.version = version
+        self.settings, self.version = settings, version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
         slots, device = settings.max_running, policy.device
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
@@ -68,7 +70,7 @@ class Engine:
         followers = [drafter for drafter in drafters if drafter.captured_layers]
         captured = {i for follower in followers for i in follower.captured_layers}
         forward = PagedForward(policy, self.cache, settings.deterministic, captured, self.reduced.weights)
-        self.runner = StepRunner(forward, self.rows, slots, followers)
+        self.runner = StepRunner(forward, self.rows, slots, followers, settings.graph_memory)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
@@ -78,6 +80,9 @@ class Engine:
         # By drafter that must be told: the slots whose rows ran without it.
         self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
+        self.timer = StepTimer(device)
+        self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
+        self.moment_left = 0
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
@@ -91,8 +96,7 @@ class Engine:
         self.limit = np.zeros(slots + 1, dtype=np.int64)
         self.batch = Batch.of([], self.outcomes.tenancy)
         self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
-        self.paused = False
-        self.preemptions = 0
+        self.paused, self.preemptions = False, 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
 
@@ -104,7 +108,7 @@ class Engine:
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
             sequence = Sequence(request, self.arrivals, limit)
             self.arrivals += 1
-            problem = self._refusal(sequence)
+            problem = refusal(sequence, self._stop_ids(request), self.max_length, (self.pool.num_blocks - 1) * BLOCK_SIZE, self.tokenizer)
             if problem:
                 self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
             else:
@@ -114,9 +118,12 @@ class Engine:
     @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
         self._last_outcome = time.perf_counter()
+        self.timer.pause()
         while not self.paused:
             while self.finished:
                 yield self.finished.popleft()
+                if not self.outcomes.unread:
+                    self.timer.pause()
                 if self.paused:
                     return
             if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
@@ -168,15 +175,13 @@ class Engine:
         self._rebuild_cache()
 
     def _rebuild_cache(self) -> None:
-        """After a change of the layers' types; graphs hold the old addresses. Whatever is queued must still fit."""
-        self._preempt_all()
+        """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
         longest = max((sequence.limit for sequence in self.scheduler.sequences), default=0)
         num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
         self.cache = KVCache(self.policy.config, num_blocks, self.reduced.cache_dtypes, self.policy.device, self.reduced.cache_scales_L2H)
-        self.runner.forward.cache, self.runner.forward.quantised = self.cache, self.reduced.weights
-        self.runner.captured.clear()
+        self.runner.replace(self.cache, self.reduced.weights)
 
     def pause(self) -> None:
         self.paused = True
@@ -219,26 +224,13 @@ class Engine:
 
     # -- entering -------------------------------------------------------------------------------------------------
 
-    def _refusal(self, sequence: Sequence) -> str:
-        request = sequence.request
-        prompt, pool_tokens = len(request.prompt), (self.pool.num_blocks - 1) * BLOCK_SIZE
-        if not 1 <= prompt < self.max_length:
-            return f"prompt of {prompt} tokens; this engine takes 1 to {self.max_length - 1}"
-        if sequence.limit > pool_tokens:
-            asked = f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens}"
-            return f"{asked} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
-        if request.sampling.stop and self.tokenizer is None:
-            return "stop strings need an engine with a tokenizer"
-        if len(self._stop_ids(request)) > MAX_STOP_IDS:
-            return f"{len(self._stop_ids(request))} stop tokens; at most {MAX_STOP_IDS} are supported"
-        return ""
-
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
     def _prefill(self) -> None:
         self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
+        self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
             for cache in (self.cache, *self.drafters.values()):
@@ -270,22 +262,35 @@ class Engine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        strategy = self.pacer.choose(len(self.batch)) if self.pacer is not None else PLAIN
-        queries = strategy.count + 1
+        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else NO_PACER
+        strategy, queries = decision.strategy, decision.strategy.queries
         if self.reserved_queries < queries and not self._reserve(queries):
             return
         if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
+        captures = self.runner.capture_seconds
+        self.timer.begin()
         if strategy.count:
             self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
+            self.timer.note_drafted()
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind[self.batch.slots] = True
         status = self.runner.run(bucket, queries, self._variant(strategy))
-        self.outcomes.unread.append(Launched.now(self.batch, strategy, status))
+        if self.runner.capture_seconds != captures:
+            self.timer.note_disturbance()
+        self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.length_bound[self.batch.slots] += queries
+
+    def _current_moment(self) -> Moment:
+        self.moment_left -= 1
+        if self.moment_left < 0:
+            bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
+            self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.max_queries(bucket))
+            self.moment_left = RESERVE_STEPS - 1
+        return self.moment
 
     def _variant(self, strategy: Strategy) -> StepVariant:
         if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
@@ -300,6 +305,7 @@ class Engine:
             self._drain()
             slots = np.sort(self.batch.slots[behind[self.batch.slots]])
             if len(slots):
+                self.timer.note_switch()
                 self.drafters[name].catch_up(slots.tolist(), self.length_bound[slots].tolist())
         behind[:] = False
         return bool(self.running)
@@ -335,16 +341,15 @@ class Engine:
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
-        launched = self.outcomes.unread[0]
-        ended = self.outcomes.read(self.stats, self.version)
+        outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
-        self.stats.running.append(len(launched.batch))
         self.stats.step_seconds.append(now - self._last_outcome)
-        self.stats.strategies.append(str(launched.strategy))
         self._last_outcome = now
-        for entry in ended:
+        if self.pacer is not None:
+            self.pacer.observe(outcome.observation)
+        for entry in outcome.ended:
             self._finish(entry.sequence, entry.reason)
-        if ended:
+        if outcome.ended:
             self._running_changed()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -389,7 +394,7 @@ class Engine:
 
     def _running_changed(self) -> None:
         self.batch = Batch.of(list(self.running.values()), self.outcomes.tenancy)
-        self.reserved_queries = 0
+        self.reserved_queries = self.moment_left = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)

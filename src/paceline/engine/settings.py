@@ -15,6 +15,7 @@ class EngineSettings:
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
     verify: str = "shared-noise"  # or "rejection"
+    graph_memory: int = 0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
     precision: str = BASE_PRECISION  # or "fp8" or "fp8+kv"
     base_precision_layers: int = 0  # at either end, with FP8
     kv_scales_per_head: bool = False
