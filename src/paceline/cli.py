@@ -10,6 +10,7 @@ from paceline.certify.commands import certify
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
 from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
+from paceline.simulate.commands import app as simulate_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
 
@@ -17,6 +18,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
+app.add_typer(simulate_app, name="simulate")
 
 RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
@@ -33,6 +35,7 @@ def train(
     recipe, overrides = _split(recipe, overrides)
     from paceline.loop import train as run_training
     from paceline.report.console import Console
+    from paceline.sentinel import TrainingFailed
 
     if resume is not None:
         if recipe is not None:
@@ -41,7 +44,11 @@ def train(
     else:
         config = load_config(recipe or "default", overrides)
     console = Console()
-    result = run_training(config, recipe or "default", resume, replay, console)
+    try:
+        result = run_training(config, recipe or "default", resume, replay, console)
+    except TrainingFailed as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(1) from None
     console.summary(result.summary)
     if not result.finished:
         console.out.print(f"continue with: paceline train --resume {result.summary.run}")
@@ -135,6 +142,21 @@ def export(
 
     source = export_policy(checkpoint, out, dtype)
     typer.echo(f"{source} written to {out}")
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument = None,
+    overrides: OverridesArgument = None,
+    gpu: Annotated[str, typer.Option(help="H200, H100, A100, ...; default: the GPU at hand")] = "",
+    memory_gb: Annotated[float, typer.Option(help="of a GPU that has no name here")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit. policy.path may name a shape such as qwen3-8b."""
+    recipe, overrides = _split(recipe, overrides)
+    from paceline.plan.commands import show_plan
+
+    show_plan(load_config(recipe or "default", overrides), gpu, memory_gb, as_json)
 
 
 @app.command()

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from paceline.correction_config import CorrectionConfig
+from paceline.section import Section
 
 
 class ConfigError(ValueError):
     """A recipe that cannot be used; the message names the key, the value and the way out."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class RunConfig(Section):
@@ -45,6 +44,7 @@ class LoraConfig(Section):
 class PolicyConfig(Section):
     path: str = Field("builtin", description="a Hugging Face folder, or `builtin` or `builtin-moe` for a shipped starting checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", description="auto: float32 on a CPU, bfloat16 on a GPU")
+    widen: str = Field("", description="for measuring: the folder's function at the cost of a named shape, such as 8b; see `models widen`")
     activation_checkpointing: bool = False
     lora: LoraConfig = LoraConfig()
 
@@ -124,12 +124,23 @@ class TaskConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["none", "history"] = Field("none", description="who proposes tokens; completions are the same whoever does")
+    drafter: Literal["none", "history", "eagle", "draft_model"] = Field(
+        "none", description="who proposes tokens; completions are the same whoever does"
+    )
+    eagle_path: str = Field(
+        "builtin-eagle", description="the eagle head's folder, or `builtin-eagle` for the built-in policy's; see `paceline drafter`"
+    )
+    draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     tokens: int = Field(5, ge=1, le=15, description="proposed per step")
     max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise", description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison"
     )
+
+
+class SentinelConfig(Section):
+    kl: float = Field(0.1, ge=0, description="low-precision rollouts end when mismatch/kl exceeds this; 0: not watched")
+    capped_steps: int = Field(2, ge=0, description="... or when all responses of this many steps in a row reach max_tokens; 0: not watched")
 
 
 class RolloutConfig(Section):
@@ -143,6 +154,7 @@ class RolloutConfig(Section):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     speculation: SpeculationConfig = SpeculationConfig()
+    sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 
 
@@ -179,6 +191,7 @@ class LearningConfig(Section):
     epochs: int = Field(1, ge=1, description="passes over the step's samples")
     minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
     micro_batch_tokens: int = Field(2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out")
+    correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
     @classmethod

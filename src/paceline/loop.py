@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config
@@ -26,9 +27,11 @@ from paceline.report.samples import write_groups
 from paceline.report.summary import Summary, summarise_run
 from paceline.report.writers import make_writers
 from paceline.rollout import LiveRollouts, RolloutSource, SavedRollouts
+from paceline.sentinel import Sentinel, UnsafeRollouts
 from paceline.session import Session, learning_threads, open_session
 from paceline.speculation_check import check_speculation
 from paceline.tasks.order import ProblemOrder
+from paceline.types import Group
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Result:
 def train(config: Config, recipe: str = "default", resume: Path | None = None, replay: Path | None = None, console: Console | None = None) -> Result:
     console = console or Console(quiet=True)
     run = None if resume is None else _reopen(RunDirectory.open(resume), config)
-    session = open_session(config)
+    session = open_session(config, learns=True)
+    console.plan(session.plan)
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
@@ -51,6 +55,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             session.backend.load_drafter_state(load_drafters(checkpoint))
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
+    sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
     session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
@@ -74,9 +79,19 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             save_best(run.checkpoints_path, session.policy, session.policy_folder)
 
     def save(step: int) -> None:
-        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy)
+        watched = (sentinel.fallback, sentinel.capped_steps, sentinel.failed_steps)
+        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, *watched)
         drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
+
+    def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
+        with clock("rollout"):
+            groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
+            sentinel.check_rollouts(groups)
+        with clock("learn"), learning_threads(config), session.learning_memory():
+            metrics = learner.update(groups, sentinel.check_mismatch)
+            sentinel.check_update(step, metrics)
+        return groups, metrics
 
     step = state.step
     with _interruptible(console) as interrupted:
@@ -85,17 +100,23 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         console.start(config.run.steps)
         while step < config.run.steps and not interrupted:
             step += 1
-            with clock("rollout"):
-                groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
-            with clock("learn"), learning_threads(config):
-                metrics = learner.update(groups)
+            position = order.position
+            try:
+                groups, metrics = roll_out_and_learn(step)
+            except UnsafeRollouts as problem:  # the weights have not moved: the same problems and seeds, in base precision
+                sentinel.fall_back(step, str(problem))
+                order.position = position
+                source.take_stats()
+                groups, metrics = roll_out_and_learn(step)
             with clock("sync"):
                 session.backend.update_weights(version=step)
+            metrics |= sentinel.end_step(step, metrics)
             metrics |= rollout_metrics(groups, source.take_stats()) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
             console.step(step, metrics)
+            sentinel.stop_if_hopeless(run.path, partial(newest_checkpoint, run.checkpoints_path, console.warn))
             if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
                 evaluate_at(step)
             if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:

@@ -68,18 +68,18 @@ def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
     batch = pack(SEQUENCES, policy.device)
     _, captured = teacher_states(policy, batch, head.config.captured_layers)
     with torch.no_grad():
-        logits = [head.logits(x) for x in unroll(head, captured, policy.embedding.weight, batch.tokens_T, batch.attention, depth)]
-        first = 0
+        logits = [head.logits(x) for x in unroll(head, captured, policy.embedding.weight, batch, depth)]
+        row = 0
         for sequence in SEQUENCES:
             tokens = list(sequence.tokens)
             _, states = policy_states(policy, tokens, head.config.captured_layers)
-            for start in range(len(tokens) - 1):
-                draft = Draft(policy, head, states, tokens, start)
-                for step in range(min(depth, len(tokens) - 1 - start)):
+            for first in range(sequence.prompt_length, len(tokens)):  # the draft's first token
+                draft = Draft(policy, head, states, tokens, first - 2)  # without an entry where there is only one token before
+                for step in range(min(depth, len(tokens) - first) if draft.keys else 0):
                     if step:
-                        draft.step(tokens[start + step + 1])
-                    torch.testing.assert_close(logits[step][first + start + step], draft.logits(), rtol=0, atol=1e-9)
-            first += len(tokens)
+                        draft.step(tokens[first + step - 1])
+                    torch.testing.assert_close(logits[step][row + step], draft.logits(), rtol=0, atol=1e-9)
+                row += 1
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 31])

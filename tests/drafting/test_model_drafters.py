@@ -1,6 +1,7 @@
 """Drafters with layers: what they propose is what their model says, and completions stay the same bits whatever that is."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,6 +184,9 @@ def test_sleep_and_new_weights_leave_no_stale_entries(folders):  # noqa: F811
 
 def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
     policy = load_policy(folders["llama"], torch.float32)
-    wrong = EagleHead(config_for(policy.config, captured_layers=(0, 1, 9)))
-    with pytest.raises(ValueError, match="captures layers"):
-        Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[EagleDrafter(wrong)])
+    deeper = replace(policy.config, num_layers=12)
+    for config, problem in ((deeper, "captured layers"), (replace(policy.config, vocab_size=50), "vocab_size is 50")):
+        with pytest.raises(ValueError, match=problem):
+            Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[EagleDrafter(EagleHead(config_for(config)))])
+    with pytest.raises(ValueError, match="share a tokenizer"):
+        Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[DraftModel(Decoder(replace(policy.config, vocab_size=50)))])

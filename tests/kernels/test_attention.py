@@ -67,15 +67,18 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
-def test_cutting_up_the_work_changes_no_bit(device, num_queries):
-    """Rows of 0 to 10 groups, more than one batch of partial results, by one program and by several."""
+def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
+    """Rows of 0 to 10 groups, more than one batch of partial results, by one program and by several, one to ten groups each."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     k, v, table = (t.to(device) for t in caches(1, 32, 4, 10 * decode.GROUP, dtype=dtype))
     q = torch.randn(4, num_queries, 2, 32, dtype=dtype, device=device)
     context = torch.tensor([9 * decode.GROUP, 3 * decode.GROUP - 2, -1, 5], device=device)
     whole = paged_attention_triton(q, k, v, table, context, Launch(1, stages=3))
     for programs in (3, 10):
-        assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3)), whole)
+        for groups_each in (1, 2, 4, 20):
+            resident = -(-14 // groups_each)  # the rows have 14 groups together
+            monkeypatch.setattr(decode, "RESIDENT", resident / decode.multiprocessors(q.device))
+            assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3)), whole)
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)

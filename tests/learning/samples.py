@@ -56,9 +56,9 @@ def watch_gradients(learner: Learner) -> dict[str, torch.Tensor]:
     seen: dict[str, torch.Tensor] = {}
     step = learner.optimiser.step
 
-    def watched() -> float:
-        seen.update({name: parameter.grad.clone() for name, parameter in learner.optimiser.named if parameter.grad is not None})
-        return step()
+    def watched(scale: float = 1.0) -> float:
+        seen.update({name: scale * parameter.grad for name, parameter in learner.optimiser.named if parameter.grad is not None})
+        return step(scale)
 
     learner.optimiser.step = watched
     return seen

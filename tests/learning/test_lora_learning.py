@@ -52,7 +52,7 @@ def test_an_update_equals_one_of_the_unfused_adapters():
     name, factor = next((n, p) for n, p in learner.policy.named_parameters() if n.endswith("adapters.v_proj.A"))
     gradient = torch.zeros(())
 
-    def loss_only() -> float:
+    def loss_only(scale: float = 1.0) -> float:
         nonlocal gradient
         gradient = dict(learner.optimiser.named)[name].grad[1, 2].clone()
         learner.optimiser.discard_gradients()

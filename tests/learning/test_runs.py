@@ -1,4 +1,4 @@
-"""Whole runs with DAPO and with LoRA: they report what they do, and a resumed run continues as if never stopped."""
+"""Whole runs with DAPO, with rollout correction and with LoRA: they report what they do, and a resumed run continues as if never stopped."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
 
 RUNS = {
     "dapo": ("learning.algorithm=dapo", "learning.dynamic_sampling_rounds=4"),
+    "correction": ("learning.correction.preset=seq-mis", "learning.correction.normalise=true", "learning.minibatches=2", "learning.lr=1e-2"),
     "lora": ("policy.lora.rank=4", "learning.kl_coef=0.05", "learning.algorithm=reinforce++", "learning.lr=1e-2"),
 }
 

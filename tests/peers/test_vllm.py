@@ -39,6 +39,8 @@ CASES = {
     "qwen2": ("qwen2", {"hidden_size": 192}),
     "qwen2-tied-yarn": ("qwen2", {"hidden_size": 192, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 BUILTIN = "builtin"
 
@@ -67,7 +69,7 @@ def make_prompts(case: str, folder: Path) -> list[list[int]]:
     return [[rng.randrange(1, SMALL["vocab_size"]) for _ in range(length)] for length in (1, 2, 7, 16, 17, 40, 100, 200)]
 
 
-def run_vllm(job: dict, scratch: Path) -> dict[str, list[dict]]:
+def run_vllm(job: dict, scratch: Path, script: str = "vllm_generate.py") -> dict[str, list[dict]]:
     """One vLLM process for the whole job. Whatever happens, nothing of its process group outlives this call."""
     job_path, result_path, log_path = scratch / "job.json", scratch / "result.json", scratch / "vllm.log"
     job_path.write_text(json.dumps(job))
@@ -79,7 +81,7 @@ def run_vllm(job: dict, scratch: Path) -> dict[str, list[dict]]:
         "HF_HUB_OFFLINE": "1",
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_"))} | settings
-    command = [VENV / "bin" / "python", Path(__file__).with_name("vllm_generate.py"), job_path, result_path]
+    command = [VENV / "bin" / "python", Path(__file__).with_name(script), job_path, result_path]
     with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=scratch, env=environment, start_new_session=True)
         try:

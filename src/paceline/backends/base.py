@@ -17,6 +17,8 @@ import torch
 
 from paceline.types import Completion, Request
 
+BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
+
 
 @dataclass
 class RolloutStats:
@@ -55,6 +57,10 @@ class DraftStats:
 
 
 class Backend(Protocol):
+    @property
+    def precision(self) -> str:
+        """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be fallen back from."""
+
     def submit(self, requests: Sequence[Request]) -> None: ...
 
     def completions(self) -> Iterator[Completion]: ...
@@ -80,5 +86,8 @@ class Backend(Protocol):
         """What the drafters have learned, for a checkpoint; empty where there are none."""
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+
+    def fall_back_to_base_precision(self) -> None:
+        """From now on `BASE_PRECISION`, with the weights of the current version. Only while nothing is outstanding."""
 
     def close(self) -> None: ...

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
+from paceline.backends.base import BASE_PRECISION, RolloutStats
 from paceline.kernels.noise import gumbel
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -107,6 +107,13 @@ class ReferenceBackend:
         return {}
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        pass
+
+    @property
+    def precision(self) -> str:
+        return BASE_PRECISION
+
+    def fall_back_to_base_precision(self) -> None:
         pass
 
     def close(self) -> None:

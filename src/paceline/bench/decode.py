@@ -1,23 +1,37 @@
-"""`paceline bench decode`: how long one decode step takes at each batch size.
+"""`paceline bench decode`: how long one decode step takes at each batch size, and one that verifies k proposals.
 
 A step is (time for n + 1 new tokens - time for 1) / n, so prefill and admission cancel out; that is also how the peers
-are measured.
+are measured. Verification is timed with proposals that are never right, so that every step still emits one token.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
+from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing: -1 is no token, and costs what any other proposal costs to verify."""
+
+    name = "nothing"
+    max_tokens = 15
+
+    def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self.seat.proposals_SK.fill_(-1)
 
 
 @dataclass(frozen=True)
 class DecodePoint:
     batch: int
+    proposals: int
     step_ms: Spread
     tokens_per_second: float
     prefill_ms: float
@@ -28,15 +42,18 @@ class DecodePoint:
         return asdict(self)
 
 
-def bench_decode(policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool) -> list[DecodePoint]:
+def bench_decode(
+    policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool, proposals: Sequence[int] = (0,)
+) -> list[DecodePoint]:
     longest = max(batches)
     kv_tokens = longest * (prompt_tokens + new_tokens + 64)
     settings = EngineSettings(max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic)
-    engine = Engine(policy, settings)
-    return [_measure(engine, batch, prompt_tokens, new_tokens, repeats) for batch in batches]
+    engine = Engine(policy, settings, drafters=[NoDrafter()])
+    return [_measure(engine, batch, count, prompt_tokens, new_tokens, repeats) for batch in batches for count in proposals]
 
 
-def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> DecodePoint:
+def _measure(engine: Engine, batch: int, proposals: int, prompt_tokens: int, new_tokens: int, repeats: int) -> DecodePoint:
+    engine.pacer = FixedPacer(Strategy(NoDrafter.name, proposals), batch) if proposals else None
     first = _seconds(engine, batch, prompt_tokens, new_tokens + 1)
     steps, prefills = [], []
     for _ in range(repeats):
@@ -45,7 +62,7 @@ def _measure(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, re
         steps.append((_seconds(engine, batch, prompt_tokens, new_tokens + 1) - short) / new_tokens * 1e3)
     step = Spread.of(steps)
     memory = torch.cuda.max_memory_allocated() / 1e9 if engine.policy.device.type == "cuda" else 0.0
-    return DecodePoint(batch, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory)
+    return DecodePoint(batch, proposals, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory)
 
 
 def _seconds(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> float:

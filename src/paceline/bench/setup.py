@@ -8,10 +8,16 @@ from pathlib import Path
 
 import torch
 
+from paceline.backends.drafters import make_drafter
+from paceline.config import Config
+from paceline.engine.engine import Engine, EngineSettings
 from paceline.models.widen import load_widened
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
+from paceline.policy.tokenizer import load_tokenizer
+from paceline.session import open_policy, policy_folder, prepare_device
+from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
 
@@ -25,10 +31,37 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
     folder, _, wide = model.partition("@")
     if not Path(folder).is_dir():
-        raise ValueError(f"--model {model!r} is neither a folder, FOLDER@SHAPE (widened to that shape) nor a named shape ({', '.join(SHAPES)})")
+        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder")
     if wide:
         return load_widened(folder, wide, dtype, device)
     return load_policy(model, dtype, device)
+
+
+def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
+    """The recipe's policy, and its task's training prompts."""
+    device = prepare_device(config)
+    folder = policy_folder(config.policy.path)
+    task = make_task(config.task, load_tokenizer(folder), folder)
+    prompts = [task.prompts.encode(problem) for problem in task.train]
+    task.close()
+    return open_policy(config, folder, device), prompts
+
+
+def recipe_engine(
+    config: Config, policy: Decoder, requests: list[Request], max_running: int, drafter: str = "none", verify: str = "shared-noise"
+) -> Engine:
+    """With room for the requests."""
+    longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
+    settings = EngineSettings(max_running, max_running * (longest + 64), longest, deterministic=config.rollout.deterministic, verify=verify)
+    drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation)]
+    return Engine(policy, settings, drafters=drafters)
+
+
+def recipe_requests(config: Config, prompts: list[tuple[int, ...]], count: int) -> list[Request]:
+    """The prompts in order, over and over, each time with new seeds."""
+    rng = random.Random(0)
+    sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
+    return [Request(str(i), prompts[i % len(prompts)], rng.getrandbits(62), sampling) for i in range(count)]
 
 
 def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[Request]:

@@ -1,7 +1,7 @@
 """`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
 
 Real prompts, real lengths: acceptance on random weights means nothing. The batch is kept full by requests that wait, and only
-steps with a full batch count; the first round, which compiles and captures, does not. Each strategy generates the same
+steps with a full batch count; a first batch, which compiles and captures, does not. Each strategy generates the same
 requests with the same seeds, so the share of identical completions can be reported: all of them in deterministic mode and on a
 CPU; in the fast GPU mode kernels round differently at different sizes.
 """
@@ -12,6 +12,8 @@ from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.types import Completion, Request
+
+MIN_REQUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,29 @@ class SpeculationPoint:
 
 
 def bench_speculation(
-    engine: Engine, requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
+    alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
 ) -> list[SpeculationPoint]:
-    """`rounds` requests per row of the batch, in order; `strategies` are compared with plain decoding, which runs first."""
+    """`rounds` requests per row of the batch, in order. Ratios are to plain decoding on `alone`, which has no drafter; each of
+    `engines` (they differ in how they verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
     points = []
     for batch in batches:
-        wanted = requests[: batch * rounds]
-        if len(wanted) < batch * rounds:
-            raise ValueError(f"a batch of {batch} wants {batch * rounds} requests; there are {len(requests)}")
-        plain = None
-        for strategy in [PLAIN, *(s for s in strategies if s.count)]:
-            runs = [_run(engine, wanted, batch, strategy) for _ in range(repeats + 1)][1:]
-            plain = plain or runs
-            points.append(_point(batch, strategy, runs, plain))
+        count = requests_for(batch, rounds)
+        if len(requests) < count:
+            raise ValueError(f"a batch of {batch} wants {count} requests; there are {len(requests)}")
+        wanted = requests[:count]
+        plain = _runs(alone, wanted, batch, PLAIN, repeats)
+        points.append(_point(batch, "plain", plain, plain))
+        for number, engine in enumerate(engines):
+            for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
+                runs = _runs(engine, wanted, batch, strategy, repeats)
+                name = str(strategy) if strategy.count else "plain, seated"
+                points.append(_point(batch, name if engine.settings.verify == "shared-noise" else f"{name} {engine.settings.verify}", runs, plain))
     return points
+
+
+def requests_for(batch: int, rounds: int) -> int:
+    """A small batch gets more rounds, because acceptance is estimated from what it generates."""
+    return max(batch * rounds, MIN_REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,11 @@ class _Run:
     accept_length: float
     accepted_at: tuple[float, ...]
     completions: dict[str, Completion]
+
+
+def _runs(engine: Engine, requests: list[Request], batch: int, strategy: Strategy, repeats: int) -> list[_Run]:
+    _run(engine, requests[:batch], batch, strategy)  # compiles and captures
+    return [_run(engine, requests, batch, strategy) for _ in range(repeats)]
 
 
 def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
@@ -78,12 +94,12 @@ def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy
     return _Run(step * 1e3, batch * accept_length / step, accept_length, accepted_at, done)
 
 
-def _point(batch: int, strategy: Strategy, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
+def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
     speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
     expected = plain[0].completions
     same = sum(completion.tokens == expected[name].tokens for name, completion in runs[0].completions.items())
     last = runs[-1]
     return SpeculationPoint(
-        batch, str(strategy), Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
+        batch, name, Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
         speed.median / reference.median, same / len(expected),
     )  # fmt: skip

@@ -56,7 +56,7 @@ class Measured:
 
 @torch.no_grad()
 def measure_acceptance(
-    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 4096
+    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 2048
 ) -> Measured:
     """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
     shared, rejection = (Acceptance(accepted_at=[0.0] * depth) for _ in range(2))
@@ -93,19 +93,19 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
     hidden_TE, captured = teacher_states(policy, batch, head.config.captured_layers)
     shared_RK, rejection_RK = torch.zeros(2, len(seed_R), depth, dtype=torch.float64, device=device)
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
-    for step, x_TE in enumerate(unroll(head, captured, policy.embedding.weight, batch.tokens_T, batch.attention, depth)):
+    for step, x_RE in enumerate(unroll(head, captured, policy.embedding.weight, batch, depth)):
         for tokens in drafted_tokens(batch, step).nonzero().flatten().split(chunk):
             predictors = batch.predictors_R[tokens]
             places = batch.attention.positions_T[predictors] + 1
-            shared, rejection = _accepted(
-                head, policy.logits(hidden_TE[predictors]), head.logits(x_TE[predictors - 1]), batch.targets_R[tokens],
+            shared, rejection = accepted(
+                head, policy.logits(hidden_TE[predictors]), head.logits(x_RE[tokens]), batch.targets_R[tokens],
                 temperature_R[tokens], gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
             )  # fmt: skip
             shared_RK[tokens - step, step], rejection_RK[tokens - step, step] = shared, rejection
     return shared_RK, rejection_RK
 
 
-def _accepted(
+def accepted(
     head: EagleHead, logits_RV: torch.Tensor, draft_RD: torch.Tensor, token_R: torch.Tensor, temperature_R: torch.Tensor, noise_RD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance that each token is drafted and accepted, for both rules; at temperature 0 they are the same."""

@@ -31,7 +31,7 @@ def train(
     draft_vocab: Annotated[int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all")] = 0,
     steps: int = 400,
     lr: float = 1e-3,
-    unroll: Annotated[int, typer.Option(help="steps of a draft that are trained; 1: only the first")] = 1,
+    unroll: Annotated[int, typer.Option(help="how many tokens of a draft are trained; 1: only the first")] = 5,
     batch: Annotated[int, typer.Option(help="responses per step")] = 64,
     seed: int = 0,
     dtype: DtypeOption = "",
@@ -46,16 +46,17 @@ def train(
     from paceline.session import learning_threads, open_session
 
     wanted_dtype = _dtype(dtype)
+    completions = saved_responses(rollouts) if rollouts is not None else None
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
     model = session.policy
-    completions = saved_responses(rollouts) if rollouts is not None else training_responses(session, responses)
-    session.close()
-    sequences = [training_sequence(completion) for completion in completions]
-    typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
     if start:
         head = load_eagle(start, model, model.dtype, model.device)
     else:
         head = EagleHead(config_for(model.config, _layers(layers), draft_vocab), model.dtype, model.device)
+    sequences = [training_sequence(completion) for completion in completions or training_responses(session, responses)]
+    session.close()
+    typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
+    if not start:
         ids = choose_vocabulary(sequences, model.config.vocab_size, model.config.eos_token_ids, head.config.draft_vocab)
         head.draft_to_target.copy_(head.draft_to_target.new_tensor(ids))
         head.initialise(model, seed)

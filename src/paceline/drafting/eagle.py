@@ -40,13 +40,7 @@ class EagleDrafter(Drafter):
     def bind(self, seat: Seat) -> None:
         self.seat = seat
         layer, device, dtype = self.head.config.layer, seat.policy.device, seat.policy.dtype
-        if layer.vocab_size != seat.policy.config.vocab_size or layer.hidden_size != seat.policy.config.hidden_size:
-            raise ValueError(
-                f"the eagle head was made for a policy of width {layer.hidden_size} and {layer.vocab_size} tokens; "
-                f"this one has {seat.policy.config.hidden_size} and {seat.policy.config.vocab_size}"
-            )
-        if max(self.captured_layers) >= seat.policy.config.num_layers:
-            raise ValueError(f"the eagle head captures layers {self.captured_layers}; the policy has {seat.policy.config.num_layers}")
+        self.head.config.check_against(seat.policy.config)
         self.cache = KVCache(layer, seat.num_blocks, dtype, device)
         self.cos_PC, self.sin_PC = (self.head.rope_table[:, i].contiguous() for i in (0, 1))
         self.max_position = len(self.cos_PC) - 1

@@ -89,13 +89,13 @@ class EagleHead(nn.Module):
         self.rope_table = rope_table(layer.rope, layer.head_dim, layer.max_positions).to(device)
 
     def initialise(self, policy: Decoder, seed: int) -> "EagleHead":
-        """Random layers; the vocabulary's head starts as a copy of the policy's rows, which already speak its language."""
+        """Random layers, scaled to keep their input's size; the vocabulary's head starts as a copy of the policy's rows."""
         generator = torch.Generator(self.fc.weight.device).manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 1:
                 parameter.data.fill_(1.0)
             else:
-                parameter.data.normal_(0.0, 0.02, generator=generator)
+                parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         self.head.weight.data.copy_(policy.head.weight.data[self.draft_to_target])
         self.norm.weight.data.copy_(policy.norm.weight.data)
         return self

@@ -32,10 +32,10 @@ CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
 class HeadTraining:
     steps: int = 400
     lr: float = 1e-3
-    unroll: int = 1  # 1: one pass; more: each further step continues from the head's own states, as a draft does
+    unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
     step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
     batch_sequences: int = 64
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     max_grad_norm: float = 1.0
     seed: int = 0
 
@@ -64,15 +64,13 @@ class HeadTrainer:
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
         """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the batch's tokens."""
         loss = torch.zeros((), device=batch.tokens_T.device)
-        xs_TE = unroll(self.head, captured, self.policy.embedding.weight, batch.tokens_T, batch.attention, self.settings.unroll)
-        for step, x_TE in enumerate(xs_TE):
+        for step, x_RE in enumerate(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)):
             used = drafted_tokens(batch, step)
-            predictors_R = batch.predictors_R[used]
             cross_entropy_R, teacher_entropy_R, overlap_R = compare(
-                self.policy, self.head, hidden_TE[predictors_R], x_TE[predictors_R - 1], batch.temperatures_R[used]
+                self.policy, self.head, hidden_TE[batch.predictors_R[used]], x_RE[used], batch.temperatures_R[used]
             )
             loss = loss + self.settings.step_decay**step * cross_entropy_R.sum()
-            self.count[step] += len(predictors_R)
+            self.count[step] += len(overlap_R)
             self.divergence[step] += float((cross_entropy_R.detach() - teacher_entropy_R).sum())
             self.overlap[step] += float(overlap_R.sum())
         loss.backward()

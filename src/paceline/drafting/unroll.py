@@ -8,8 +8,11 @@ from what the head itself said. Where the drafted tokens are the text's own, the
 
 So a query of step j at entry q sees step 0's keys up to q - j, and of each step i = 1 .. j the one key at q - j + i. This is
 EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure acceptance: a draft is followed only as
-long as it agrees with the text. Entries are packed as the policy's tokens are; entry q is made of g_q and token q + 1. What
-reaches before a sequence's first entry (q < j) is meaningless, and nothing that has meaning looks at it.
+long as it agrees with the text.
+
+Entry q is made of g_q and token q + 1, and speaks of token q + 2. The first step runs over all tokens T, the further ones only
+over the entries R that speak of a response's tokens. What a sequence's first rows take from before their sequence is
+meaningless; `training.drafted_tokens` says which rows mean something, and no such row looks at one that does not.
 """
 
 from collections.abc import Iterator
@@ -18,52 +21,57 @@ import torch
 import torch.nn.functional as F
 
 from paceline.drafting.eagle_head import EagleHead
+from paceline.learning.batch import MicroBatch
 from paceline.policy.attention import PackedAttention
 
 
-def unroll(
-    head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, tokens_T: torch.Tensor, packed: PackedAttention, steps: int
-) -> Iterator[torch.Tensor]:
-    """x_TE of each step: at entry q of step j, the state that predicts token q + 2 for the draft that started at q - j."""
-    following_TE = F.embedding(tokens_T.roll(-1), embedding_VE.detach())  # the last entry of a sequence has none and is not used
-    attend = UnrolledAttention(packed)
-    x_TE = head.features(captured)
-    for step in range(steps):
-        x_TE = head(x_TE if step == 0 else x_TE.roll(1, 0), following_TE, packed.positions_T, attend)
-        yield x_TE
+def unroll(head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int) -> Iterator[torch.Tensor]:
+    """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that began j tokens before."""
+    following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
+    positions_T = batch.attention.positions_T
+    entries_R = (batch.predictors_R - 1).clamp(min=0)
+    following_RE, positions_R = following_TE[entries_R], positions_T[entries_R]
+    attend = DraftAttention(batch, positions_R)
+    x_RE = head(head.features(captured), following_TE, positions_T, attend)[entries_R]
+    yield x_RE
+    for _ in range(1, steps):
+        x_RE = head(x_RE.roll(1, 0), following_RE, positions_R, attend)
+        yield x_RE
 
 
-class UnrolledAttention:
-    """An `attend` that is called once per step, in order."""
+class DraftAttention:
+    """An `attend` that is called once per step, in order: first with T queries, then with R."""
 
-    def __init__(self, packed: PackedAttention) -> None:
-        self.packed = packed
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+    def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
+        self.tokens = batch.attention
+        self.rows = PackedAttention(torch.bincount(batch.sequence_R, minlength=batch.num_sequences).tolist(), positions_R.device)
+        self.positions_B1L1 = self.rows.pad(positions_R[:, None, None])
+        self.true_keys_BHLD: torch.Tensor | None = None
+        self.own_keys: list[torch.Tensor] = []
+        self.own_values: list[torch.Tensor] = []
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        step = len(self.keys)
-        if step == 0:
-            self._keep(q_THD, k_THD, v_THD)
-            return self.packed(layer, q_THD, k_THD, v_THD)
-        self._keep(q_THD, k_THD, v_THD)
-        # Own entries lie on diagonals: one key of each step per query.
-        own_keys = [key.roll(step - i, 0) for i, key in enumerate(self.keys) if i > 0]
-        own_values = [value.roll(step - i, 0) for i, value in enumerate(self.values) if i > 0]
-        scale = q_THD.shape[-1] ** -0.5
-        own_BHLS = self.packed.pad(torch.stack([(q_THD * key).sum(-1) for key in own_keys], -1))
-        q_BHLD, k_BHLD, v_BHLD = (self.packed.pad(x) for x in (q_THD, self.keys[0], self.values[0]))
-        seen_LL = torch.ones(self.packed.longest, self.packed.longest, dtype=torch.bool, device=q_THD.device).tril(-step)
-        true_BHLL = (q_BHLD @ k_BHLD.transpose(-1, -2)).masked_fill(~seen_LL, -torch.inf)
-        wide = torch.promote_types(q_THD.dtype, torch.float32)
-        weights = (torch.cat((true_BHLL, own_BHLS), -1).to(wide) * scale).softmax(-1).to(q_THD.dtype)
-        out_THD = self.packed.unpad(weights[..., : self.packed.longest] @ v_BHLD)
-        own_weights_THS = self.packed.unpad(weights[..., self.packed.longest :])
-        for i, value_THD in enumerate(own_values):
-            out_THD = out_THD + own_weights_THS[..., i : i + 1] * value_THD
-        return out_THD
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        if self.true_keys_BHLD is None:
+            self.true_keys_BHLD, self.true_values_BHLD = self.tokens.pad(wide_k), self.tokens.pad(wide_v)
+            return self.tokens(layer, q, k, v)
+        self.own_keys.append(wide_k)
+        self.own_values.append(wide_v)
+        return self._own_step(q, len(self.own_keys))
 
-    def _keep(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
-        repeats = q_THD.shape[1] // k_THD.shape[1]
-        self.keys.append(k_THD.repeat_interleave(repeats, 1))
-        self.values.append(v_THD.repeat_interleave(repeats, 1))
+    def _own_step(self, q_RHD: torch.Tensor, step: int) -> torch.Tensor:
+        # Own entries lie on diagonals: of each step one key per query, found by shifting rows.
+        own_keys = [key.roll(step - i, 0) for i, key in enumerate(self.own_keys, start=1)]
+        own_values = [value.roll(step - i, 0) for i, value in enumerate(self.own_values, start=1)]
+        own_BHLS = self.rows.pad(torch.stack([(q_RHD * key).sum(-1) for key in own_keys], -1))
+        true_BHLL = self.rows.pad(q_RHD) @ self.true_keys_BHLD.transpose(-1, -2)
+        keys_L = torch.arange(self.tokens.longest, device=q_RHD.device)
+        true_BHLL = true_BHLL.masked_fill(keys_L > self.positions_B1L1 - step, -torch.inf)
+        wide = torch.promote_types(q_RHD.dtype, torch.float32)
+        scores = torch.cat((true_BHLL, own_BHLS), -1).to(wide) * q_RHD.shape[-1] ** -0.5
+        true_weights, own_weights = scores.softmax(-1).to(q_RHD.dtype).split((self.tokens.longest, step), -1)
+        out_RHD = self.rows.unpad(true_weights @ self.true_values_BHLD)
+        for weight_RH, value_RHD in zip(self.rows.unpad(own_weights).unbind(-1), own_values, strict=True):
+            out_RHD = out_RHD + weight_RH.unsqueeze(-1) * value_RHD
+        return out_RHD

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
+from paceline.backends.base import BASE_PRECISION, RolloutStats
 from paceline.drafting.base import Drafter, Seat
 from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, buckets_up_to
@@ -186,6 +186,13 @@ class Engine:
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             if own:
                 drafter.load_state(own)
+
+    @property
+    def precision(self) -> str:
+        return BASE_PRECISION
+
+    def fall_back_to_base_precision(self) -> None:
+        pass
 
     def close(self) -> None:
         self._preempt_all()

@@ -34,8 +34,8 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK_K)
     offset = tl.program_id(0).to(tl.int64) * K + column
     mask = column < K
-    wait_previous(PDL)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    wait_previous(PDL)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if ADD_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)

@@ -10,10 +10,11 @@ A query's bits depend on its own sequence only, not on the batch, on Q, or on wh
     group  = online softmax over its tiles in order, from a fresh state
     result = fold(fold(group 0, group 1), group 2)
 
-With many rows one program walks its whole row and folds in registers. With fewer, several programs share a row's groups,
-and a second kernel folds their partial results. Both fold the same numbers in the same order. Queries and the heads of a
-GQA group are packed into the tile's rows; row sums go through the tensor core like everything else, because the order of
-a plain reduction depends on the layout the compiler picks. Masked keys add exact zeros.
+With many rows one program walks its whole row and folds in registers. With fewer, programs are spread over the rows in
+proportion to their lengths, those of one row share its groups, and a second kernel folds their partial results. Both fold
+the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's rows; row sums go
+through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
+picks. Masked keys add exact zeros.
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from paceline.kernels.triton_support import (
 TILE = 64  # keys per step of the online softmax
 GROUP = 256  # keys per partial result
 COMBINE_BATCH = 8  # partial results loaded at a time
-FILL = 16  # programs per multiprocessor, where several share a row; those past a row's end cost next to nothing
-MIN_SHARES = 6  # fewer shares of a row are too uneven to pay for the second kernel
+RESIDENT = 2  # programs that a multiprocessor runs at once
+FILL = 4  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
 LOG2E = 1.4426950408889634
 
@@ -118,16 +119,28 @@ def normalised(acc, total):
     return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_width", "max_groups"])
+@triton.jit
+def _groups_in_batch(context_ptr, num_rows, num_queries, GROUP: tl.constexpr):
+    """Groups of all rows together."""
+    BATCH: tl.constexpr = 256
+    groups = 0
+    for first in range(0, num_rows, BATCH):
+        row = first + tl.arange(0, BATCH)
+        context = tl.load(context_ptr + row, mask=row < num_rows, other=-1).to(tl.int32)
+        groups += tl.sum(tl.where(context < 0, 0, (context + num_queries - 1) // GROUP + 1), axis=0)
+    return groups
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_queries", "table_width", "max_groups", "resident"])
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
-    num_queries, table_width, max_groups, scale,
+    num_rows, num_queries, table_width, max_groups, resident, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (kv head, row and query tile, p): program p of P takes groups p, p + P, ... SHARED means P > 1."""
+    """Programs (kv head, row and query tile, p). SHARED: programs p < P take groups p, p + P, ... of their row, and P is the
+    row's part of `resident` programs, rounded down so that all run at once; programs p >= P have nothing to do."""
     launch_next(PDL)
-    wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
     query_tiles = tl.cdiv(num_queries, QUERIES)
@@ -140,27 +153,39 @@ def _paged_attention_kernel(
     q_row = ((row * num_queries + query) * NUM_HEADS + kv_head * GQA + member).to(tl.int64)
     q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
-    # Three loads that do not wait for each other: a program's first group does not depend on the row's length.
     context = tl.load(context_ptr + row).to(tl.int32)
-    block = tile_blocks(row_table_ptr, tl.program_id(2) * GROUP, table_width, BLOCK_SIZE, TILE)
-    q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
+    block = tile_blocks(row_table_ptr, tl.program_id(2) * GROUP, table_width, BLOCK_SIZE, TILE)  # whatever the row's length
     last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
     end = tl.where(context < 0, 0, context + last_query)
+    if SHARED:
+        groups = tl.cdiv(end, GROUP)
+        work = _groups_in_batch(context_ptr, num_rows, num_queries, GROUP) * query_tiles * NUM_KV_HEADS
+        stride = tl.maximum(1, tl.minimum(groups * resident // tl.maximum(1, work), tl.num_programs(2)))
+    wait_previous(PDL)
+    q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
 
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
     if SHARED:
-        for group in range(tl.program_id(2), tl.cdiv(end, GROUP), tl.num_programs(2)):
-            for start in range(group * GROUP, tl.minimum(group * GROUP + GROUP, end), TILE):
-                group_acc, group_maximum, group_total = attend_tile(
-                    q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
-                    scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
-                )  # fmt: skip
-                skipped = tl.where((start + TILE) % GROUP == 0, (tl.num_programs(2) - 1) * GROUP, 0)
-                block = tile_blocks(row_table_ptr, start + TILE + skipped, table_width, BLOCK_SIZE, TILE)
-            partial = q_row * max_groups + group
-            tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
-            tl.store(maximum_ptr + partial, group_maximum, mask=valid)
-            tl.store(total_ptr + partial, tl.max(group_total, axis=1), mask=valid)
+        TILES: tl.constexpr = GROUP // TILE
+        first = tl.program_id(2)
+        mine = tl.where(first < tl.minimum(stride, groups), tl.cdiv(groups - first, stride), 0)
+        ends_row = first + (mine - 1) * stride == groups - 1  # and its last group may have fewer tiles
+        num_tiles = mine * TILES - tl.where((mine > 0) & ends_row, (groups * GROUP - end) // TILE, 0)
+        for i in range(0, num_tiles):
+            # One flat loop, so that loads run ahead from one group into the next.
+            group = first + i // TILES * stride
+            start = group * GROUP + i % TILES * TILE
+            group_acc, group_maximum, group_total = attend_tile(
+                q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
+                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+            )  # fmt: skip
+            following = (first + (i + 1) // TILES * stride) * GROUP + (i + 1) % TILES * TILE
+            block = tile_blocks(row_table_ptr, following, table_width, BLOCK_SIZE, TILE)
+            if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
+                partial = q_row * max_groups + group
+                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
+                tl.store(maximum_ptr + partial, group_maximum, mask=valid)
+                tl.store(total_ptr + partial, tl.max(group_total, axis=1), mask=valid)
     else:
         acc, maximum, total = fresh(ROWS, HEAD_DIM)
         for start in range(0, end, TILE):
@@ -204,15 +229,15 @@ def _combine_kernel(
 ):  # fmt: skip
     """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple of BATCH."""
     launch_next(PDL)
-    wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     query_row = tl.program_id(0)
     member = tl.arange(0, PADDED_GQA)
     valid = member < GQA
     q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
     partial = q_row * max_groups
+    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
+    wait_previous(PDL)
     accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM, BATCH)
-    context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)  # the loads above do not wait for it
     num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
     end = partial + num_groups
     acc, maximum, total = fresh(PADDED_GQA, HEAD_DIM)
@@ -228,15 +253,14 @@ def _combine_kernel(
 class Launch:
     """How the work is cut up; no choice changes a bit."""
 
-    programs: int  # per row, query tile and kv head
+    programs: int  # per row, query tile and kv head, at most
     stages: int  # tiles in flight
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     """`tiles` counts (row, query tile, kv head). The lengths are not known here: a captured graph serves them all."""
-    programs = FILL * processors // tiles
-    if programs >= MIN_SHARES:
-        return Launch(min(max_groups, programs), stages=3)
+    if tiles <= processors:
+        return Launch(min(max_groups, FILL * processors // tiles), stages=3)
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)  # with three, more programs fit a multiprocessor
 
 
@@ -257,7 +281,8 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
         q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
-        num_queries, block_table_RB.shape[1], max_groups, head_dim**-0.5 * LOG2E,
+        num_rows, num_queries, block_table_RB.shape[1], max_groups, int(RESIDENT * multiprocessors(q_RQHD.device)),
+        head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1,
         **launch_options(num_warps=4, num_stages=launch.stages),

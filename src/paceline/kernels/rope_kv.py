@@ -56,7 +56,6 @@ def _rope_kv_kernel(
     HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    wait_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, HALF)
@@ -65,22 +64,25 @@ def _rope_kv_kernel(
     half: tl.constexpr = HEAD_DIM // 2
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (column < half)[None, :]
     offset = token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(cos_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    if QK_NORM:
+        in_half = (column < half)[None, :]
+        q_weight_a = tl.load(q_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        q_weight_b = tl.load(q_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        k_weight_a = tl.load(k_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+        k_weight_b = tl.load(k_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+    wait_previous(PDL)
     a = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(qkv_ptr + offset + half, mask=mask, other=0.0).to(tl.float32)
 
     rotated_a, rotated_b = a, b
     if QK_NORM:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + epsilon)[:, None]
-        in_half = (column < half)[None, :]
-        q_weight_a = tl.load(q_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        q_weight_b = tl.load(q_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        k_weight_a = tl.load(k_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
-        k_weight_b = tl.load(k_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
         rotated_a = a * scale * tl.where(is_query[:, None], q_weight_a, k_weight_a)
         rotated_b = b * scale * tl.where(is_query[:, None], q_weight_b, k_weight_b)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + position * half + column, mask=column < half, other=0.0).to(tl.float32)[None, :]
     out_a = rotated_a * cos - rotated_b * sin
     out_b = rotated_b * cos + rotated_a * sin
 
@@ -89,7 +91,6 @@ def _rope_kv_kernel(
     tl.store(q_out_ptr + q_offset, out_a.to(q_type), mask=mask & is_query[:, None])
     tl.store(q_out_ptr + q_offset + half, out_b.to(q_type), mask=mask & is_query[:, None])
 
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     kv_type = k_cache_ptr.dtype.element_ty
     is_kept = (slot + head * 0) >= 0
     k_mask = mask & (is_key & is_kept)[:, None]

@@ -67,12 +67,12 @@ def _sample_chunk_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < vocab_size
-    wait_previous(PDL)
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature <= 0
+    gumbel = gumbel_triton(tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
+    wait_previous(PDL)
     logits = tl.load(logits_ptr + row * vocab_size + token, mask=mask, other=-float("inf")).to(tl.float32)
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
-    gumbel = gumbel_triton(tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
     scores = scaled + tl.where(greedy, 0.0, gumbel)
     best_score, best_token = tl.reduce((scores, token), 0, _better)
     best_value = tl.max(tl.where(token == best_token, scaled, -float("inf")), axis=0)

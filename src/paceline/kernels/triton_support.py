@@ -4,14 +4,22 @@ Triton is optional: without it the kernel definitions are inert and the torch re
 without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
 
 Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins with
-`launch_next()`, computes addresses, and calls `wait_previous()` before it touches memory:
+`launch_next()`, and calls `wait_previous()` before it touches what the kernels before it wrote:
 
     GEMM     |=== weights ===|
-    norm            |...wait.|=|
-    next GEMM           |...wait.|=== weights ===|
+    norm            |.wait...|=|
+    next GEMM           |.wait...|=== weights ===|
 
 The wait returns when the previous kernel has finished and its writes are visible; since every program of every kernel
 waits, the order is transitive. It costs nothing where dependent launch is off, and works inside CUDA graphs.
+
+Loaded before the wait, so that their latency is hidden: weights, and what a step knows before its first layer (positions,
+cache slots, context lengths, block tables, seeds). The latter is safe because layers begin with an embedding lookup, a
+plain launch: it starts when everything before it has finished, and nothing after it starts before it has. Whoever writes
+such tensors with kernels of this folder must put a plain launch between those and their first use.
+
+`pull_to_l2` begins to fetch the first piece of a weight, so that the memory has something to do while the small kernels
+between two products run. A little is best: long queues of it delay the small kernels themselves.
 """
 
 import functools
@@ -74,3 +82,17 @@ def launch_next(PDL: tl.constexpr):
 def wait_previous(PDL: tl.constexpr):
     if PDL:
         tl_cuda.gdc_wait()
+
+
+@triton.jit
+def pull_to_l2(address, num_bytes, PDL: tl.constexpr):
+    """Begin to bring `num_bytes` from each int64 `address` into the L2 cache; both multiples of 16, 0 bytes: nothing."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred any; setp.ne.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [address, num_bytes.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

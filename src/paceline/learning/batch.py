@@ -25,6 +25,7 @@ class TrainingSequence:
     advantage: float
     temperature: float
     penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
+    learner_logprobs: tuple[float, ...] = ()  # over the response, by the learner before the step's first update; empty: not computed
 
     @property
     def loss_tokens(self) -> int:
@@ -44,14 +45,25 @@ class MicroBatch:
     targets_R: torch.Tensor
     mask_R: torch.Tensor
     rollout_logprobs_R: torch.Tensor
+    learner_logprobs_R: torch.Tensor | None  # of the learner's policy before the step's first update, where they were computed beforehand
+    anchor_logprobs_R: torch.Tensor  # of the policy that the clipped ratio is taken to: the rollout's, unless correction.py says otherwise
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
     num_sequences: int
 
+    def sequence_sums(self, values_R: torch.Tensor) -> torch.Tensor:
+        """One sum for each sequence."""
+        return values_R.new_zeros(self.num_sequences).index_add(0, self.sequence_R, values_R)
+
 
 def training_sequence(completion: Completion) -> TrainingSequence:
-    """Without an advantage yet."""
+    """Without an advantage yet. The learner's logprobs are at the temperature sampled with, or they would be of another distribution."""
+    if completion.request.sampling.truncates:
+        raise ValueError(
+            f"{completion.request.id} was sampled with top_p, top_k or min_p, and its logprobs are not those of the distribution it was drawn from: "
+            "train on samples made with temperature alone"
+        )
     prompt = completion.request.prompt
     temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
     return TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature)
@@ -88,6 +100,8 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         return torch.tensor(values, dtype=dtype, device=device)
 
     tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
+    rollout_logprobs_R = tensor([x for s in sequences for x in s.rollout_logprobs])
+    computed = any(s.learner_logprobs for s in sequences)
     predictors_R = torch.tensor(predictors, device=device)
     sequence_R = torch.tensor(sequence_ids, device=device)
     return MicroBatch(
@@ -96,7 +110,9 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         predictors_R=predictors_R,
         targets_R=tokens_T[predictors_R + 1],
         mask_R=tensor([m for s in sequences for m in s.loss_mask], torch.bool),
-        rollout_logprobs_R=tensor([x for s in sequences for x in s.rollout_logprobs]),
+        rollout_logprobs_R=rollout_logprobs_R,
+        learner_logprobs_R=tensor([x for s in sequences for x in s.learner_logprobs]) if computed else None,
+        anchor_logprobs_R=rollout_logprobs_R,
         advantages_R=tensor([s.advantage for s in sequences])[sequence_R] - tensor(penalties),
         temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,

@@ -5,7 +5,7 @@
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
       drafters.safetensors    what the drafters know, where there are any
-      state.json              step, optimiser steps, position in the task, best accuracy
+      state.json              step, optimiser steps, position in the task, best accuracy, what the sentinel remembers
       manifest.json           size and digest of every other file
 
 A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was damaged later,
@@ -34,6 +34,9 @@ class TrainingState:
     optimiser_steps: int
     task_position: int
     best_accuracy: float
+    fallback: str = ""  # why rollouts fell back to base precision; empty: they did not
+    capped_steps: int = 0  # steps in a row in which every response reached the length limit
+    failed_steps: int = 0  # steps in a row with an update that was not finite
 
 
 def save_checkpoint(

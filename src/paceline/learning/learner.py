@@ -1,12 +1,17 @@
 """One policy update from the groups of a step: advantages, packed forward and backward, optimiser step, metrics.
 
-Which advantages and which loss is the algorithm's business (`algorithms/`). When memory runs out, the micro-batches of the
-optimiser step at hand are cut half as large and it starts over: gradients are sums over the step, so it ends where it would
-have ended with the smaller size from the beginning.
+Which advantages and which loss is the algorithm's business (`algorithms/`), what to do about samples of another policy that of
+`correction.py`. When memory runs out, the micro-batches of the optimiser step at hand are cut half as large and it starts over:
+gradients are sums over the step, so it ends where it would have ended with the smaller size from the beginning.
+
+The learner's own logprobs before the update come out of the forward pass that learns, where that is the step's only one. A
+forward pass of their own ("survey") is needed where several updates compare with them, where weights are normalised by a mean
+that must be known first, and where there is nothing to learn but the mismatch is still to be measured.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,7 +21,9 @@ from paceline.config import Config
 from paceline.learning.algorithms import make_algorithm
 from paceline.learning.algorithms.base import Advantage, LogRatios, token_weights
 from paceline.learning.batch import MicroBatch, TrainingSequence, cut, pack, training_sequence
+from paceline.learning.correction import correct, corrected
 from paceline.learning.logprobs import token_logprobs
+from paceline.learning.mismatch import Mismatch, measure, total
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
 from paceline.policy.decoder import Decoder
@@ -24,6 +31,7 @@ from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.types import Group
 
 T = TypeVar("T")
+Inspect = Callable[[Mismatch], None]
 
 
 class Learner:
@@ -41,21 +49,34 @@ class Learner:
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
 
-    def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Metrics under `policy/`. A step without signal (every advantage zero) leaves the weights alone and says so."""
+    def update(self, groups: Sequence[Group], inspect: Inspect = lambda mismatch: None) -> dict[str, float]:
+        """Metrics under `policy/`, `mismatch/` and `correction/`. A step without signal (every advantage zero) leaves the weights
+        alone and says so. `inspect` sees the mismatch before the weights move; what it raises leaves everything as it was.
+        """
         totals = UpdateTotals()
         log_ratios = None
         if self.reference is not None and self.algorithm.kl_in_reward:
             log_ratios = self._log_ratios(groups, totals)
         advantages = self.algorithm.advantages(groups, log_ratios)
-        if not any(advantage.value for row in advantages for advantage in row):
-            return {"policy/skipped": 1.0}
+        signal = any(advantage.value for row in advantages for advantage in row)
+        rows = [_sequences(group, row) for group, row in zip(groups, advantages, strict=True)]
+        mean_weight = 1.0
+        if not signal or self._needs_survey():
+            rows, totals.mismatch = self._survey(rows, totals)
+            mean_weight = self._mean_weight(totals.mismatch)
+            inspect(totals.mismatch)
+        if not signal:
+            return {"policy/skipped": 1.0, "policy/nonfinite_updates": float(not totals.mismatch.finite), **totals.mismatch_metrics()}
         for _ in range(self.config.epochs):
-            for part in _equal_parts(list(zip(groups, advantages, strict=True)), self.config.minibatches):
-                self._optimiser_step(_sequences(part), totals)
+            for part in _equal_parts(rows, self.config.minibatches):
+                self._optimiser_step([sequence for row in part for sequence in row], mean_weight, totals, inspect)
         return totals.metrics() | {"memory/micro_batch_tokens": float(self.token_budget)}
 
-    def _optimiser_step(self, sequences: list[TrainingSequence], totals: UpdateTotals) -> None:
+    def _needs_survey(self) -> bool:
+        correction = self.config.correction
+        return correction.normalise or (correction.mode == "decoupled" and self.config.epochs * self.config.minibatches > 1)
+
+    def _optimiser_step(self, sequences: list[TrainingSequence], mean_weight: float, totals: UpdateTotals, inspect: Inspect) -> None:
         total_tokens = sum(s.loss_tokens for s in sequences)
         learning_rate = self.optimiser.learning_rate
         if total_tokens == 0:
@@ -63,19 +84,47 @@ class Learner:
             return
 
         def backward(batch: MicroBatch) -> MicroBatchSums:
-            return self._backward(batch, total_tokens, len(sequences))
+            return self._backward(batch, total_tokens, len(sequences), mean_weight)
 
         sums = [result for _, result in self._over_micro_batches(sequences, backward, totals)]
-        norm = self.optimiser.step()
+        mismatch = total(s.mismatch for s in sums)
+        try:
+            if totals.mismatch is None:
+                totals.mismatch = mismatch
+                inspect(mismatch)
+        except BaseException:
+            self.optimiser.discard_gradients()
+            raise
+        if not mismatch.finite:
+            self.optimiser.discard_gradients()
+            totals.add_update(sums, 1.0, math.nan, learning_rate)
+            return
+        if mismatch.masked == mismatch.tokens:
+            self.optimiser.discard_gradients()
+            self.warn(f"learning.correction masked all {total_tokens} tokens of an update: it was skipped; `mismatch/` in the metrics says why")
+            totals.add_masked_update(sums, learning_rate)
+            return
+        scale = self._rejection_scale(mismatch, total_tokens, len(sequences))
+        norm = self.optimiser.step(scale)
         merge_adapters(self.policy)
-        totals.add_update(sums, norm, learning_rate)
+        totals.add_update(sums, scale, norm, learning_rate)
 
-    def _backward(self, batch: MicroBatch, total_tokens: int, total_sequences: int) -> MicroBatchSums:
+    def _rejection_scale(self, mismatch: Mismatch, total_tokens: int, total_sequences: int) -> float:
+        """Means run over what was kept, and how much that is turns out only when every micro-batch has been through."""
+        if self.config.loss_mean == "token":
+            return total_tokens / (total_tokens - mismatch.rejected_tokens)
+        return total_sequences / (total_sequences - mismatch.rejected_sequences)
+
+    def _backward(self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float) -> MicroBatchSums:
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
+        learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
+        correction = correct(self.config.correction, batch, learner_R)
+        mismatch = measure(batch, correction, learner_R, self.config.correction.weight != "none")
+        seen = corrected(self.config.correction, batch, correction, learner_R, mean_weight)
         in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if in_loss else None
-        token_loss = self.algorithm.token_loss(batch, logprobs_R, reference_R)
-        weights_R = token_weights(self.config.loss_mean, batch, total_tokens, total_sequences, self.max_tokens)
+        token_loss = self.algorithm.token_loss(seen, logprobs_R, reference_R)
+        weights_R = token_weights(self.config.loss_mean, seen, total_tokens, total_sequences, self.max_tokens)
         loss = (token_loss.loss_R * weights_R.to(logprobs_R.dtype)).sum()
         loss.backward()
         delta_R = (logprobs_R.detach() - batch.rollout_logprobs_R)[batch.mask_R]
@@ -83,11 +132,38 @@ class Learner:
             loss=loss.item(),
             tokens=int(batch.mask_R.sum()),
             entropy=float(entropies_R[batch.mask_R].sum()),
-            clipped=float(token_loss.clipped_R[batch.mask_R].sum()),
+            clipped=float(token_loss.clipped_R[seen.mask_R].sum()),
             reference_kl=float(token_loss.reference_kl_R[batch.mask_R].sum()),
             approximate_kl=float((delta_R.exp() - 1 - delta_R).sum()),
             largest_delta=float(delta_R.abs().max()) if len(delta_R) else 0.0,
+            mismatch=mismatch,
         )
+
+    @torch.no_grad()
+    def _survey(self, rows: list[list[TrainingSequence]], totals: UpdateTotals) -> tuple[list[list[TrainingSequence]], Mismatch]:
+        """The sequences with the learner's own logprobs, and the mismatch of the whole step."""
+
+        def compute(batch: MicroBatch) -> tuple[list[float], Mismatch]:
+            logprobs_R = token_logprobs(self.policy, batch)[0]
+            correction = correct(self.config.correction, batch, logprobs_R)
+            return logprobs_R.tolist(), measure(batch, correction, logprobs_R, self.config.correction.weight != "none")
+
+        results = self._over_micro_batches([sequence for row in rows for sequence in row], compute, totals)
+        found: dict[int, tuple[float, ...]] = {}
+        for part, (logprobs, _) in results:
+            for sequence, own in _split(part, logprobs):
+                found[id(sequence)] = tuple(own)
+        if self.config.correction.mode == "decoupled":
+            rows = [[replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in row] for row in rows]
+        return rows, total(mismatch for _, (_, mismatch) in results)
+
+    def _mean_weight(self, mismatch: Mismatch) -> float:
+        """What normalising divides by; 1 where it is off or would divide by nothing."""
+        if not self.config.correction.normalise:
+            return 1.0
+        per_token = self.config.correction.weight == "token"
+        mean = mismatch.token_weight / max(1.0, mismatch.tokens) if per_token else mismatch.sequence_weight / max(1.0, mismatch.sequences)
+        return mean if mean > 1e-8 else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad(), adapters_off(self.reference):
@@ -99,11 +175,8 @@ class Learner:
         answered = [sequence for row in rows for sequence in row if sequence.loss_mask]
         found: dict[int, list[float]] = {}
         for part, logprobs in self._over_micro_batches(answered, lambda batch: self._reference_logprobs(batch).tolist(), totals):
-            start = 0
-            for sequence in part:
-                stop = start + len(sequence.loss_mask)
-                found[id(sequence)] = [old - fixed for old, fixed in zip(sequence.rollout_logprobs, logprobs[start:stop], strict=True)]
-                start = stop
+            for sequence, own in _split(part, logprobs):
+                found[id(sequence)] = [old - fixed for old, fixed in zip(sequence.rollout_logprobs, own, strict=True)]
         totals.add_log_ratios((found[id(s)], s.loss_mask) for s in answered)
         return [[found.get(id(sequence), []) for sequence in row] for row in rows]
 
@@ -136,14 +209,22 @@ class Learner:
         )
 
 
-def _sequences(part: list[tuple[Group, list[Advantage]]]) -> list[TrainingSequence]:
-    """One per sample that has tokens, in the groups' order."""
+def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:
+    """One per sample that has tokens, in the group's order."""
     return [
         replace(training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties)
-        for group, advantages in part
         for sample, advantage in zip(group.samples, advantages, strict=True)
         if sample.completion.tokens
     ]
+
+
+def _split(part: list[TrainingSequence], values: list[float]) -> Iterator[tuple[TrainingSequence, list[float]]]:
+    """Numbers over the response tokens of a micro-batch, handed back to its sequences."""
+    start = 0
+    for sequence in part:
+        stop = start + len(sequence.loss_mask)
+        yield sequence, values[start:stop]
+        start = stop
 
 
 def _equal_parts(items: list, parts: int) -> list[list]:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.learning.mismatch import Mismatch
+
 
 @dataclass(frozen=True)
 class MicroBatchSums:
-    """Sums over the loss tokens of a micro-batch; `loss` is already weighed for its optimiser step."""
+    """Sums over the loss tokens of a micro-batch; `loss` is weighed for its optimiser step as if nothing were rejected."""
 
     loss: float
     tokens: int
@@ -16,24 +18,38 @@ class MicroBatchSums:
     reference_kl: float
     approximate_kl: float
     largest_delta: float
+    mismatch: Mismatch  # of the policy as it was in this forward pass
 
 
 @dataclass
 class UpdateTotals:
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # one per optimiser step
+    mismatch: Mismatch | None = None  # before the weights moved; None: not known yet
     updates: int = 0
     skipped_updates: int = 0
+    masked_updates: int = 0
+    nonfinite_updates: int = 0
     learning_rate: float = 0.0
     gradient_norms: list[float] = field(default_factory=list)
     halvings: int = 0
     rollout_reference_kl: float = 0.0  # where the KL is in the reward: of the policy that sampled
 
-    def add_update(self, sums: Sequence[MicroBatchSums], gradient_norm: float, learning_rate: float) -> None:
+    def add_update(self, sums: Sequence[MicroBatchSums], scale: float, gradient_norm: float, learning_rate: float) -> None:
+        """An optimiser step whose gradients were multiplied by `scale`; it left the weights alone if the norm is not finite."""
         self.micro_batches += sums
+        self.losses.append(scale * sum(s.loss for s in sums))
         self.updates += 1
         self.skipped_updates += not math.isfinite(gradient_norm)
+        self.nonfinite_updates += not math.isfinite(gradient_norm)
         self.gradient_norms.append(gradient_norm)
         self.learning_rate = learning_rate
+
+    def add_masked_update(self, sums: Sequence[MicroBatchSums], learning_rate: float) -> None:
+        """The correction left no token to learn from."""
+        self.micro_batches += sums
+        self.masked_updates += 1
+        self.add_skipped_update(learning_rate)
 
     def add_skipped_update(self, learning_rate: float) -> None:
         self.updates += 1
@@ -53,7 +69,9 @@ class UpdateTotals:
 
         return {
             "policy/skipped": float(self.skipped_updates == self.updates),
-            "policy/loss": sum(sums.loss for sums in self.micro_batches) / max(1, self.updates),
+            "policy/masked_updates": float(self.masked_updates),
+            "policy/nonfinite_updates": float(self.nonfinite_updates),
+            "policy/loss": sum(self.losses) / max(1, self.updates),
             "policy/entropy": mean("entropy"),
             "policy/clip_fraction": mean("clipped"),
             "policy/approximate_kl": mean("approximate_kl"),
@@ -62,4 +80,8 @@ class UpdateTotals:
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
             "memory/micro_batch_halvings": float(self.halvings),
+            **self.mismatch_metrics(),
         }
+
+    def mismatch_metrics(self) -> dict[str, float]:
+        return {} if self.mismatch is None else self.mismatch.metrics()

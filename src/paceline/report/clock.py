@@ -20,12 +20,14 @@ class StageClock:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elapsed = time.perf_counter() - start
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
-        self.peak_bytes[stage] = max(self.peak_bytes.get(stage, 0), self._peak())
+        try:
+            yield
+        finally:  # an attempt that failed has taken its time, too
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            elapsed = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+            self.peak_bytes[stage] = max(self.peak_bytes.get(stage, 0), self._peak())
 
     def take_metrics(self) -> dict[str, float]:
         """Seconds and peak gigabytes per stage since the last call."""

@@ -10,6 +10,7 @@ from paceline.evaluation import Evaluation
 from paceline.report.summary import Summary
 
 if TYPE_CHECKING:
+    from paceline.plan.plan import Plan
     from paceline.speculation_check import SpeculationCheck
 
 
@@ -21,6 +22,13 @@ class Console:
 
     def warn(self, message: str) -> None:
         self.errors.print(f"[yellow]{message}[/]", markup=True)
+
+    def plan(self, plan: "Plan | None") -> None:
+        """Of a GPU's memory; on a CPU there is none."""
+        if plan is not None:
+            asleep = ", asleep while learning" if plan.sleeps else ""
+            used = f"{plan.peak_bytes / 1e9:.1f} of {plan.machine.total_bytes / 1e9:.1f} GB at the peak"
+            self.out.print(f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}")
 
     def resumed(self, run: Path, step: int) -> None:
         self.out.print(f"resuming {run} after step {step}")
@@ -36,7 +44,7 @@ class Console:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         entropy = metrics.get("policy/entropy")
-        note = "  [yellow]no signal: every group scored alike, weights kept[/]" if metrics["policy/skipped"] else ""
+        note = f"  [yellow]{_why_skipped(metrics)}, weights kept[/]" if metrics["policy/skipped"] else ""
         self.out.print(
             f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} {metrics['rollout/accuracy']:>8.3f} "
             f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
@@ -65,3 +73,11 @@ class Console:
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
         self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
         self.out.print(f"run directory: {summary.run}")
+
+
+def _why_skipped(metrics: dict[str, float]) -> str:
+    if metrics.get("policy/nonfinite_updates"):
+        return "not finite: the update was skipped"
+    if metrics.get("policy/masked_updates"):
+        return "masked: learning.correction left no token to learn from"
+    return "no signal: every group scored alike"

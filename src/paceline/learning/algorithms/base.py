@@ -17,6 +17,7 @@ from paceline.learning.batch import MicroBatch
 from paceline.types import Group
 
 EPSILON = 1e-6
+LARGEST_LOG_RATIO = 20.0
 
 # log pi_rollout - log pi_reference of every response token, by group and sample.
 LogRatios = Sequence[Sequence[Sequence[float]]]
@@ -67,8 +68,11 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
-    """log pi_theta - log pi_old, the old policy being the one that sampled."""
-    return logprobs_R - batch.rollout_logprobs_R.to(logprobs_R.dtype)
+    """log pi_theta - log pi_old. The old policy is the one that sampled, or in decoupled mode the learner's before the update.
+
+    Held within what exp can take: an infinite ratio times the zero weight of a token that was masked would be NaN.
+    """
+    return (logprobs_R - batch.anchor_logprobs_R.to(logprobs_R.dtype)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def clipped_surrogate(config: LearningConfig, ratio_R: torch.Tensor, advantages_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,9 +107,4 @@ def token_weights(
         return mask_R / total_tokens
     if loss_mean == "constant":
         return mask_R / (max_tokens * total_sequences)
-    return mask_R / sequence_sums(batch, mask_R).clamp(min=1)[batch.sequence_R] / total_sequences
-
-
-def sequence_sums(batch: MicroBatch, values_R: torch.Tensor) -> torch.Tensor:
-    """One sum for each sequence of the micro-batch."""
-    return values_R.new_zeros(batch.num_sequences).index_add(0, batch.sequence_R, values_R)
+    return mask_R / batch.sequence_sums(mask_R).clamp(min=1)[batch.sequence_R] / total_sequences

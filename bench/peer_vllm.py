@@ -1,0 +1,126 @@
+"""vLLM on the workloads of `paceline bench`, for the peer's column of docs/benchmarks.md. Needs vLLM, not Paceline.
+
+    VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --json vllm.json
+
+The Qwen3-8B shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them always).
+One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the long-tailed rollout ever use,
+too little for the rollout at 32k context, which must preempt. A step is (time for n + 1 new tokens - time for 1) / n.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+QWEN3_8B = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+    rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, dtype="bfloat16",
+    bos_token_id=151643, eos_token_id=151645,
+)  # fmt: skip
+TINY = QWEN3_8B | dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+
+
+def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
+    """As `paceline bench rollout --lengths lognormal:...` draws them."""
+    rng = random.Random(0)
+    return [max(low, min(high, int(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return dict(median=statistics.median(values), low=min(values), high=max(values))
+
+
+class Peer:
+    def __init__(self, config: dict, kv_tokens: int, max_length: int, block_size: int) -> None:
+        from vllm import LLM
+
+        self.vocab_size = config["vocab_size"]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config))
+            start = time.perf_counter()
+            self.llm = LLM(
+                model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_length, max_num_seqs=256,
+                num_gpu_blocks_override=kv_tokens // block_size, block_size=block_size, enable_prefix_caching=False, disable_log_stats=False,
+            )  # fmt: skip
+            self.start_seconds = time.perf_counter() - start
+
+    def seconds(self, lengths: list[int], prompt_tokens: int) -> float:
+        """How long it takes to give each request exactly its length."""
+        from vllm import SamplingParams
+
+        rng = random.Random(0)
+        prompts = [dict(prompt_token_ids=[rng.randrange(self.vocab_size) for _ in range(prompt_tokens)]) for _ in lengths]
+        params = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths]
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        got = [len(output.outputs[0].token_ids) for output in outputs]
+        assert sorted(got) == sorted(lengths), f"{sum(got)} tokens came back instead of {sum(lengths)}"
+        return elapsed
+
+    def preemptions(self) -> int:
+        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"))
+
+
+def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
+    peer.seconds([8] * batch, prompt_tokens)
+    shorts, steps = [], []
+    for _ in range(repeats):
+        shorts.append(peer.seconds([1] * batch, prompt_tokens))
+        steps.append((peer.seconds([new_tokens + 1] * batch, prompt_tokens) - shorts[-1]) / new_tokens * 1e3)
+    return dict(batch=batch, step_ms=spread(steps), prefill_ms=spread([s * 1e3 for s in shorts]))
+
+
+def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: int) -> dict:
+    before = peer.preemptions()
+    seconds = spread([peer.seconds(lengths, prompt_tokens) for _ in range(repeats)])
+    preemptions = (peer.preemptions() - before) / repeats
+    return dict(requests=len(lengths), tokens=sum(lengths), longest=max(lengths), seconds=seconds, preemptions=preemptions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kv-tokens", type=int, default=170_000)
+    parser.add_argument("--decode-repeats", type=int, default=2)
+    parser.add_argument("--rollout-repeats", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a toy model and toy workloads: does the script run?")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    import torch
+    import vllm
+
+    # A CPU build, where the toy runs, wants blocks of 32.
+    peer = Peer(TINY, options.kv_tokens, 600, 32) if options.tiny else Peer(QWEN3_8B, options.kv_tokens, 33_000, 16)
+    figures = dict(vllm=vllm.__version__, torch=torch.__version__, start_seconds=peer.start_seconds, kv_tokens=options.kv_tokens)
+
+    def note(key: str, value: object) -> None:
+        figures[key] = value
+        print(json.dumps({key: value}), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+    note("start_seconds", peer.start_seconds)
+    batches, new_tokens = ((1, 4), 16) if options.tiny else ((1, 8, 32, 64, 128, 256), 256)
+    note("decode", [decode_point(peer, batch, 128, new_tokens, options.decode_repeats) for batch in batches])
+    long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if options.tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
+    note("rollout", rollout_point(peer, long_tail, 128, options.rollout_repeats))
+    pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if options.tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
+    note("rollout_32k", rollout_point(peer, pressed, 400 if options.tiny else 28_000, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Rollout correction: learning from samples that a slightly different policy drew (docs/correction.md has the sources).
+
+Rollouts in low precision, by other kernels or under older weights come from a policy pi_rollout that is not the learner's own
+pi_old. Per response token, and for a whole response y of n sampled tokens:
+
+    delta_t = log pi_old(y_t) - log pi_rollout(y_t)         both at the temperature that was sampled with
+    rho_t   = exp(clamp(delta_t, -20, 20))
+    rho_y   = exp(clamp(sum of delta_t, -20, 20))
+
+    weight      w = rho_t or rho_y; outside [lo, hi] truncated to the nearest bound (TIS) or 0 (IcePop)
+    reject      out of the loss and of its mean: tokens with rho_t, or responses with rho_y, exp(mean delta_t) or
+                mean (rho_t - 1 - delta_t) outside [lo, hi]; bounds mean what they say, on the ratio itself
+    veto        out, too: responses with any rho_t below the threshold
+
+The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641); w has no gradient.
+In bypass mode there are no weights: r = pi_theta / pi_rollout is the correction, and what is rejected is judged by pi_theta.
+
+Only tokens that the policy sampled count. Everything is float64, whatever the policy is.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.correction_config import CorrectionConfig
+from paceline.learning.batch import MicroBatch
+
+CLAMP = 20.0  # exp(20) is 5e8: wide enough to mean "hopeless", narrow enough to be squared and summed
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Over the response tokens of a micro-batch; nothing here has a gradient."""
+
+    delta_R: torch.Tensor  # 0 outside the loss
+    weights_R: torch.Tensor  # 1 where the recipe has no weights; not yet normalised
+    clipped_R: torch.Tensor  # loss tokens whose weight was truncated
+    kept_R: torch.Tensor  # loss tokens that were not rejected
+
+    @property
+    def counted_R(self) -> torch.Tensor:
+        """Loss tokens that are left with any weight."""
+        return self.kept_R & (self.weights_R > 0)
+
+
+def correct(config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor) -> Correction:
+    delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
+    weights_R, clipped_R = _weights(config, batch, delta_R)
+    return Correction(delta_R, weights_R, clipped_R & batch.mask_R, batch.mask_R & ~_rejected(config, batch, delta_R))
+
+
+def corrected(
+    config: CorrectionConfig, batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, mean_weight: float
+) -> MicroBatch:
+    """The micro-batch as the algorithm is to see it. Weights go into the advantages: w >= 0 passes through the clipped minimum."""
+    anchor_R = learner_logprobs_R.detach() if config.mode == "decoupled" else batch.rollout_logprobs_R
+    advantages_R = batch.advantages_R * correction.weights_R / mean_weight
+    return replace(batch, mask_R=correction.kept_R, advantages_R=advantages_R, anchor_logprobs_R=anchor_R)
+
+
+def k3(delta_R: torch.Tensor) -> torch.Tensor:
+    """exp(delta) - 1 - delta (Schulman 2020): an estimate of KL(rollout, learner) that is never negative."""
+    clamped_R = delta_R.clamp(-CLAMP, CLAMP)
+    return clamped_R.exp() - 1 - clamped_R
+
+
+def ratio(delta: torch.Tensor) -> torch.Tensor:
+    return delta.clamp(-CLAMP, CLAMP).exp()
+
+
+def _weights(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if config.weight == "none":
+        return torch.ones_like(delta_R), torch.zeros_like(batch.mask_R)
+    raw_R = ratio(delta_R) if config.weight == "token" else ratio(batch.sequence_sums(delta_R))[batch.sequence_R]
+    low, high = config.weight_bounds
+    outside_R = (raw_R < low) | (raw_R > high)
+    if config.weight_outside == "zero":
+        return torch.where(outside_R, 0.0, raw_R), torch.zeros_like(batch.mask_R)
+    return raw_R.clamp(low, high), outside_R
+
+
+def _rejected(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor) -> torch.Tensor:
+    rejected_R = torch.zeros_like(batch.mask_R)
+    if config.reject != "none":
+        statistic_R = _statistic(config.reject, batch, delta_R)
+        low, high = config.reject_bounds
+        rejected_R = (statistic_R < low) | (statistic_R > high)
+    if config.veto > 0:
+        vetoed_B = batch.sequence_sums((ratio(delta_R) < config.veto).double()) > 0
+        rejected_R = rejected_R | vetoed_B[batch.sequence_R]
+    return rejected_R
+
+
+def _statistic(reject: str, batch: MicroBatch, delta_R: torch.Tensor) -> torch.Tensor:
+    """What is held against the bounds, at every token. delta is 0 outside the loss, where its ratio is 1 and its k3 is 0."""
+    if reject == "token":
+        return ratio(delta_R)
+    if reject == "sequence":
+        return ratio(batch.sequence_sums(delta_R))[batch.sequence_R]
+    tokens_B = batch.sequence_sums(batch.mask_R.double()).clamp(min=1)
+    if reject == "geometric":
+        return ratio(batch.sequence_sums(delta_R) / tokens_B)[batch.sequence_R]
+    return (batch.sequence_sums(k3(delta_R)) / tokens_B)[batch.sequence_R]

@@ -1,0 +1,105 @@
+"""How far the policy that sampled is from the learner's, and what the correction made of it: measured at every step.
+
+Taken before the weights move, so that it is the mismatch and not the update. It adds up over micro-batches: all fields are
+sums, except the largest difference.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+
+from paceline.learning.batch import MicroBatch
+from paceline.learning.correction import CLAMP, Correction, k3, ratio
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Over sampled tokens and the responses that have any. delta and rho are those of correction.py."""
+
+    tokens: float = 0.0
+    sequences: float = 0.0
+    not_finite: float = 0.0  # tokens without a usable logprob, in rollout or learner
+    log_ratio: float = 0.0
+    k3: float = 0.0
+    squared_ratio: float = 0.0
+    squared_sequence_ratio: float = 0.0
+    log_perplexity_ratio: float = 0.0
+    token_weight: float = 0.0
+    sequence_weight: float = 0.0
+    effective_weight: float = 0.0
+    squared_effective_weight: float = 0.0
+    clipped: float = 0.0
+    masked: float = 0.0
+    rejected_tokens: float = 0.0
+    rejected_sequences: float = 0.0
+    largest_probability_difference: float = 0.0
+
+    def __add__(self, other: "Mismatch") -> "Mismatch":
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        largest = max(self.largest_probability_difference, other.largest_probability_difference)
+        return Mismatch(**sums | {"largest_probability_difference": largest})
+
+    @property
+    def finite(self) -> bool:
+        return self.not_finite == 0
+
+    @property
+    def kl(self) -> float:
+        """E[-delta], the plain estimate of KL(rollout, learner)."""
+        return -self.log_ratio / max(1.0, self.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        tokens, sequences = max(1.0, self.tokens), max(1.0, self.sequences)
+        squared = self.squared_effective_weight
+        return {
+            "mismatch/kl": self.kl,
+            "mismatch/k3": self.k3 / tokens,
+            "mismatch/chi2_token": self.squared_ratio / tokens - 1,
+            "mismatch/chi2_sequence": self.squared_sequence_ratio / sequences - 1,
+            "mismatch/perplexity_ratio": math.exp(min(max(self.log_perplexity_ratio / sequences, -CLAMP), CLAMP)),
+            "mismatch/largest_probability_difference": self.largest_probability_difference,
+            "correction/ess": self.effective_weight**2 / (tokens * squared) if squared else 0.0,
+            "correction/weight_mean": self.token_weight / tokens,
+            "correction/clipped": self.clipped / tokens,
+            "correction/masked": self.masked / tokens,
+            "correction/rejected_sequences": self.rejected_sequences / sequences,
+        }
+
+
+def measure(batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool) -> Mismatch:
+    """`batch` as it came, before it was corrected; `weighted`: the recipe has weights, and they are what the ESS is about."""
+    mask_R, delta_R = batch.mask_R, correction.delta_R
+    rho_R = ratio(delta_R)
+    tokens_B = batch.sequence_sums(mask_R.double())
+    some_B = tokens_B > 0
+    effective_R = torch.where(correction.kept_R, correction.weights_R if weighted else rho_R, 0.0)
+    difference_R = (learner_logprobs_R.detach().double().exp() - batch.rollout_logprobs_R.exp()).abs()
+    weight_B = batch.sequence_sums(torch.where(mask_R, correction.weights_R, 0.0)) / tokens_B.clamp(min=1)
+    kept_B = batch.sequence_sums(correction.kept_R.double())
+    values = {
+        "tokens": mask_R.sum(),
+        "sequences": some_B.sum(),
+        "not_finite": (~delta_R.isfinite()).sum(),
+        "log_ratio": delta_R.sum(),
+        "k3": k3(delta_R).sum(),
+        "squared_ratio": torch.where(mask_R, rho_R**2, 0.0).sum(),
+        "squared_sequence_ratio": torch.where(some_B, ratio(batch.sequence_sums(delta_R)) ** 2, 0.0).sum(),
+        "log_perplexity_ratio": -(batch.sequence_sums(delta_R) / tokens_B.clamp(min=1)).sum(),
+        "token_weight": torch.where(mask_R, correction.weights_R, 0.0).sum(),
+        "sequence_weight": weight_B.sum(),
+        "effective_weight": effective_R.sum(),
+        "squared_effective_weight": (effective_R**2).sum(),
+        "clipped": correction.clipped_R.sum(),
+        "masked": (mask_R & ~correction.counted_R).sum(),
+        "rejected_tokens": (mask_R & ~correction.kept_R).sum(),
+        "rejected_sequences": (some_B & (kept_B == 0)).sum(),
+        "largest_probability_difference": torch.where(mask_R, difference_R, 0.0).max() if len(mask_R) else torch.zeros(()),
+    }
+    numbers = torch.stack([value.double().to(delta_R.device) for value in values.values()]).tolist()  # one transfer
+    return Mismatch(**dict(zip(values, numbers, strict=True)))
+
+
+def total(parts: Iterable[Mismatch]) -> Mismatch:
+    return sum(parts, start=Mismatch())

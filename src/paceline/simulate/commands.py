@@ -1,0 +1,223 @@
+"""The `paceline simulate` commands. Heavy imports stay inside them."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from typer.core import TyperGroup
+
+
+class SweepGroup(TyperGroup):
+    """Lets `--sweep k=0,3 gpus=64,512` take several words: what follows and has the form KEY=VALUES belongs to it."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        words, sweeping = [], False
+        for word in args:
+            if sweeping and "=" in word and not word.startswith("-"):
+                words += ["--sweep", word] if words[-1] != "--sweep" else [word]
+                continue
+            sweeping = word == "--sweep"
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+app = typer.Typer(cls=SweepGroup, invoke_without_command=True, help="What would it give me? Simulated rollouts and RL steps.")
+
+JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a page with plots here")]
+
+
+@app.callback()
+def simulate_command(
+    ctx: typer.Context,
+    recipe: Annotated[Optional[str], typer.Option(help="take model, batch and speculation from a recipe; other flags override")] = None,
+    model: Annotated[Optional[str], typer.Option(help="a built-in shape such as qwen3-8b, a Hugging Face folder or a config.json")] = None,
+    hardware: Annotated[Optional[str], typer.Option(help="h200, h100, a100, b200, gb200, or a profile written by `calibrate`")] = None,
+    gpus: Annotated[Optional[int], typer.Option(help="devices in all")] = None,
+    tp: Annotated[Optional[int], typer.Option(help="tensor parallelism")] = None,
+    ep: Annotated[Optional[int], typer.Option(help="expert parallelism")] = None,
+    weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    engine: Annotated[Optional[str], typer.Option(help="paceline or vllm")] = None,
+    prompts: Annotated[Optional[int], typer.Option(help="per RL step")] = None,
+    samples: Annotated[Optional[int], typer.Option(help="per prompt")] = None,
+    prompt_tokens: Optional[int] = None,
+    lengths: Annotated[Optional[str], typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = None,
+    k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
+    accept: Annotated[Optional[str], typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")] = None,
+    drafter: Annotated[Optional[str], typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")] = None,
+    spec_max_running: Annotated[Optional[int], typer.Option(help="speculate only while at most this many run; 0: always")] = None,
+    mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
+    lag: Annotated[Optional[int], typer.Option(help="weight versions a response may be old; default: the mode's own")] = None,
+    train_share: Annotated[Optional[float], typer.Option(help="of the devices, where learning runs apart")] = None,
+    max_running: Annotated[Optional[int], typer.Option(help="requests decoded together, per replica")] = None,
+    kv_tokens: Annotated[Optional[int], typer.Option(help="cache of a replica; 0: what fits")] = None,
+    reward_seconds: Optional[float] = None,
+    train_drafter: Annotated[Optional[bool], typer.Option("--train-drafter", help="does training the drafter fit into idle time?")] = None,
+    steps: Annotated[Optional[int], typer.Option(help="RL steps to simulate")] = None,
+    seed: Optional[int] = None,
+    sweep: Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")] = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Simulates RL steps from a recipe or flags; see also the commands below."""
+    if ctx.invoked_subcommand is not None:
+        return
+    import dataclasses
+
+    from paceline.config import load_config
+    from paceline.simulate.questions import Flags, flags_from_recipe
+
+    flags = Flags() if recipe is None else flags_from_recipe(load_config(recipe))
+    names = [field.name for field in dataclasses.fields(Flags)]
+    given = {name: value for name, value in ctx.params.items() if name in names and value is not None}
+    _answer(dataclasses.replace(flags, **given), sweep or [], json_file, html_file)
+
+
+def _answer(flags, sweep: list[str], json_file: Path | None, html_file: Path | None) -> None:
+    from paceline.simulate.questions import Sweep, ask, build
+    from paceline.simulate.report import table, text, write_html, write_json
+
+    asked = Sweep.parse(sweep)
+    combinations = asked.combinations()
+    answers = [ask(build(asked.apply(flags, values))) for values in combinations]
+    typer.echo(text(answers[0]) if len(answers) == 1 else table(answers, combinations, asked.keys))
+    if len(answers) > 1:
+        from paceline.simulate.report import provenance_lines
+
+        merged = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
+        typer.echo("\n".join(["", "who says so:", *provenance_lines(merged)]))
+    if json_file is not None:
+        write_json(json_file, answers)
+    if html_file is not None:
+        write_html(html_file, answers, combinations, asked.keys)
+
+
+@app.command()
+def validate(
+    hardware: Annotated[str, typer.Option(help="the profile whose predictions are checked")] = "h200",
+    points: Annotated[Optional[list[Path]], typer.Option(help="further measured points, beside those that are shipped; repeatable")] = None,
+    write: Annotated[Optional[Path], typer.Option(help="folder for simulator.md and its plots; default: print a summary only")] = None,
+) -> None:
+    """Compares predictions with measurements, ours and published ones, and writes docs/simulator.md."""
+    from paceline.simulate.hardware import load_hardware
+    from paceline.simulate.validation import page
+    from paceline.simulate.validation.check import predictions, summary
+    from paceline.simulate.validation.h200 import shipped_measurements
+
+    profile, measured = load_hardware(hardware), shipped_measurements(points)
+    made = page.sections(profile, measured) if write is None else page.write(write, profile, measured)
+    for section in made:
+        unseen = predictions(section.checks)
+        typer.echo(f"{section.title}: {summary(unseen) if unseen else 'fits only'}")
+
+
+@app.command()
+def profiles() -> None:
+    """Lists the shipped hardware profiles and who says what about them."""
+    from paceline.simulate.hardware import load_hardware, shipped_profiles
+    from paceline.simulate.report import provenance_lines
+
+    for name in shipped_profiles():
+        typer.echo("\n".join([name, *provenance_lines(load_hardware(name).provenance)]))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="the profile to write")] = Path("machine.json"),
+    points: Annotated[Optional[list[Path]], typer.Option(help="fit these points instead of measuring; repeatable")] = None,
+    save_points: Annotated[Optional[Path], typer.Option(help="also write the measured points here")] = None,
+    base: Annotated[Optional[str], typer.Option(help="profile for what kernels cannot tell (links, training); default: by the device's name")] = None,
+    name: Annotated[str, typer.Option(help="what the profile calls itself; default: the file's name")] = "",
+) -> None:
+    """Measures this machine's kernels (a GPU takes about a minute) and writes a hardware profile."""
+    from paceline.simulate.calibrate import fit_report, profile_from
+    from paceline.simulate.hardware import write_hardware
+    from paceline.simulate.points import load_measurements, merged, write_measurements
+
+    if points:
+        measured = merged([load_measurements(path) for path in points])
+    else:
+        import datetime
+
+        from paceline.bench.setup import bench_device
+        from paceline.simulate.measure import CPU, GPU, measure_kernels
+
+        device = bench_device()
+        measured = measure_kernels(device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat())
+    if save_points is not None:
+        write_measurements(measured, save_points)
+    hardware = profile_from(name or out.stem, measured, base)
+    write_hardware(hardware, out)
+    for report in fit_report(hardware, measured):
+        typer.echo(str(report))
+    typer.echo(f"written to {out}; try: paceline simulate --hardware {out}")
+
+
+@app.command()
+def measure(
+    out: Annotated[Path, typer.Argument(help="file of points to write; kernel points that it already holds are kept")],
+    models: Annotated[str, typer.Option(help="shapes with random weights, comma separated; the first gets most of the time")] = "qwen3-8b,qwen3-1.7b",
+    seconds: Annotated[float, typer.Option(help="stop after this long; what was left out is said")] = 110.0,
+) -> None:
+    """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile by."""
+    import dataclasses
+    import datetime
+    import time
+
+    from paceline.bench.setup import bench_device, describe
+    from paceline.simulate.measure_steps import StepBench
+    from paceline.simulate.points import Measurements, load_measurements, write_measurements
+
+    device, start = bench_device(), time.perf_counter()
+    facts = describe(device)
+    empty = Measurements(facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat())
+    kept = load_measurements(out) if out.is_file() else empty
+    names = models.split(",")
+    for number, model in enumerate(names):
+        share = 1.0 if number == len(names) - 1 else 0.7
+        bench = StepBench(model, device, start + share * seconds, typer.echo)
+        if number == 0:
+            bench.decode([(4, 128, 0), (24, 128, 0), (96, 128, 0), (192, 128, 0), (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)])
+            bench.rollout(96, 128, 256, 1024)
+        else:
+            bench.decode([(1, 128, 0), (32, 128, 0), (128, 128, 0)])
+        kept = dataclasses.replace(kept, steps=(*kept.steps, *bench.steps), rollouts=(*kept.rollouts, *bench.rollouts))
+        write_measurements(kept, out)
+        del bench
+    typer.echo(f"written to {out}; compare with: paceline simulate validate --points {out}")
+
+
+@app.command("from")
+def from_command(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    hardware: Annotated[str, typer.Option(help="profile of the machine that made the run; `calibrate` writes one")],
+    gpus: Annotated[Optional[int], typer.Option(help="what if: this many devices")] = None,
+    length_scale: Annotated[float, typer.Option(help="what if: responses this many times as long")] = 1.0,
+    model: Annotated[Optional[str], typer.Option(help="what if: another model")] = None,
+    move_to: Annotated[Optional[str], typer.Option(help="what if: other hardware")] = None,
+    tp: Optional[int] = None,
+    ep: Optional[int] = None,
+    weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
+    k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
+    accept: Annotated[Optional[str], typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
+    drafter: Annotated[Optional[str], typer.Option(help="eagle or history")] = None,
+    mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
+    prompts: Optional[int] = None,
+    samples: Optional[int] = None,
+    max_running: Optional[int] = None,
+    json_file: JsonOption = None,
+    html_file: HtmlOption = None,
+) -> None:
+    """Starts from a measured run and asks: what if?"""
+    from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+    from paceline.simulate.report import provenance_lines, write_html, write_json
+
+    changes = WhatIf(gpus, length_scale, model, move_to, tp, ep, weights, kv, k, accept, drafter, mode, samples, prompts, max_running)
+    answer = what_if(read_run(run), hardware, changes)
+    typer.echo("\n".join([text(answer), "", "who says so:", *provenance_lines(answer.changed.outcome.provenance)]))
+    if json_file is not None:
+        write_json(json_file, [answer.changed])
+    if html_file is not None:
+        write_html(html_file, [answer.base, answer.changed], [("the run",), ("what if",)], ("",))

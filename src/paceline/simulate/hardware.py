@@ -1,0 +1,214 @@
+"""Hardware profiles: how fast each kind of operator runs on a device, and who says so.
+
+A profile is a JSON file. `kernels` holds efficiency curves in absolute units (seconds, bytes per second, operations per
+second); a profile without measurements says `scaled_from` and gets the curves of another one, scaled by the ratio of the two
+data sheets. `provenance` says of every part whether it was measured, fitted or assumed, and every output repeats it.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+class Source(StrEnum):
+    MEASURED = "measured"
+    FITTED = "fitted"
+    ASSUMED = "assumed"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a part of a profile or a scenario comes from."""
+
+    source: Source
+    note: str
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """The vendor's figures for one device, dense rates."""
+
+    memory_bytes: float
+    bandwidth: float
+    bf16_flops: float
+    fp8_flops: float  # 0: none
+
+
+@dataclass(frozen=True)
+class GemmCurve:
+    """Seconds of one product: launch + the two limits of a roofline, joined by a p-norm (`operators.gemm`)."""
+
+    launch_seconds: float
+    bandwidth: float
+    flops: float
+    half_rows: float  # rows at which the arithmetic reaches half its rate
+    sharpness: float  # p of the norm: infinity would be a roofline with a sharp knee
+    row_tile: int = 1  # rows are padded to a multiple of this
+
+
+@dataclass(frozen=True)
+class AttentionCurve:
+    """One layer of decode or verify attention over a paged cache, and prefill's."""
+
+    launch_seconds: float
+    bandwidth: float
+    serial_seconds_per_key: float  # of the longest row, whatever the parallelism
+    flops: float  # arithmetic rate of the decode kernel
+    prefill_flops: float
+    row_seconds: float = 0.0  # per query of every row; a CPU runs them one after another
+    query_tile: int = 16  # (query, head of the group) pairs are padded to a multiple of this
+
+
+@dataclass(frozen=True)
+class OtherCurve:
+    """Norms, RoPE, activations, sampling: a fixed cost per layer, bytes per token, elements of the vocabulary per token."""
+
+    layer_seconds: float
+    bandwidth: float
+    sampler_elements_per_second: float
+    sampler_seconds: float = 0.0  # per step, whatever its size
+
+
+@dataclass(frozen=True)
+class ExpertCurve:
+    """The grouped product over chosen experts."""
+
+    launch_seconds: float
+    bandwidth: float
+    flops: float
+    row_tile: int = 16
+    busiest_share: float = 1.0  # load of the busiest device over the mean
+
+
+@dataclass(frozen=True)
+class Kernels:
+    gemm_bf16: GemmCurve
+    gemm_fp8: GemmCurve | None
+    attention: AttentionCurve
+    other: OtherCurve
+    experts: ExpertCurve
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between devices: `domain` of them share the fast link, beyond it the network."""
+
+    domain: int
+    link_bandwidth: float  # one direction, per device
+    link_seconds: float  # latency of one collective
+    network_bandwidth: float
+    network_seconds: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """Learning as a share of the data sheet's rate, and weight transfer."""
+
+    utilisation: float  # of the data sheet's bf16 rate, forward and backward
+    logprob_utilisation: float
+    fixed_seconds: float  # of an update, whatever its size
+    sync_seconds: float  # fixed part of sending weights to the engines
+
+
+@dataclass(frozen=True)
+class Hardware:
+    name: str
+    data_sheet: DataSheet
+    kernels: Kernels
+    links: Links
+    training: Training
+    provenance: dict[str, Origin]  # by part: data_sheet, gemm_bf16, gemm_fp8, attention, other, experts, links, training
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.kernels.gemm_fp8 is not None and self.data_sheet.fp8_flops > 0
+
+
+def shipped_profiles() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
+
+
+def load_hardware(name: str) -> Hardware:
+    """A shipped profile's name, or a JSON file such as `paceline simulate calibrate` writes."""
+    path = shipped_profiles().get(name) or Path(name)
+    if not path.is_file():
+        known = ", ".join(shipped_profiles())
+        hint = "`paceline simulate calibrate --out FILE` makes one of this machine"
+        raise ValueError(f"hardware {name!r} is neither a shipped profile ({known}) nor a file; {hint}")
+    try:
+        record = json.loads(path.read_text())
+        if "scaled_from" in record:
+            return _scaled(record, load_hardware(record["scaled_from"]))
+        return parse_hardware(record)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes one") from None
+
+
+def parse_hardware(record: dict[str, Any]) -> Hardware:
+    kernels = record["kernels"]
+    return Hardware(
+        name=record["name"],
+        data_sheet=DataSheet(**record["data_sheet"]),
+        kernels=Kernels(
+            GemmCurve(**kernels["gemm_bf16"]),
+            GemmCurve(**kernels["gemm_fp8"]) if kernels.get("gemm_fp8") else None,
+            AttentionCurve(**kernels["attention"]),
+            OtherCurve(**kernels["other"]),
+            ExpertCurve(**kernels["experts"]),
+        ),
+        links=Links(**record["links"]),
+        training=Training(**record["training"]),
+        provenance=_origins(record["provenance"]),
+    )
+
+
+def hardware_record(hardware: Hardware) -> dict[str, Any]:
+    return dataclasses.asdict(hardware)
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    path.write_text(json.dumps(_rounded(hardware_record(hardware)), indent=2) + "\n")
+
+
+def _origins(record: dict[str, Any]) -> dict[str, Origin]:
+    return {part: Origin(Source(origin["source"]), origin["note"]) for part, origin in record.items()}
+
+
+def _rounded(tree: Any) -> Any:
+    """Five digits: more would suggest more than was measured."""
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    return float(f"{tree:.5g}") if isinstance(tree, float) else tree
+
+
+def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:
+    """The base's curves with rates multiplied by the ratio of the data sheets; launch times stay."""
+    sheet = DataSheet(**record["data_sheet"])
+    bandwidth = sheet.bandwidth / base.data_sheet.bandwidth
+    flops = sheet.bf16_flops / base.data_sheet.bf16_flops
+    kernels = base.kernels
+    fp8 = None
+    if kernels.gemm_fp8 is not None and sheet.fp8_flops:
+        ratio = sheet.fp8_flops / base.data_sheet.fp8_flops
+        fp8 = dataclasses.replace(kernels.gemm_fp8, bandwidth=kernels.gemm_fp8.bandwidth * bandwidth, flops=kernels.gemm_fp8.flops * ratio)
+    attention, other, experts, gemm = kernels.attention, kernels.other, kernels.experts, kernels.gemm_bf16
+    scaled = Kernels(
+        dataclasses.replace(gemm, bandwidth=gemm.bandwidth * bandwidth, flops=gemm.flops * flops),
+        fp8,
+        dataclasses.replace(
+            attention, bandwidth=attention.bandwidth * bandwidth, flops=attention.flops * flops, prefill_flops=attention.prefill_flops * flops
+        ),
+        dataclasses.replace(other, bandwidth=other.bandwidth * bandwidth),
+        dataclasses.replace(experts, bandwidth=experts.bandwidth * bandwidth, flops=experts.flops * flops),
+    )
+    note = f"{base.name}'s curve x ratio of the data sheets (bandwidth {bandwidth:.2f}, bf16 {flops:.2f})"
+    provenance = dict.fromkeys(("gemm_bf16", "gemm_fp8", "attention", "other", "experts"), Origin(Source.ASSUMED, note))
+    return Hardware(
+        record["name"], sheet, scaled, Links(**record["links"]), Training(**record.get("training") or dataclasses.asdict(base.training)),
+        provenance | {"training": Origin(Source.ASSUMED, "as for the base profile")} | _origins(record["provenance"]),
+    )  # fmt: skip

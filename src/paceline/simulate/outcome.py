@@ -1,0 +1,110 @@
+"""What a simulation says, as data: stage times, idle share, who ran when."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.simulate.hardware import Origin
+from paceline.simulate.pipeline import Schedule, StageSeconds, StepRecord
+from paceline.simulate.replica import Replica
+
+TAIL_SHARE = 8  # the tail begins when at most an eighth of a step's responses still run
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Over the simulated time: requests running on all replicas, and draft tokens per step, averaged over rows."""
+
+    seconds: tuple[float, ...]
+    running: tuple[float, ...]
+    draft_tokens: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step_seconds: float  # mean over steps, without the first ones of an asynchronous pipeline
+    rollout_seconds: float  # first request to last response of a step
+    exposed_generation_seconds: float  # the learner waits
+    tail_seconds: float
+    stages: StageSeconds
+    tokens: int  # responses, all learned steps
+    generated_tokens: float
+    decode_steps: int  # of the busiest replica
+    tokens_per_second: float  # generated, while generating
+    accept_length: float
+    idle_share: float  # of the generating devices' time
+    preemptions: int
+    max_lag: int
+    mean_lag: float
+    drafter_training_seconds: float  # device seconds wanted per step
+    idle_device_seconds: float  # per step, on generating devices
+    timeline: Timeline
+    provenance: dict[str, Origin]
+
+    @property
+    def drafter_trains_for_free(self) -> bool:
+        return self.drafter_training_seconds <= self.idle_device_seconds
+
+
+def summarise(
+    records: list[StepRecord], replicas: list[Replica], response_times: list[list[float]], stages: StageSeconds, schedule: Schedule,
+    devices: int, drafter_seconds: float, provenance: dict[str, Origin],
+) -> Outcome:  # fmt: skip
+    warm = records[schedule.lag + 1 :] if schedule.lag and len(records) > schedule.lag + 1 else records
+    end = records[-1].stop
+    rollouts, tails = [], []
+    for record, times in zip(records, response_times, strict=False):
+        if not times:
+            continue
+        ordered = np.sort(np.array(times))
+        rollouts.append(ordered[-1] - record.first_request if schedule.take == "batch" else ordered[-1] - ordered[0])
+        tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
+    busy = sum(replica.totals.busy_seconds for replica in replicas)
+    generating = sum(rollouts) if schedule.take == "batch" and schedule.lag == 0 else end
+    generated = sum(replica.totals.tokens for replica in replicas)
+    idle = max(0.0, generating * len(replicas) - busy)
+    rows = sum(s.rows * s.steps for replica in replicas for s in replica.totals.stretches)
+    advanced = sum(s.tokens for replica in replicas for s in replica.totals.stretches)
+    lags = [lag for record in records for lag in record.lags]
+    return Outcome(
+        step_seconds=float(np.mean([record.seconds for record in warm])),
+        rollout_seconds=float(np.mean(rollouts)),
+        exposed_generation_seconds=float(np.mean([record.exposed_generation for record in warm])),
+        tail_seconds=float(np.mean(tails)),
+        stages=stages,
+        tokens=sum(record.tokens for record in records),
+        generated_tokens=sum(record.generated_tokens for record in records),
+        decode_steps=max(replica.totals.steps for replica in replicas),
+        tokens_per_second=generated / max(generating, 1e-12),
+        accept_length=advanced / max(1, rows),
+        idle_share=idle / max(generating * len(replicas), 1e-12),
+        preemptions=sum(replica.totals.preemptions for replica in replicas),
+        max_lag=max(lags, default=0),
+        mean_lag=float(np.mean(lags)) if lags else 0.0,
+        drafter_training_seconds=drafter_seconds,
+        idle_device_seconds=idle * devices / max(1, len(records)),
+        timeline=timeline(replicas),
+        provenance=provenance,
+    )
+
+
+def timeline(replicas: list[Replica], points: int = 240) -> Timeline:
+    """Sums the stretches of all replicas on an even grid, by differences at their ends."""
+    stretches = [s for replica in replicas for s in replica.totals.stretches]
+    if not stretches:
+        return Timeline((0.0,), (0.0,), (0.0,))
+    starts, stops = np.array([s.start for s in stretches]), np.array([s.stop for s in stretches])
+    rows = np.array([s.rows for s in stretches], dtype=float)
+    drafts = rows * np.array([s.draft_tokens for s in stretches])
+    grid = np.linspace(0.0, stops.max(), points)
+
+    def total(values: np.ndarray) -> np.ndarray:
+        times = np.concatenate([starts, stops])
+        order = np.argsort(times, kind="stable")
+        running = np.cumsum(np.concatenate([values, -values])[order])
+        index = np.searchsorted(times[order], grid, side="right") - 1
+        return np.where(index >= 0, running[index], 0.0)
+
+    running = np.maximum(0.0, total(rows))
+    mean_draft = np.divide(total(drafts), running, out=np.zeros_like(running), where=running > 0.5)
+    return Timeline(tuple(map(float, grid)), tuple(map(float, np.round(running, 6))), tuple(map(float, np.round(mean_draft, 6))))

@@ -1,0 +1,226 @@
+"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag. One event loop for all.
+
+The requests of RL step n are released when the weights have version n - lag or later (version = updates made so far).
+Update n starts when its samples are there and the learner is free:
+
+    take "batch"   all responses of step n: synchronous with lag 0, one-step-off with lag 1
+    take "any"     as many finished responses as a step has, oldest weights first; but an update waits for whoever would
+                   otherwise be older than the lag allows
+
+Events are finishing requests, ends of updates, rewards that arrive. Between them every replica runs on its own.
+"""
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.simulate.replica import Replica, Request
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a step needs besides generation."""
+
+    reward: float = 0.0  # after each response, overlapped with the rest
+    logprob: float = 0.0
+    train: float = 0.0
+    sync: float = 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    lag: int = 0
+    take: str = "batch"
+    steps: int = 1
+    recompute: bool = False  # running requests compute their cache again under new weights
+
+
+@dataclass
+class StepRecord:
+    """One RL step: when its update ended, and what it was made of."""
+
+    start: float  # end of the update before
+    first_request: float
+    last_response: float
+    update_start: float
+    stop: float
+    lags: list[int] = field(default_factory=list)
+    tokens: int = 0
+    generated_tokens: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+    @property
+    def exposed_generation(self) -> float:
+        """Time in which the learner had nothing to do but wait."""
+        return max(0.0, self.update_start - self.start)
+
+
+class Pipeline:
+    def __init__(self, replicas: list[Replica], batches: list[np.ndarray], group: int, prompt: int, stages: StageSeconds, schedule: Schedule) -> None:
+        self.replicas, self.stages, self.schedule = replicas, stages, schedule
+        self.batches = [self._requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)]
+        self.batch_size = len(batches[0])
+        self.version = 0
+        self.released = 0
+        self.queue: deque[Request] = deque()  # released, but no replica had a slot
+        self.outstanding_versions: dict[int, int] = {}  # requests that have begun and are not scored yet, by version
+        self.ready: list[tuple[int, int, Request]] = []  # finished and scored, not learned from: by batch, or oldest version first
+        self.ready_by_key: dict[int, int] = {}
+        self.updating = False
+        self.records: list[StepRecord] = []
+        self.release_times: list[float] = []
+        self.response_times: list[list[float]] = [[] for _ in batches]
+        self.last_update = 0.0
+        self.events: list[tuple[float, int, str, object]] = []
+        self.event_number = 0
+
+    def _requests(self, index: int, lengths: np.ndarray, group: int, prompt: int) -> list[Request]:
+        first = index * len(lengths)
+        return [Request(first + i, prompt, int(n), (first + i) // group, index) for i, n in enumerate(lengths)]
+
+    def run(self) -> list[StepRecord]:
+        self._release(0.0)
+        planned = [(replica.next_event(), i) for i, replica in enumerate(self.replicas)]
+        heapq.heapify(planned)
+        while len(self.records) < self.schedule.steps:
+            next_replica = planned[0][0] if planned else math.inf
+            next_event = self.events[0][0] if self.events else math.inf
+            if min(next_replica, next_event) == math.inf:
+                raise AssertionError("the simulation stalled: nothing runs and no update is due")
+            if next_event <= next_replica:
+                time, _, kind, payload = heapq.heappop(self.events)
+                changed = self._handle(time, kind, payload)
+            else:
+                _, i = heapq.heappop(planned)
+                replica = self.replicas[i]
+                if replica.plan is None or replica.plan.stop != next_replica:
+                    continue  # it was replanned meanwhile, and its new entry is in the heap
+                self._finished(replica.run_to_event(), replica.clock)
+                self._refill(replica)
+                changed = [i]
+            for i in changed:
+                stop = self.replicas[i].next_event()
+                if stop < math.inf:
+                    heapq.heappush(planned, (stop, i))
+        return self.records
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def _at(self, time: float, kind: str, payload: object = None) -> None:
+        self.event_number += 1
+        heapq.heappush(self.events, (time, self.event_number, kind, payload))
+
+    def _handle(self, time: float, kind: str, payload: object) -> list[int]:
+        """Returns the replicas whose plans changed."""
+        if kind == "scored":
+            assert isinstance(payload, Request)
+            self._count(payload.version, -1)
+            key = payload.batch if self.schedule.take == "batch" else payload.version
+            heapq.heappush(self.ready, (key, payload.id, payload))
+            self._note_ready(key, +1)
+            self._try_update(time)
+            return []
+        if kind == "trained":
+            assert isinstance(payload, StepRecord)
+            for replica in self.replicas:
+                self._finished(replica.run_until(time), time)
+                replica.pause(payload.stop, self.schedule.recompute)
+            self._at(payload.stop, "updated", payload)
+        else:
+            assert isinstance(payload, StepRecord)
+            self.updating = False
+            self.version += 1
+            self.records.append(payload)
+            self.last_update = time
+            self._release(time)
+            self._try_update(time)
+        return list(range(len(self.replicas)))
+
+    def _note_ready(self, key: int, count: int) -> None:
+        self.ready_by_key[key] = self.ready_by_key.get(key, 0) + count
+
+    def _finished(self, requests: list[Request], time: float) -> None:
+        for request in requests:
+            self.response_times[request.batch].append(time)
+            self._at(time + self.stages.reward, "scored", request)
+
+    def _count(self, version: int, change: int) -> None:
+        self.outstanding_versions[version] = self.outstanding_versions.get(version, 0) + change
+        if not self.outstanding_versions[version]:
+            del self.outstanding_versions[version]
+
+    def _try_update(self, time: float) -> None:
+        if self.updating:
+            return
+        if self.schedule.take == "batch":
+            if self.ready_by_key.get(self.version, 0) < self.batch_size:
+                return
+        else:
+            oldest = min(self.outstanding_versions, default=self.version)
+            if len(self.ready) < self.batch_size or oldest < self.version - self.schedule.lag + 1:
+                return  # whoever is still running would be too old for the update after this one
+        taken = [heapq.heappop(self.ready)[2] for _ in range(self.batch_size)]
+        self.updating = True
+        trained = time + self.stages.logprob + self.stages.train
+        record = StepRecord(
+            start=self.last_update,
+            first_request=self.release_times[min(request.batch for request in taken)],
+            last_response=time,
+            update_start=time,
+            stop=trained + self.stages.sync,
+            lags=[self.version - request.version for request in taken],
+            tokens=sum(request.length for request in taken),
+            generated_tokens=sum(request.done for request in taken),
+        )
+        self._at(trained, "trained", record)
+
+    # -- requests to replicas ---------------------------------------------------------------------------------------
+
+    def _release(self, time: float) -> None:
+        while self.released < len(self.batches) and self.released <= self.version + self.schedule.lag:
+            self.release_times.append(time)
+            self.queue.extend(self.batches[self.released])
+            self.released += 1
+        self._deal()
+        for replica in self.replicas:
+            self._admit(replica)
+
+    def _deal(self) -> None:
+        """Whole groups to whoever has least to do, while there are slots: members share their prompt's cache."""
+        load = [(replica.outstanding, i) for i, replica in enumerate(self.replicas)]
+        heapq.heapify(load)
+        spread = len(self.queue) < len(self.replicas) * 2 * max(1, self._group_size())
+        while self.queue and load:
+            count, i = heapq.heappop(load)
+            replica = self.replicas[i]
+            room = replica.max_running - count
+            if room <= 0:
+                break
+            group = self.queue[0].group
+            while self.queue and room > 0 and self.queue[0].group == group:
+                replica.waiting.append(self.queue.popleft())
+                count, room = count + 1, room - 1
+                if spread:
+                    break
+            heapq.heappush(load, (count, i))
+
+    def _group_size(self) -> int:
+        first = self.queue[0].group if self.queue else 0
+        return sum(request.group == first for request in list(self.queue)[:64])
+
+    def _refill(self, replica: Replica) -> None:
+        while self.queue and replica.outstanding < replica.max_running:
+            replica.waiting.append(self.queue.popleft())
+        self._admit(replica)
+
+    def _admit(self, replica: Replica) -> None:
+        if replica.waiting:
+            fresh = replica.admit(self.version)
+            if fresh:
+                self._count(self.version, fresh)

@@ -1,0 +1,142 @@
+"""Scenarios from flags, recipes and sweeps: text in, typed scenarios out, errors that name the way out."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.config import Config
+from paceline.simulate.deployment import Parallelism, Precision
+from paceline.simulate.hardware import load_hardware
+from paceline.simulate.model_shape import load_model
+from paceline.simulate.report import Answer
+from paceline.simulate.scenario import Scenario, simulate
+from paceline.simulate.speculation import Acceptance, Speculation, make_drafter
+from paceline.simulate.workload import Lengths, Workload
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line's flags, as text where a value has a small language of its own."""
+
+    model: str = "qwen3-8b"
+    hardware: str = "h200"
+    gpus: int = 8
+    tp: int = 1
+    ep: int = 1
+    weights: str = "bf16"
+    kv: str = "bf16"
+    engine: str = "paceline"
+    prompts: int = 64
+    samples: int = 16
+    prompt_tokens: int = 256
+    lengths: str = "lognormal:4096,1.0,16,32768"
+    k: str = "paced"
+    accept: str = "0.75"
+    drafter: str = "eagle"
+    spec_max_running: int = 0
+    mode: str = "sync"
+    lag: int = -1  # the mode's own
+    train_share: float = 0.25
+    max_running: int = 256
+    kv_tokens: int = 0
+    reward_seconds: float = 0.0
+    train_drafter: bool = False
+    steps: int = 0
+    seed: int = 0
+
+
+def build(flags: Flags) -> Scenario:
+    for name, value in (("--weights", flags.weights), ("--kv", flags.kv)):
+        if value not in ("bf16", "fp8"):
+            raise ValueError(f"{name} {value!r}: must be bf16 or fp8")
+    model = load_model(flags.model)
+    return Scenario(
+        hardware=load_hardware(flags.hardware),
+        model=model,
+        gpus=flags.gpus,
+        parallelism=Parallelism(flags.tp, flags.ep),
+        precision=Precision(flags.weights, flags.kv),
+        engine=flags.engine,
+        workload=Workload(flags.prompts, flags.samples, flags.prompt_tokens, Lengths.parse(flags.lengths)),
+        speculation=Speculation.parse(flags.k, Acceptance.parse(flags.accept), flags.spec_max_running),
+        drafter=make_drafter(flags.drafter, model),
+        mode=flags.mode,
+        lag=None if flags.lag < 0 else flags.lag,
+        train_share=flags.train_share,
+        max_running=flags.max_running,
+        kv_tokens=flags.kv_tokens,
+        reward_seconds=flags.reward_seconds,
+        train_drafter=flags.train_drafter,
+        steps=flags.steps,
+        seed=flags.seed,
+    )
+
+
+def flags_from_recipe(config: Config) -> Flags:
+    """What a recipe says about a run; lengths, acceptance and hardware it does not say."""
+    from paceline.session import BUILTIN_POLICIES
+
+    rollout = config.rollout
+    drafter = rollout.speculation.drafter
+    return Flags(
+        model=str(BUILTIN_POLICIES.get(config.policy.path, config.policy.path)),
+        gpus=1,
+        prompts=rollout.prompts_per_step,
+        samples=rollout.samples_per_prompt,
+        prompt_tokens=config.task.max_prompt_tokens or 128,
+        lengths=f"lognormal:{max(16, rollout.max_tokens // 4)},1.0,1,{rollout.max_tokens}",
+        k="0" if drafter == "none" else str(rollout.speculation.tokens),
+        drafter=rollout.speculation.draft_model_path if drafter == "draft_model" else "history" if drafter == "history" else "eagle",
+        spec_max_running=0 if drafter == "none" else rollout.speculation.max_running,
+        max_running=rollout.max_running,
+        kv_tokens=rollout.kv_tokens,
+    )
+
+
+def ask(scenario: Scenario, correction: float = 1.0) -> Answer:
+    outcome = simulate(scenario)
+    plain = outcome if scenario.speculation.off else simulate(scenario.plain())
+    return Answer(scenario, outcome, plain, correction)
+
+
+SWEEPABLE: dict[str, Callable[[str], object]] = {
+    "model": str, "hardware": str, "gpus": int, "tp": int, "ep": int, "weights": str, "kv": str, "engine": str, "prompts": int, "samples": int,
+    "prompt_tokens": int, "k": str, "accept": str, "drafter": str, "mode": str, "lag": int, "train_share": float, "max_running": int,
+    "kv_tokens": int, "mean_length": float,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sweep:
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, texts: list[str]) -> "Sweep":
+        """`k=0,1,3 gpus=64,512`; values of `accept` by depth are joined with `/`."""
+        keys, values = [], []
+        for text in (part for given in texts for part in given.split()):
+            key, equals, listed = text.partition("=")
+            if not equals or key not in SWEEPABLE or not listed:
+                raise ValueError(f"--sweep {text!r}: use KEY=VALUE,VALUE with a KEY of {', '.join(SWEEPABLE)}")
+            keys.append(key)
+            values.append(tuple(listed.split(",")))
+        return cls(tuple(keys), tuple(values))
+
+    def combinations(self) -> list[tuple[str, ...]]:
+        return list(itertools.product(*self.values))
+
+    def apply(self, flags: Flags, values: tuple[str, ...]) -> Flags:
+        changes: dict[str, object] = {}
+        for key, value in zip(self.keys, values, strict=True):
+            try:
+                converted = SWEEPABLE[key](value.replace("/", ",") if key == "accept" else value)
+            except ValueError:
+                raise ValueError(f"--sweep {key}={value}: not a number") from None
+            if key == "mean_length":
+                _, sigma, low, high = Lengths.parse(flags.lengths), *flags.lengths.partition(":")[2].split(",")[1:]
+                changes["lengths"] = f"lognormal:{converted},{sigma},{low},{high}"
+            else:
+                changes[key] = converted
+        return dataclasses.replace(flags, **changes)

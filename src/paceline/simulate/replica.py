@@ -1,0 +1,269 @@
+"""One replica's batch over time, event by event instead of token by token.
+
+All rows of a batch advance by the same number of tokens per step (one, or the accept length), so the replica keeps one
+counter, `progress`: tokens a row that never left has gained. A row that entered at progress p with n tokens to go leaves at
+p + n; a heap of those marks gives the next event. Between events the batch is constant and the step time is linear in the
+context, which grows linearly: the time of m steps is
+
+    sum_{i<m} fixed + per_key (C + R a i) + per_longest (L + a i)
+        = m (fixed + per_key C + per_longest L) + (per_key R a + per_longest a) m (m - 1) / 2
+
+What is approximate: every row gains the mean accept length in every step; a request's own luck averages out over its
+hundreds of steps.
+"""
+
+import heapq
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from paceline.simulate.speculation import Speculation
+from paceline.simulate.step_cost import LinearCost, StepCost
+
+LOOKAHEAD = 16  # tokens of room beyond its length that a request starts with, as in the native engine
+REPACE_GROWTH = 0.1  # the choice of k is looked at again when the context has grown by this share
+MIN_STRETCH = 64  # steps
+
+
+@dataclass(eq=False)
+class Request:
+    id: int
+    prompt: int  # tokens
+    length: int  # response tokens to generate
+    group: int  # requests of a group share their prompt's cache
+    batch: int  # the RL step it belongs to
+    version: int = -1  # of the weights when it first ran
+    done: float = 0.0  # response tokens generated before it last entered
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps in a row with the same batch."""
+
+    start: float
+    stop: float
+    rows: int
+    draft_tokens: int
+    steps: int
+    tokens: float
+
+
+@dataclass
+class Plan:
+    """The next stretch, worked out but not yet done."""
+
+    steps: int
+    stop: float
+    draft_tokens: int
+
+
+@dataclass
+class ReplicaTotals:
+    busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    tokens: float = 0.0  # emitted, by the lengths of finished requests
+    steps: int = 0
+    prefill_tokens: float = 0.0
+    preemptions: int = 0
+    stretches: list[Stretch] = field(default_factory=list)
+
+
+class Replica:
+    def __init__(
+        self, cost: StepCost, speculation: Speculation, max_running: int, kv_tokens: int, costs: dict[int, LinearCost] | None = None
+    ) -> None:
+        self.cost, self.speculation, self.max_running, self.kv_tokens = cost, speculation, max_running, kv_tokens
+        self.costs = costs or {k: cost.linear(max_running, k) for k in sorted({0, *speculation.draft_tokens})}
+        self.clock = 0.0
+        self.progress = 0.0
+        self.rows: dict[int, Request] = {}
+        self.entered: dict[int, float] = {}  # progress at which a row entered
+        self.waiting: deque[Request] = deque()
+        self.finish_marks: list[tuple[float, int, int]] = []  # (progress, id, entry number): stale ones are skipped
+        self.oldest: list[tuple[float, int, int]] = []  # (-(context offset), id, entry number)
+        self.entry_number: dict[int, int] = {}
+        self.entries = 0
+        self.offset_sum = 0.0  # context of all rows = offset_sum + rows x progress
+        self.groups: Counter[int] = Counter()
+        self.shared_tokens = 0.0  # prompt tokens that group members do not store again
+        self.totals = ReplicaTotals()
+        self.plan: Plan | None = None
+
+    def twin(self) -> "Replica":
+        """Another one like it, with nothing running; shares the tables of step times."""
+        return Replica(self.cost, self.speculation, self.max_running, self.kv_tokens, self.costs)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        return len(self.rows) + len(self.waiting)
+
+    @property
+    def context(self) -> float:
+        return self.offset_sum + len(self.rows) * self.progress
+
+    @property
+    def kv_used(self) -> float:
+        return self.context - self.shared_tokens
+
+    @property
+    def longest(self) -> float:
+        while self.oldest and self.entry_number.get(self.oldest[0][1]) != self.oldest[0][2]:
+            heapq.heappop(self.oldest)
+        return -self.oldest[0][0] + self.progress if self.oldest else 0.0
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    def next_event(self) -> float:
+        """When the batch will change; infinity if nothing runs."""
+        if self.plan is None:
+            self.plan = self._make_plan()
+        return self.plan.stop if self.plan is not None else math.inf
+
+    def run_to_event(self) -> list[Request]:
+        """Carries out the plan; returns what finished."""
+        plan = self.plan
+        assert plan is not None
+        self._advance(plan.steps, plan.draft_tokens)
+        return self._leave_finished()
+
+    def run_until(self, time: float) -> list[Request]:
+        """Does the steps that begin before `time`, an event from outside."""
+        if self.plan is None or self.clock >= time:
+            return []
+        if self.plan.stop <= time:
+            return self.run_to_event()
+        steps = self._steps_within(self.plan, time - self.clock)
+        self._advance(steps, self.plan.draft_tokens)
+        return self._leave_finished()
+
+    def admit(self, version: int) -> int:
+        """Starts waiting requests while there are slots and cache, and computes their prompts; returns how many never ran before."""
+        entering, fresh, tokens, pairs = 0, 0, 0.0, 0.0
+        while self.waiting and len(self.rows) < self.max_running:
+            request = self.waiting[0]
+            cached = self.groups[request.group] > 0
+            own = request.done + (0 if cached else request.prompt)
+            if self.rows and self.kv_used + own + LOOKAHEAD > self.kv_tokens:
+                break
+            self.waiting.popleft()
+            context = request.prompt + request.done
+            new = context if not cached else request.done
+            tokens += new
+            pairs += new * (context - new / 2)
+            entering += 1
+            fresh += request.version < 0
+            self._enter(request, version)
+        if entering:
+            seconds = self.cost.prefill(tokens, pairs)
+            self.clock += seconds
+            self.totals.busy_seconds += seconds
+            self.totals.prefill_seconds += seconds
+            self.totals.prefill_tokens += tokens
+            self.plan = None
+        return fresh
+
+    def pause(self, until: float, recompute: bool) -> None:
+        """New weights: nobody runs until then, and the cache may have to be computed again."""
+        self.clock = max(self.clock, until)
+        if recompute and self.rows:
+            self.clock += self.cost.prefill(self.kv_used, self.context**2 / max(1, len(self.rows)) / 2)
+        self.plan = None
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, request: Request, version: int) -> None:
+        if request.version < 0:
+            request.version = version
+        self.entries += 1
+        self.rows[request.id] = request
+        self.entered[request.id] = self.progress
+        self.entry_number[request.id] = self.entries
+        offset = request.prompt + request.done - self.progress
+        self.offset_sum += offset
+        heapq.heappush(self.finish_marks, (self.progress + request.length - request.done, request.id, self.entries))
+        heapq.heappush(self.oldest, (-offset, request.id, self.entries))
+        if self.groups[request.group]:
+            self.shared_tokens += request.prompt
+        self.groups[request.group] += 1
+
+    def _leave(self, request: Request) -> None:
+        entered = self.entered.pop(request.id)
+        self.offset_sum -= request.prompt + request.done - entered
+        request.done = min(float(request.length), request.done + self.progress - entered)
+        del self.rows[request.id], self.entry_number[request.id]
+        self.groups[request.group] -= 1
+        if self.groups[request.group]:
+            self.shared_tokens -= request.prompt
+        if not self.rows:
+            self.offset_sum = self.shared_tokens = 0.0
+
+    def _leave_finished(self) -> list[Request]:
+        finished = []
+        while self._next_finish() <= self.progress + 1e-9:
+            _, id, _ = heapq.heappop(self.finish_marks)
+            request = self.rows[id]
+            self._leave(request)
+            self.totals.tokens += request.length
+            finished.append(request)
+        while len(self.rows) > 1 and self.kv_used + len(self.rows) > self.kv_tokens:
+            youngest = self.rows[next(reversed(self.rows))]  # a dictionary keeps the order of entry
+            self._leave(youngest)
+            self.waiting.appendleft(youngest)
+            self.totals.preemptions += 1
+        return finished
+
+    def _next_finish(self) -> float:
+        while self.finish_marks and self.entry_number.get(self.finish_marks[0][1]) != self.finish_marks[0][2]:
+            heapq.heappop(self.finish_marks)
+        return self.finish_marks[0][0] if self.finish_marks else math.inf
+
+    def _choose(self, rows: int) -> int:
+        """The number of draft tokens with the most tokens per second at this batch and context."""
+        allowed = self.speculation.allowed(rows)
+        if len(allowed) == 1:
+            return allowed[0]
+        keys, longest = self.context, self.longest
+        return max(allowed, key=lambda k: (self.speculation.accept_lengths[k] / self.costs[k].seconds(rows, keys, longest), -k))
+
+    def _make_plan(self) -> Plan | None:
+        rows = len(self.rows)
+        if not rows:
+            return None
+        k = self._choose(rows)
+        gain = self.speculation.accept_lengths[k]
+        steps = max(1, math.ceil((self._next_finish() - self.progress) / gain - 1e-9))
+        if rows > 1:
+            steps = min(steps, max(1, int((self.kv_tokens - self.kv_used - rows) / (rows * gain)) + 1))
+        if len(self.speculation.allowed(rows)) > 1:
+            steps = min(steps, max(MIN_STRETCH, int(REPACE_GROWTH * self.context / (rows * gain))))
+        return Plan(steps, self.clock + self._seconds(steps, k), k)
+
+    def _seconds(self, steps: int, k: int) -> float:
+        first, growth = self._first_and_growth(k)
+        return steps * first + growth * steps * (steps - 1) / 2
+
+    def _first_and_growth(self, k: int) -> tuple[float, float]:
+        rows, cost, gain = len(self.rows), self.costs[k], self.speculation.accept_lengths[k]
+        return cost.seconds(rows, self.context, self.longest), (cost.per_key * rows + cost.per_longest) * gain
+
+    def _steps_within(self, plan: Plan, seconds: float) -> int:
+        """The largest number of steps that takes at most this long, from the quadratic formula."""
+        first, growth = self._first_and_growth(plan.draft_tokens)
+        if growth <= 0:
+            return min(plan.steps, int(seconds / first))
+        b = first - growth / 2
+        return min(plan.steps, int((-b + math.sqrt(b * b + 2 * growth * seconds)) / growth))
+
+    def _advance(self, steps: int, k: int) -> None:
+        rows, start = len(self.rows), self.clock
+        seconds = self._seconds(steps, k)
+        gain = steps * self.speculation.accept_lengths[k]
+        self.clock += seconds
+        self.progress += gain
+        self.totals.busy_seconds += seconds
+        self.totals.steps += steps
+        if steps:
+            self.totals.stretches.append(Stretch(start, self.clock, rows, k, steps, gain * rows))
+        self.plan = None

@@ -1,0 +1,74 @@
+"""`docs/simulator.md`, written by `paceline simulate validate --write docs`."""
+
+from pathlib import Path
+
+from paceline.simulate.hardware import Hardware, shipped_profiles
+from paceline.simulate.hardware import load_hardware as load
+from paceline.simulate.points import Measurements
+from paceline.simulate.report import provenance_lines
+from paceline.simulate.validation import h200, projection, published
+from paceline.simulate.validation.check import FIT, Check, Section, predictions, summary, worst_error
+
+INTRODUCTION = Path(__file__).parent / "introduction.md"
+
+
+def sections(hardware: Hardware, points: Measurements) -> list[Section]:
+    return [
+        h200.step_section(hardware, points, "paceline"),
+        h200.step_section(hardware, points, "vllm"),
+        h200.kernel_section(hardware, points),
+        published.nvidia_steps(),
+        published.nvidia_k_sweep(),
+        published.tlt_batch_table(),
+        published.tlt_nodes(),
+        projection.projection(),
+    ]
+
+
+def render(all_sections: list[Section], hardware: Hardware) -> str:
+    parts = [INTRODUCTION.read_text(), "## In short", "", "| what | figures | predictions: median and worst error |", "|---|---|---|"]
+    for section in all_sections:
+        seen = [c for c in section.checks if c.kind == FIT]
+        unseen = predictions(section.checks)
+        fits = f"{len(seen)} fitted (worst {100 * worst_error(seen):.1f}%)" if seen else "none fitted"
+        parts.append(f"| {section.title} | {fits} | {summary(unseen) if unseen else 'none'} |")
+    parts += ["", *_held_out_line(all_sections), ""]
+    for section in all_sections:
+        parts += [f"## {section.title}", "", f"Source: {section.source}.", "", *table(section.checks), ""]
+        parts += [f"![{name}]({name})" for name in section.charts]
+        parts += ["", *(f"- {remark}" for remark in section.remarks), ""] if section.remarks else []
+    parts += ["## Profiles", ""]
+    for name in shipped_profiles():
+        parts += [f"**{name}**", "", "```", *provenance_lines(load(name).provenance), "```", ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _held_out_line(all_sections: list[Section]) -> list[str]:
+    own = predictions(all_sections[0].checks)
+    groups = {
+        "decode": [c for c in own if ": decode" in c.what],
+        "verify": [c for c in own if "verify" in c.what],
+        "rollout": [c for c in own if "rollout" in c.what],
+    }
+    lines = [f"- held-out {name} on the H200: {summary(checks)}" for name, checks in groups.items() if checks]
+    return ["The aim for our own decode, verify and rollout times was 10% (median) and 20% (worst):", "", *lines]
+
+
+def table(checks: tuple[Check, ...]) -> list[str]:
+    lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
+    for c in checks:
+        lines.append(f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |")
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def write(folder: Path, hardware: Hardware, points: Measurements) -> list[Section]:
+    made = sections(hardware, points)
+    (folder / "simulator.md").write_text(render(made, hardware))
+    for section in made:
+        for name, svg in section.charts.items():
+            (folder / name).write_text(svg + "\n")
+    return made

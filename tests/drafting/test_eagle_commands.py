@@ -1,0 +1,77 @@
+"""`paceline drafter` as a person uses it, on a policy too small to be good."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from tests.loop_helpers import make_tiny_policy
+
+SMALL_TASK = ["task.train_problems=8", "task.eval_problems=8", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+              "rollout.max_tokens=12", "eval.max_tokens=12", "run.device=cpu", "run.threads=1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return str(make_tiny_policy(tmp_path_factory.mktemp("policy")))
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["drafter", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_train_eval_export_import(policy, tmp_path):
+    trained, exported, imported = (tmp_path / name for name in ("trained", "exported", "imported"))
+    options = ["--layers", "0,1", "--draft-vocab", "20", "--responses", "16", "--steps", "4", "--unroll", "2"]
+    text = invoke("train", policy, *SMALL_TASK, *options, "--out", str(trained))
+    assert "16 responses" in text and "4/4" in text
+    assert json.loads((trained / "config.json").read_text())["draft_vocab_size"] == 20
+    assert load_file(trained / "model.safetensors")["lm_head.weight"].shape == (20, 32)
+
+    lines = invoke("eval", policy, str(trained), *SMALL_TASK, "--k", "3", "--problems", "4").splitlines()
+    assert lines[0].startswith("4 responses, ") and "k = 3" in lines[0]
+    for line, name in zip(lines[2:], ("shared noise", "rejection"), strict=True):
+        assert line.startswith(name) and line.count("%") == 3 and 1.0 <= float(line.split()[-1]) <= 4.0
+
+    invoke("export", str(trained), str(exported), "--policy", policy, "--dtype", "bfloat16")
+    assert load_file(exported / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    invoke("import", str(exported), str(imported), "--policy", policy)
+    before, after = load_file(exported / "model.safetensors"), load_file(imported / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[n].float(), after[n].float()) for n in before)
+
+    text = invoke("train", policy, *SMALL_TASK, "--start", str(imported), "--responses", "16", "--steps", "1", "--out", str(tmp_path / "more"))
+    assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
+
+
+def test_learning_from_saved_rollouts(policy, tmp_path):
+    saved = str(tmp_path / "saved")
+    result = CliRunner().invoke(app, ["rollout", "default", f"policy.path={policy}", *SMALL_TASK, "--steps", "2", "--save", saved])
+    assert result.exit_code == 0, result.output
+    text = invoke("train", policy, *SMALL_TASK, "--layers", "0,1", "--rollouts", saved, "--steps", "1", "--out", str(tmp_path / "head"))
+    assert text.startswith("32 responses")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["train", "builtin", "--layers", "one"], "--layers 'one': must be numbers"),
+        (["train", "builtin", "--layers", "3,9"], "the policy's last is 5"),
+        (["train", "builtin", "--draft-vocab", "99"], "the policy has 48"),
+        (["train", "builtin", "--dtype", "int4"], "--dtype 'int4'"),
+        (["eval", "builtin", "nowhere"], "'nowhere' is not an eagle head's folder"),
+        (["import", "nowhere", "out"], "'nowhere' is not an eagle head's folder"),
+        (["train", "builtin", "--rollouts", "nowhere"], "holds no step_"),
+    ],
+)
+def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.rollout.GroupSampler.sample", lambda *_: pytest.fail("responses were generated first"))
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        invoke(*arguments)
+    assert not list(tmp_path.iterdir())

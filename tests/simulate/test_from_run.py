@@ -1,0 +1,65 @@
+"""A what-if that starts from a run: what is measured stays measured, what changes scales."""
+
+import json
+
+import pytest
+
+from paceline.config import Config, dump_config
+from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory as `paceline train` leaves it, with speculation, ten steps and samples of each."""
+    folder = tmp_path / "a-run"
+    (folder / "samples").mkdir(parents=True)
+    config = Config.model_validate({"rollout": {"speculation": {"drafter": "history", "tokens": 3}, "prompts_per_step": 4, "samples_per_prompt": 4}})
+    (folder / "config.yaml").write_text(dump_config(config))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 11):
+            record = {"step": step, "kind": "train", "time/rollout": 2.0, "time/learn": 1.0, "time/sync": 0.1, "rollout/tokens": 480,
+                      "rollout/length_mean": 30, "rollout/length_p95": 60, "speculation/accept_length": 2.5}  # fmt: skip
+            file.write(json.dumps(record) + "\n")
+    for step in range(1, 11):
+        samples = [{"tokens": [0] * n, "request": {"prompt": [1] * 9}} for n in (10, 20, 30, 40, 20, 10, 30, 80)]
+        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"samples": samples}) + "\n")
+    return folder
+
+
+def test_lengths_stage_times_and_acceptance_are_the_runs_own(run):
+    facts = read_run(run)
+    assert facts.lengths.observed[:4] == (10, 20, 30, 40) and facts.lengths.origin.source == "measured"
+    assert (facts.rollout_seconds, facts.learn_seconds, facts.prompt_tokens) == (2.0, 1.0, 9)
+    assert facts.acceptance.accept_length(3) == pytest.approx(2.5)
+
+
+def test_nothing_changed_gives_the_measured_times_back(run):
+    answer = what_if(read_run(run), "h200", WhatIf())
+    assert answer.rollout_seconds == pytest.approx(2.0) and answer.step_seconds == pytest.approx(3.1)
+    assert "who" not in text(answer) and "measured over simulated" in text(answer)
+
+
+def test_longer_responses_and_a_better_drafter(run):
+    facts = read_run(run)
+    longer = what_if(facts, "h200", WhatIf(length_scale=4.0))
+    assert longer.rollout_seconds > 6 and longer.changed.outcome.stages.train == pytest.approx(4.0)
+    better = what_if(facts, "h200", WhatIf(k="3", accept="0.95"))
+    assert better.rollout_seconds < 2.0
+    assert better.changed.outcome.provenance["training"].source == "measured"
+    moved = what_if(facts, "h200", WhatIf(hardware="b200"))
+    assert moved.changed.outcome.provenance["training"].source == "assumed", "another device's learning was not measured"
+
+
+def test_few_samples_leave_the_metrics(run):
+    for file in (run / "samples").glob("*.jsonl"):
+        file.unlink()
+    facts = read_run(run)
+    assert facts.lengths.origin.source == "fitted" and facts.lengths.mean == 30
+    drawn = sorted(facts.lengths.draw(4000, 0))
+    assert drawn[3800] == pytest.approx(60, rel=0.1)
+
+
+def test_a_run_without_a_step_says_so(run):
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no finished training step"):
+        read_run(run)

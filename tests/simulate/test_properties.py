@@ -1,0 +1,122 @@
+"""What must hold whatever the numbers: more bandwidth is never slower, tokens in are tokens out, a lag is a bound."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Precision
+from paceline.simulate.hardware import Hardware, load_hardware
+from paceline.simulate.model_shape import load_model
+from paceline.simulate.scenario import Scenario, simulate
+from paceline.simulate.speculation import Acceptance, Speculation, eagle
+from paceline.simulate.step_cost import StepCost
+from paceline.simulate.workload import Lengths, Workload
+
+H200 = load_hardware("h200")
+RATES = [
+    ("gemm_bf16", "bandwidth"), ("gemm_bf16", "flops"), ("attention", "bandwidth"), ("attention", "flops"), ("attention", "prefill_flops"),
+    ("other", "bandwidth"), ("other", "sampler_elements_per_second"), ("experts", "bandwidth"), ("experts", "flops"),
+    ("links", "link_bandwidth"), ("links", "network_bandwidth"),
+]  # fmt: skip
+COSTS = [("gemm_bf16", "launch_seconds"), ("attention", "launch_seconds"), ("other", "layer_seconds"), ("links", "link_seconds")]
+
+
+def changed(part: str, field: str, factor: float) -> Hardware:
+    if part == "links":
+        return dataclasses.replace(H200, links=dataclasses.replace(H200.links, **{field: getattr(H200.links, field) * factor}))
+    curve = getattr(H200.kernels, part)
+    curve = dataclasses.replace(curve, **{field: getattr(curve, field) * factor})
+    return dataclasses.replace(H200, kernels=dataclasses.replace(H200.kernels, **{part: curve}))
+
+
+def step_seconds(hardware: Hardware, model: str, split: Parallelism, rows: int, k: int, context: float) -> float:
+    shape = load_model(model)
+    return StepCost(Deployment(hardware, shape, ENGINES["paceline"], Precision(), split), eagle(shape)).step(rows, k, context)
+
+
+MODELS = [("qwen3-8b", Parallelism(1, 1)), ("llama-3.3-70b", Parallelism(4, 1)), ("qwen3-30b-a3b", Parallelism(2, 8))]
+points = st.tuples(st.sampled_from(MODELS), st.integers(1, 512), st.integers(0, 7), st.integers(0, 40000))
+
+
+@settings(max_examples=60, deadline=None)
+@given(points, st.sampled_from(RATES), st.floats(1.0, 10.0))
+def test_a_higher_rate_is_never_slower(point, rate, factor):
+    (model, split), rows, k, context = point
+    faster = step_seconds(changed(*rate, factor), model, split, rows, k, context)
+    assert faster <= step_seconds(H200, model, split, rows, k, context) * (1 + 1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(points, st.sampled_from(COSTS), st.floats(1.0, 10.0))
+def test_a_higher_cost_is_never_faster(point, cost, factor):
+    (model, split), rows, k, context = point
+    dearer = step_seconds(changed(*cost, factor), model, split, rows, k, context)
+    assert dearer >= step_seconds(H200, model, split, rows, k, context) * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(points, st.integers(1, 64), st.integers(0, 4), st.integers(0, 10000))
+def test_more_work_is_never_faster(point, more_rows, more_k, more_context):
+    (model, split), rows, k, context = point
+    here = step_seconds(H200, model, split, rows, k, context)
+    assert step_seconds(H200, model, split, rows + more_rows, k, context) >= here
+    assert step_seconds(H200, model, split, rows, k + more_k, context) >= here
+    assert step_seconds(H200, model, split, rows, k, context + more_context) >= here
+
+
+def scenario(**changes) -> Scenario:
+    base = Scenario(
+        H200, load_model("qwen3-8b"), gpus=4, workload=Workload(8, 4, 64, Lengths(200, 1.0, 4, 2000)), max_running=16,
+        speculation=Speculation((0, 1, 3), Acceptance((0.7,))),
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    mode=st.sampled_from(["sync", "one-step-off", "async"]),
+    seed=st.integers(0, 1000),
+    k=st.sampled_from([(0,), (3,), (0, 1, 2, 3)]),
+    kv_tokens=st.sampled_from([0, 2600, 4000]),
+    lag=st.integers(1, 4),
+)
+def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_tokens, lag):
+    asked = scenario(
+        mode=mode, seed=seed, speculation=Speculation(k, Acceptance((0.8, 0.6))), kv_tokens=kv_tokens, lag=None if mode == "sync" else lag
+    )
+    outcome = simulate(asked)
+    steps = asked.schedule.steps
+    drawn = [asked.workload.draw(seed + i).sum() for i in range(steps + asked.schedule.lag)]
+    assert outcome.generated_tokens == outcome.tokens
+    if asked.schedule.take == "batch":
+        assert outcome.tokens == sum(drawn[:steps])
+    assert outcome.max_lag <= asked.schedule.lag
+    assert 0 <= outcome.idle_share <= 1
+    assert outcome.step_seconds > 0 and outcome.rollout_seconds > 0
+
+
+@pytest.mark.parametrize("changes", [dict(gpus=8), dict(speculation=Speculation((0, 1, 2, 3), Acceptance((0.9,))))])
+def test_more_of_a_good_thing_is_not_slower(changes):
+    assert simulate(scenario(**changes)).rollout_seconds <= simulate(scenario()).rollout_seconds * 1.001
+
+
+def test_asynchronous_steps_wait_less_than_synchronous_ones():
+    """With the same learner and the same generating devices."""
+    sync = simulate(scenario(steps=6, speculation=Speculation()))
+    off = scenario(steps=6, speculation=Speculation(), mode="one-step-off", gpus=8, train_share=0.5)
+    assert simulate(off).exposed_generation_seconds < sync.exposed_generation_seconds
+
+
+def test_four_thousand_long_responses_on_thousands_of_devices_take_seconds():
+    import time
+
+    workload = Workload(256, 16, 512, Lengths(16384, 0.8, 64, 32768))
+    asked = Scenario(
+        load_hardware("gb200"), load_model("qwen3-235b-a22b"), 4096, Parallelism(8, 8), workload=workload,
+        speculation=Speculation(tuple(range(8)), Acceptance((0.75,))),
+    )  # fmt: skip
+    start = time.perf_counter()
+    assert simulate(asked).tokens > 40e6
+    assert time.perf_counter() - start < 30

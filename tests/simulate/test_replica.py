@@ -1,0 +1,115 @@
+"""The event simulation against a brute-force one that does every step of every row."""
+
+import math
+import random
+
+import pytest
+
+from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Parallelism, Precision
+from paceline.simulate.hardware import load_hardware
+from paceline.simulate.model_shape import load_model
+from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
+from paceline.simulate.predict import verify_seconds
+from paceline.simulate.replica import LOOKAHEAD, Replica
+from paceline.simulate.speculation import Acceptance, Speculation, eagle, make_drafter
+from paceline.simulate.step_cost import StepCost
+
+
+@pytest.fixture(scope="module")
+def cost() -> StepCost:
+    model = load_model("qwen3-8b")
+    return StepCost(Deployment(load_hardware("h200"), model, ENGINES["paceline"], Precision(), Parallelism()), eagle(model))
+
+
+def brute_force(cost: StepCost, lengths, prompt: int, group: int, k: int, gain: float, max_running: int, kv_tokens: int) -> tuple[float, int]:
+    """(seconds, preemptions) of a rollout, one step at a time. Members of a group hold their prompt once."""
+    table = cost.linear(max_running, k)
+    waiting = [[n, 0.0, i // group] for i, n in enumerate(lengths)]  # length, done, group
+    rows, clock, preemptions = [], 0.0, 0
+
+    def used(rows) -> float:
+        return sum(done for _, done, _ in rows) + prompt * len({g for _, _, g in rows})
+
+    while waiting or rows:
+        tokens = pairs = 0.0
+        while waiting and len(rows) < max_running:
+            _, done, mine = waiting[0]
+            new = done if mine in {g for _, _, g in rows} else prompt + done
+            if rows and used(rows) + new + LOOKAHEAD > kv_tokens:
+                break
+            rows.append(waiting.pop(0))
+            tokens, pairs = tokens + new, pairs + pairs_of(prompt + done - new, prompt + done)
+        clock += cost.prefill(tokens, pairs)
+        while True:
+            contexts = [prompt + done for _, done, _ in rows]
+            clock += table.seconds(len(rows), sum(contexts), max(contexts))
+            for row in rows:
+                row[1] += gain
+            alive = [row for row in rows if row[1] < row[0] - 1e-9]
+            changed = len(alive) < len(rows)
+            rows = alive
+            while len(rows) > 1 and used(rows) + len(rows) > kv_tokens:
+                waiting.insert(0, rows.pop())
+                preemptions += 1
+                changed = True
+            if changed:
+                break
+    return clock, preemptions
+
+
+def pairs_of(first: float, last: float) -> float:
+    """(query, key) pairs of the queries from position `first` to `last`: their number times their mean position."""
+    return (last - first) * (first + last) / 2
+
+
+@pytest.mark.parametrize(
+    "k, kv_tokens, max_running, group", [(0, 10**6, 8, 1), (3, 10**6, 64, 4), (0, 1200, 16, 1), (3, 1500, 16, 1), (0, 900, 16, 4), (3, 1100, 16, 8)]
+)
+def test_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, group):
+    rng = random.Random(k + kv_tokens)
+    lengths = [rng.randrange(5, 400) for _ in range(24)]
+    speculation = Speculation((k,), Acceptance((0.8, 0.7)))
+    replica = Replica(cost, speculation, max_running, kv_tokens)
+    pipeline = Pipeline([replica], [lengths], group, 64, StageSeconds(), Schedule())
+    pipeline.run()
+    seconds, preemptions = brute_force(cost, lengths, 64, group, k, speculation.accept_lengths[k], max_running, kv_tokens)
+    assert replica.totals.preemptions == preemptions
+    assert preemptions > 0 or kv_tokens > 2000
+    assert math.isclose(replica.clock, seconds, rel_tol=1e-9)
+    assert replica.totals.tokens == sum(lengths)
+
+
+def test_paced_is_at_least_as_fast_as_any_fixed_k(cost):
+    lengths = [40 * 2**i for i in range(8)] * 4
+    acceptance = Acceptance((0.7, 0.6, 0.5))
+
+    def seconds(draft_tokens):
+        replica = Replica(cost, Speculation(draft_tokens, acceptance), 64, 10**6)
+        Pipeline([replica], [lengths], 4, 64, StageSeconds(), Schedule()).run()
+        return replica.clock
+
+    paced = seconds(tuple(range(6)))
+    assert all(paced <= seconds((k,)) * 1.005 for k in range(6))
+    assert paced < seconds((0,)) * 0.8
+
+
+def test_members_of_a_group_share_their_prompt(cost):
+    def prefilled(group):
+        replica = Replica(cost, Speculation(), 64, 10**6)
+        Pipeline([replica], [[50] * 16], group, 100, StageSeconds(), Schedule()).run()
+        assert replica.kv_used == 0 and replica.shared_tokens == 0
+        return replica.totals.prefill_tokens
+
+    assert prefilled(1) == 1600 and prefilled(8) == 200
+
+
+def test_a_draft_model_costs_its_own_steps(cost):
+    """k passes of the smaller model beside one step of the target, its own cache read included."""
+    small = make_drafter("qwen3-0.6b", cost.model)
+    with_model = StepCost(cost.deployment, small)
+    alone = StepCost(Deployment(cost.deployment.hardware, load_model("qwen3-0.6b"), KERNELS_ALONE, Precision(), Parallelism()), small)
+    rows, context, k = 8, 2000, 3
+    drafting = with_model.step(rows, k, context) - verify_seconds(with_model, rows, k + 1, context)
+    own = alone.step(rows, 0, context) - context * alone.linear(rows, 0).per_longest
+    assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
+    assert verify_seconds(with_model, rows, k + 1, context) == pytest.approx(verify_seconds(cost, rows, k + 1, context), rel=1e-12)

@@ -1,0 +1,52 @@
+"""The validation page: what it claims holds, and the file in docs is what the command writes."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.simulate.deployment import ENGINES
+from paceline.simulate.hardware import load_hardware
+from paceline.simulate.validation import h200, page, projection, published
+from paceline.simulate.validation.check import worst_error
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_in_docs_has_the_figures_of_this_model():
+    text, hardware, points = (DOCS / "simulator.md").read_text(), load_hardware("h200"), h200.shipped_measurements()
+    sections = [h200.step_section(hardware, points, "paceline"), h200.step_section(hardware, points, "vllm"), h200.kernel_section(hardware, points)]
+    sections += [published.nvidia_k_sweep(), published.tlt_batch_table()]
+    for section in sections:
+        for line in page.table(section.checks):
+            assert line in text, f"write docs/simulator.md again with `paceline simulate validate --write docs`: {line}"
+
+
+def test_the_projection_is_reproduced_where_it_is_said_to_hold():
+    section = projection.projection()
+    assert worst_error(list(section.checks)) < 0.15
+    narrow = projection.cost_of(projection.Parallelism(8, 8))
+    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 4, 7, 5.0), "few requests wake further experts"
+    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 2048, 7, 5.0), "many make verification arithmetic"
+
+
+def test_the_graph_limit_is_the_term_that_the_sweep_of_draft_lengths_needs():
+    import dataclasses
+
+    without = dataclasses.replace(ENGINES["vllm"], graph_tokens=0)
+    for targets in published.NVIDIA_K.values():
+        errors = []
+        for engine in (ENGINES["vllm"], without):
+            _, _, predicted = published.fit_k_sweep(engine, targets, tuple(targets))
+            errors.append(max(abs(predicted[k] / targets[k] - 1) for k in targets))
+        assert errors[0] < 0.15 and errors[0] < errors[1]
+
+
+def test_arithmetic_and_context_are_the_terms_behind_the_tlt_rows_that_are_missed():
+    assert published.TltModel(2.0, 32000.0).worst() < 0.6 * published.TltModel().worst()
+
+
+@pytest.mark.slow
+def test_docs_are_what_the_command_writes(tmp_path):
+    page.write(tmp_path, load_hardware("h200"), h200.shipped_measurements())
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (DOCS / file.name).read_text(), file.name

@@ -1,0 +1,287 @@
+"""Low-precision rollouts that go wrong: the run falls back, says so, loses nothing, and a resumed one decides the same."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import session
+from paceline.config import load_config
+from paceline.learning.learner import Learner
+from paceline.loop import train
+from paceline.report.console import Console
+from paceline.report.samples import write_groups
+from paceline.sentinel import TrainingFailed
+from paceline.tasks.running_sums import RunningSums
+from paceline.types import Purpose
+from tests.length_reward import pay_for_length
+from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config, tiny_overrides
+from tests.low_precision import BreakingBackend, breaking_session
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = ("rollout.backend=reference", "rollout.speculation.drafter=none", "eval.problems=2")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def length_reward(monkeypatch):
+    monkeypatch.setattr(RunningSums, "score", pay_for_length)
+
+
+@pytest.fixture(scope="module")
+def in_base(policy, tmp_path_factory) -> list[dict[str, float]]:
+    """The run in base precision, which every run that falls back must equal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningSums, "score", pay_for_length)
+        run = train(tiny_config(policy, tmp_path_factory.mktemp("runs"), "base", *SETTINGS)).summary.run
+    return comparable_metrics(run)
+
+
+def listen() -> tuple[Console, list[str]]:
+    console, warnings = Console(quiet=True), []
+    console.warn = warnings.append
+    return console, warnings
+
+
+def without_the_flag(records: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in record.items() if k != "rollout/fell_back"} for record in records]
+
+
+def fell_back_from(records: list[dict[str, float]]) -> list[int]:
+    return [record["step"] for record in records if record.get("rollout/fell_back")]
+
+
+@pytest.mark.parametrize(
+    "harm, breaks_at, falls_at, reason",
+    [
+        ("nan", 3, 3, "1 of 16 responses have logprobs that are not finite"),
+        ("kl", 2, 2, "mismatch/kl = 0.5 exceeds rollout.sentinel.kl = 0.1"),
+        ("none", 1, 0, ""),
+    ],
+)
+def test_the_step_that_counts_is_the_one_base_precision_makes(in_base, policy, tmp_path, monkeypatch, harm, breaks_at, falls_at, reason):
+    monkeypatch.setattr(session, "make_backend", breaking_session(harm, breaks_at))
+    console, warnings = listen()
+    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS), console=console).summary.run
+    records = comparable_metrics(run)
+    assert without_the_flag(records) == without_the_flag(in_base)
+    assert fell_back_from(records) == ([] if not falls_at else list(range(falls_at, 7)))
+    assert [warning for warning in warnings if "SENTINEL" in warning] == warnings
+    if falls_at:
+        said = f"SENTINEL, step {falls_at}: {reason}. Rollouts go on in base precision instead of fp8; the step is made again"
+        assert warnings == [said]
+
+
+def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
+    console, warnings = listen()
+    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, "run.steps=4", "eval.every=0"), console=console).summary.run
+    steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
+    assert [step["rollout/truncated"] == 1 for step in steps] == [False, True, False, False], "step 3 was made again"
+    assert fell_back_from(steps) == [3, 4]
+    assert len(warnings) == 1 and "step 3: all responses reached the length limit for 2 steps in a row" in warnings[0]
+
+
+def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
+    console, warnings = listen()
+    short = ("rollout.max_tokens=1", "run.steps=2", "eval.every=0")
+    train(tiny_config(policy, tmp_path, "run", *SETTINGS, *short), console=console)
+    assert "SENTINEL, step 2" in warnings[0] and "precision is not the cause" in warnings[1] and len(warnings) == 2
+    console, warnings = listen()
+    train(tiny_config(policy, tmp_path, "unwatched", *SETTINGS, *short, "rollout.sentinel.capped_steps=0"), console=console)
+    assert not warnings
+
+
+def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "make_backend", breaking_session("kl", 1))
+    console, warnings = listen()
+    settings = ("run.steps=2", "eval.every=0", "rollout.sentinel.kl=0")
+    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, *settings), console=console).summary.run
+    assert not warnings and not fell_back_from(comparable_metrics(run))
+    assert all(r["mismatch/kl"] == pytest.approx(0.5, abs=1e-3) for r in comparable_metrics(run) if r["kind"] == "train")
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.low_precision", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < count):
+        time.sleep(0.005)
+
+
+def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
+    """Killed before the checkpoint that holds the fallback, and after it: it is decided again, or remembered."""
+    run = tmp_path / "killed"
+    process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
+    outputs, said = [], [True]
+    for lines in (4, 7):  # an evaluation and steps 1 to 3; then another evaluation, step 4 with its checkpoint, step 5
+        wait_for_lines(run / "metrics.jsonl", lines)
+        process.kill()
+        outputs.append(process.communicate()[0])
+        said.append(not (run / "checkpoints/step_000004").exists())
+        process = start("kl", "3", "train", "--resume", str(run))
+    outputs.append(process.communicate(timeout=120)[0])
+    assert process.returncode == 0, outputs[-1]
+    assert ["SENTINEL, step 3" in output for output in outputs] == said and not said[-1]
+    records = comparable_metrics(run)
+    assert without_the_flag(records) == without_the_flag(in_base) and fell_back_from(records) == [3, 4, 5, 6]
+    state = json.loads((run / "checkpoints/step_000006/state.json").read_text())
+    assert state["fallback"].startswith("step 3: mismatch/kl")
+
+
+def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
+    """All responses at the cap in step 2, then a stop: step 3 is the second in a row for the resumed run as well."""
+    monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
+    settings = (*SETTINGS, "eval.every=0")
+    whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run
+    train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=2"))
+    stopped = train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=4"), resume=tmp_path / "stopped").summary.run
+    steps = [[r for r in comparable_metrics(run) if r["kind"] == "train"] for run in (whole, stopped)]
+    assert steps[0] == steps[1] and fell_back_from(steps[1]) == [3, 4]
+
+
+def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypatch):
+    """Although nothing is wrong any more: the decision is for the whole run."""
+    settings = (*SETTINGS, "eval.every=0")
+    monkeypatch.setattr(session, "make_backend", breaking_session("nan", 1))
+    train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=2"))
+    backends: list[BreakingBackend] = []
+    sound = breaking_session("none", 1)
+    monkeypatch.setattr(session, "make_backend", lambda *arguments: backends.append(sound(*arguments)) or backends[-1])
+    console, warnings = listen()
+    run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=3"), resume=tmp_path / "run", console=console).summary.run
+    assert backends[0].in_base and backends[0].fallbacks == 1 and not warnings
+    assert fell_back_from(comparable_metrics(run)) == [1, 2, 3]
+
+
+# -- updates that are not finite ----------------------------------------------------------------------------------------
+
+
+def fail_updates(monkeypatch, *updates: int) -> list[int]:
+    """The n-th gradients the optimiser sees are not finite, whatever precision the samples came in."""
+    seen: list[int] = []
+    real = Learner._backward
+
+    def backward(self, *arguments):
+        sums = real(self, *arguments)
+        seen.append(len(seen) + 1)
+        if seen[-1] in updates:
+            next(self.policy.parameters()).grad.fill_(math.inf)
+        return sums
+
+    monkeypatch.setattr(Learner, "_backward", backward)
+    return seen
+
+
+ONE_PASS = ("learning.micro_batch_tokens=4096", "eval.every=0", "eval.problems=1")
+
+
+def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy, tmp_path, monkeypatch):
+    fail_updates(monkeypatch, 2)
+    console, warnings = listen()
+    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=4"), console=console).summary.run
+    steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
+    assert [step["policy/nonfinite_updates"] for step in steps] == [0, 1, 0, 0]
+    assert [step["policy/failed_steps"] for step in steps] == [0, 1, 0, 0] and steps[1]["policy/skipped"] == 1
+    assert len(warnings) == 1 and "step 2: a loss or gradient was not finite; the update was skipped" in warnings[0]
+
+
+def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
+    fail_updates(monkeypatch, 3, 4)
+    config = tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6")
+    with pytest.raises(TrainingFailed) as caught:
+        train(config)
+    run = tmp_path / "run"
+    assert f"`paceline train --resume {run}` goes on from {run}/checkpoints/step_000002" in str(caught.value)
+    steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["policy/failed_steps"] == 2, "both are in the metrics"
+    monkeypatch.undo()
+    monkeypatch.setattr(RunningSums, "score", pay_for_length)
+    assert train(config, resume=run).finished
+
+
+def test_a_failed_step_before_a_resume_counts(policy, tmp_path, monkeypatch):
+    fail_updates(monkeypatch, 2, 3)
+    train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=2"))
+    with pytest.raises(TrainingFailed, match="2 steps in a row"):
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6"), resume=tmp_path / "run")
+    assert comparable_metrics(tmp_path / "run")[-1]["step"] == 3
+
+
+def test_without_a_checkpoint_the_error_says_so(policy, tmp_path, monkeypatch):
+    fail_updates(monkeypatch, 1, 2)
+    with pytest.raises(TrainingFailed, match="2 steps in a row .* there is no checkpoint yet"):
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=5"))
+
+
+def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
+    seen = fail_updates(monkeypatch, 2)
+    console, warnings = listen()
+    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, "learning.micro_batch_tokens=4096"), console=console).summary.run
+    records = comparable_metrics(run)
+    assert len(seen) == 7 and fell_back_from(records) == [2, 3, 4, 5, 6]
+    assert len(warnings) == 1 and "SENTINEL, step 2: 1 updates had a loss or gradient that is not finite" in warnings[0]
+    ours, theirs = ([r["reward/mean"] for r in part if r["kind"] == "train"] for part in (records, in_base))
+    assert ours == theirs and all(r["policy/nonfinite_updates"] == 0 for r in records if r["kind"] == "train")
+
+
+def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
+    fail_updates(monkeypatch, 4)  # the second minibatch of step 2
+    console, warnings = listen()
+    settings = (*SETTINGS, *ONE_PASS, "run.steps=3", "learning.minibatches=2")
+    run = train(tiny_config(policy, tmp_path, "run", *settings), console=console).summary.run
+    steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
+    assert fell_back_from(steps) == [2, 3] and [step["policy/skipped"] for step in steps] == [0, 0, 0]
+    assert "the updates that were sound stand" in warnings[0]
+    state = json.loads((run / "checkpoints/step_000003/state.json").read_text())
+    assert state["optimiser_steps"] == 5
+
+
+def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):
+    """NaN weights are not the precision's fault: base precision fails as well, twice, and the run ends."""
+    make = breaking_session("none", 1)
+
+    def poison(decoder, tokenizer, config):
+        with torch.no_grad():
+            next(decoder.parameters()).fill_(math.nan)
+        return make(decoder, tokenizer, config)
+
+    monkeypatch.setattr(session, "make_backend", poison)
+    console, warnings = listen()
+    with pytest.raises(TrainingFailed, match="2 steps in a row"):
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS), console=console)
+    assert sum("SENTINEL" in warning for warning in warnings) == 1
+
+
+def test_replayed_samples_have_nothing_to_fall_back_to(policy, tmp_path, monkeypatch):
+    config = load_config(None, [*tiny_overrides(policy, tmp_path, "unused"), *SETTINGS])
+    opened = session.open_session(config)
+    groups = opened.sampler.sample(opened.task.train[:4], Purpose.TRAIN, 1, 4, opened.train_sampling())
+    for sample in (sample for group in groups for sample in group.samples):
+        object.__setattr__(sample.completion, "logprobs", tuple(x + 0.5 for x in sample.completion.logprobs))
+    write_groups(tmp_path / "saved/step_000001.jsonl", groups, opened.tokenizer)
+    monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
+    console, warnings = listen()
+    replayed = tiny_config(policy, tmp_path, "replayed", *SETTINGS, "run.steps=2", "eval.every=0")
+    run = train(replayed, replay=tmp_path / "saved", console=console).summary.run
+    assert not warnings and not fell_back_from(comparable_metrics(run))
