@@ -143,6 +143,21 @@ def export(
 
 
 @app.command()
+def plan(
+    recipe: RecipeArgument = None,
+    overrides: OverridesArgument = None,
+    gpu: Annotated[str, typer.Option(help="H200, H100, A100, ...; default: the GPU at hand")] = "",
+    memory_gb: Annotated[float, typer.Option(help="of a GPU that has no name here")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit. policy.path may name a shape such as qwen3-8b."""
+    recipe, overrides = _split(recipe, overrides)
+    from paceline.plan.commands import show_plan
+
+    show_plan(load_config(recipe or "default", overrides), gpu, memory_gb, as_json)
+
+
+@app.command()
 def doctor() -> None:
     """Says what this machine can run, and why not the rest."""
     from paceline.doctor import examine

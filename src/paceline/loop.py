@@ -43,7 +43,8 @@ class Result:
 def train(config: Config, recipe: str = "default", resume: Path | None = None, replay: Path | None = None, console: Console | None = None) -> Result:
     console = console or Console(quiet=True)
     run = None if resume is None else _reopen(RunDirectory.open(resume), config)
-    session = open_session(config)
+    session = open_session(config, learns=True)
+    console.plan(session.plan)
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
@@ -87,7 +88,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         with clock("rollout"):
             groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
             sentinel.check_rollouts(groups)
-        with clock("learn"), learning_threads(config):
+        with clock("learn"), learning_threads(config), session.learning_memory():
             metrics = learner.update(groups, sentinel.check_mismatch)
             sentinel.check_update(step, metrics)
         return groups, metrics

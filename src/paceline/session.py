@@ -13,10 +13,14 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.backends.base import Backend
-from paceline.backends.native import make_native
+from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
-from paceline.models.widen import load_widened
+from paceline.models.widen import load_widened, named_shape, widened_config
+from paceline.plan.machine import gpu_at_hand
+from paceline.plan.plan import Plan, make_plan
+from paceline.plan.ways_out import refusal, ways_out
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
@@ -40,27 +44,43 @@ class Session:
     task: Task
     backend: Backend
     sampler: GroupSampler
+    plan: Plan | None = None  # of a GPU's memory
 
     def train_sampling(self) -> SamplingParams:
         rollout = self.config.rollout
         return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)
+
+    @contextmanager
+    def learning_memory(self) -> Iterator[None]:
+        """Within, learning has the KV pool's memory where the plan needs it."""
+        if self.plan is None or not self.plan.sleeps:
+            yield
+            return
+        self.backend.sleep()
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
+            self.backend.wake()
 
     def close(self) -> None:
         self.sampler.close()
         self.backend.close()
 
 
-def open_session(config: Config) -> Session:
+def open_session(config: Config, learns: bool = False) -> Session:
+    """`learns`: memory is planned for training, not for generation alone."""
     device = prepare_device(config)
     folder = policy_folder(config.policy.path)
+    plan = plan_gpu(config, folder, device, learns)
     policy = open_policy(config, folder, device)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
     task = make_task(config.task, tokenizer, folder)
-    backend = make_backend(policy, tokenizer, config)
+    backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
-    return Session(config, device, folder, policy, tokenizer, task, backend, sampler)
+    return Session(config, device, folder, policy, tokenizer, task, backend, sampler, plan)
 
 
 def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
@@ -70,11 +90,29 @@ def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
     return load_policy(folder, dtype, device)
 
 
-def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config) -> Backend:
+def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -> Plan | None:
+    """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a CPU."""
+    machine = gpu_at_hand() if device.type == "cuda" else None
+    if machine is None:
+        return None
+    shape, dtype = policy_shape(config, folder), policy_dtype(config, device)
+    plan = make_plan(config, shape, dtype, machine, learns)
+    if plan.problem:
+        raise refusal(plan, ways_out(config, shape, dtype, machine, learns))
+    return plan
+
+
+def policy_shape(config: Config, folder: Path) -> DecoderConfig:
+    """Of the policy that `open_policy` makes."""
+    shape = read_config(folder)
+    return widened_config(shape, named_shape(config.policy.widen)) if config.policy.widen else shape
+
+
+def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
-    longest_response = max(config.rollout.max_tokens, config.eval.max_tokens)
-    return make_native(policy, config.rollout, longest_response, tokenizer)
+    kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
+    return make_native(policy, config.rollout, kv_tokens, tokenizer)
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -39,6 +39,8 @@ CASES = {
     "qwen2": ("qwen2", {"hidden_size": 192}),
     "qwen2-tied-yarn": ("qwen2", {"hidden_size": 192, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 BUILTIN = "builtin"
 

@@ -1,5 +1,6 @@
 """Logits and gradients of every family equal transformers', and folders travel both ways."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from paceline.policy.attention import PackedAttention
-from paceline.policy.config import from_huggingface
+from paceline.policy.config import DecoderConfig, from_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors, layout, load_policy, save_policy
 from paceline.policy.shapes import SHAPES
@@ -191,3 +192,13 @@ def test_unsupported_models_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(FileNotFoundError, match="model.safetensors"):
         load_policy(tmp_path, torch.float32)
+
+
+def test_saving_warns_of_a_qwen2_that_vllm_misreads(tmp_path, recwarn):
+    """vLLM computes head_dim as hidden_size / heads for this family, whatever config.json says."""
+    fine = DecoderConfig("qwen2", 97, 96, 80, 1, 6, 2, 16, 64, qkv_bias=True)
+    save_policy(Decoder(fine).initialise(0), tmp_path / "fine")
+    save_policy(Decoder(dataclasses.replace(fine, family="qwen3", head_dim=8)).initialise(0), tmp_path / "other-family")
+    assert not recwarn
+    with pytest.warns(UserWarning, match="head_dim 8, but hidden_size 96 / 6 heads is 16"):
+        save_policy(Decoder(dataclasses.replace(fine, head_dim=8)).initialise(0), tmp_path / "misread")

@@ -38,7 +38,7 @@ def make_sampler(policy_folder):
         config = TaskConfig(turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=8, eval_problems=1)
         task = make_task(config, tokenizer, policy_folder)
         settings = RolloutConfig(max_running=16, **rollout)
-        engine = ReferenceBackend(policy, 16, tokenizer) if backend == "reference" else make_native(policy, settings, 64, tokenizer)
+        engine = ReferenceBackend(policy, 16, tokenizer) if backend == "reference" else make_native(policy, settings, 4096, tokenizer)
         opened.append(GroupSampler(engine, task, tokenizer, run_seed=5))
         return opened[-1]
 

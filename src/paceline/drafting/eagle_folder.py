@@ -80,6 +80,10 @@ def load_eagle(
     return head
 
 
+def read_eagle_config(name: str, policy: Decoder) -> EagleConfig:
+    return _read_config(eagle_folder(name), policy, ())
+
+
 def _layout(config: EagleConfig) -> dict[str, Slice]:
     """Every tensor name of the folder and where it lies in the head."""
     layer, size = config.layer, config.layer.hidden_size

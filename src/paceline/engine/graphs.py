@@ -56,6 +56,7 @@ class StepRunner:
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self._pool = None
+        self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
@@ -90,7 +91,7 @@ class StepRunner:
         torch.cuda.synchronize()
         kept = self.slots.clone()
         self.slots.fill_(self.rows.null_slot)
-        stream = torch.cuda.Stream()
+        stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()

@@ -2,14 +2,29 @@
 
 Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is optimised; the
 result is rounded back into the parameter's own storage, so whoever reads that storage sees the new weights.
+
+A step goes through the parameters in pieces of bounded size. Of an 8B model all at once, float32 gradients and denominators would
+take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients; in pieces they take half of one.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from paceline.config import LearningConfig
+
+PIECE_ELEMENTS = 1 << 26  # a step works on this many at a time: 256 MiB of float32 for the gradients, as much for the denominators
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of a parameter, flattened."""
+
+    index: int
+    start: int
+    stop: int
 
 
 class MasterAdamW:
@@ -21,6 +36,7 @@ class MasterAdamW:
         self.first_moments = [torch.zeros_like(m) for m in self.masters]
         self.second_moments = [torch.zeros_like(m) for m in self.masters]
         self.steps = 0
+        self._pieces = cut_into_pieces([m.numel() for m in self.masters], PIECE_ELEMENTS)
 
     @property
     def learning_rate(self) -> float:
@@ -38,38 +54,48 @@ class MasterAdamW:
 
         A norm that is not finite leaves weights and moments as they were: the caller reports the skipped step.
         """
-        gradients = [torch.zeros_like(m) if p.grad is None else p.grad.to(m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True)]
-        if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norms = [torch.linalg.vector_norm(p.grad, dtype=m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True) if p.grad is not None]
+        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if torch.isfinite(norm):
+            self._adamw(scale * torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
+            for master, (_, parameter) in zip(self.masters, self.named, strict=True):
+                if master.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(master)
         self.discard_gradients()
-        if not torch.isfinite(norm):
-            return float(norm)
-        torch._foreach_mul_(gradients, torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
-        self._adamw(gradients)
-        for master, (_, parameter) in zip(self.masters, self.named, strict=True):
-            if master.data_ptr() != parameter.data_ptr():
-                parameter.copy_(master)
         return float(norm)
 
     def discard_gradients(self) -> None:
         for _, parameter in self.named:
             parameter.grad = None
 
-    def _adamw(self, gradients: list[torch.Tensor]) -> None:
-        """Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""
+    def _adamw(self, scale: torch.Tensor) -> None:
+        """Of `scale` times the gradients. Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""
         lr, beta1, beta2 = self.learning_rate, self.config.beta1, self.config.beta2
         self.steps += 1
-        torch._foreach_lerp_(self.first_moments, gradients, 1 - beta1)
-        torch._foreach_mul_(self.second_moments, beta2)
-        torch._foreach_addcmul_(self.second_moments, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_sqrt(self.second_moments)
-        torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
-        torch._foreach_add_(denominators, 1e-8)
-        matrices = [m for m in self.masters if m.ndim > 1]
-        if self.config.weight_decay:
-            torch._foreach_mul_(matrices, 1 - lr * self.config.weight_decay)
-        torch._foreach_addcdiv_(self.masters, self.first_moments, denominators, -lr / (1 - beta1**self.steps))
+        for pieces in self._pieces:
+            masters, first, second = (self._flat(tensors, pieces) for tensors in (self.masters, self.first_moments, self.second_moments))
+            gradients = [self._gradient(piece) for piece in pieces]
+            torch._foreach_mul_(gradients, scale)
+            torch._foreach_lerp_(first, gradients, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+            denominators = torch._foreach_sqrt(second)
+            torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
+            torch._foreach_add_(denominators, 1e-8)
+            matrices = [m for m, piece in zip(masters, pieces, strict=True) if self.masters[piece.index].ndim > 1]
+            if self.config.weight_decay and matrices:
+                torch._foreach_mul_(matrices, 1 - lr * self.config.weight_decay)
+            torch._foreach_addcdiv_(masters, first, denominators, -lr / (1 - beta1**self.steps))
+
+    def _flat(self, tensors: list[torch.Tensor], pieces: list[Piece]) -> list[torch.Tensor]:
+        return [tensors[piece.index].view(-1)[piece.start : piece.stop] for piece in pieces]
+
+    def _gradient(self, piece: Piece) -> torch.Tensor:
+        """In the master's type; zeros for a parameter that got none."""
+        master, (_, parameter) = self.masters[piece.index], self.named[piece.index]
+        if parameter.grad is None:
+            return master.new_zeros(piece.stop - piece.start)
+        return parameter.grad.reshape(-1)[piece.start : piece.stop].to(master.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything but `steps`, by name; masters only where they are not the parameters themselves."""
@@ -85,6 +111,23 @@ class MasterAdamW:
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
         self.steps = steps
+
+
+def cut_into_pieces(sizes: list[int], limit: int) -> list[list[Piece]]:
+    """Groups of pieces with at most `limit` elements together, in order; a large parameter is cut, small ones share a group."""
+    groups: list[list[Piece]] = [[]]
+    room = limit
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if room == 0:
+                groups.append([])
+                room = limit
+            stop = min(size, start + room)
+            groups[-1].append(Piece(index, start, stop))
+            room -= stop - start
+            start = stop
+    return [group for group in groups if group]
 
 
 def _is_wide(parameter: torch.Tensor) -> bool:

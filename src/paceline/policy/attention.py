@@ -24,7 +24,7 @@ class PackedAttention:
         self.shape = (len(lengths), self.longest)
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+        if (q_THD.is_cuda or q_THD.is_meta) and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
         out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

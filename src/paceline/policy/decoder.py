@@ -3,6 +3,7 @@
 Tokens run packed, `[T]` with their positions, without a batch dimension. What differs between learning (attend within
 each packed sequence) and generation (attend to a cache) is one callable, `attend(layer, q_THD, k_THD, v_THD)`, given
 to `forward`. Projections that share their input are one fused parameter; `huggingface.py` splits them for export.
+On the meta device everything takes the GPU's path: that is how memory is planned (`plan/`).
 
 Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary; X experts, K experts per token, S = T x K.
 """
@@ -100,10 +101,15 @@ class ExpertFeedForward(nn.Module):
 
 def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
     """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so on."""
-    if rows_SK.is_cuda and rows_SK.dtype == torch.bfloat16:
+    if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
         return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
-    lengths = ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
+    lengths = _even_runs(len(rows_SK), len(ends_X)) if rows_SK.is_meta else ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
     return torch.cat([F.linear(run, weight_NK) for run, weight_NK in zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)])
+
+
+def _even_runs(rows: int, experts: int) -> list[int]:
+    """Where there is no data to say which expert gets how many."""
+    return [rows // experts + (i < rows % experts) for i in range(experts)]
 
 
 class DecoderLayer(nn.Module):
@@ -203,7 +209,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_TE, weight_VE)
-        if x_TE.is_cuda:
+        if x_TE.is_cuda or x_TE.is_meta:
             return torch.mm(x_TE, weight_VE.t(), out_dtype=torch.float32)
         return x_TE.float() @ weight_VE.float().t()
 

@@ -8,6 +8,7 @@ experts as one tensor, as it keeps them in memory, and such folders are read too
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,7 @@ def save_policy(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or decoder.dtype
+    _warn_of_head_dim(decoder.config)
     (folder / "config.json").write_text(json.dumps(to_huggingface(decoder.config, str(dtype).removeprefix("torch.")), indent=2) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -172,6 +174,15 @@ def save_policy(
     for file in TOKENIZER_FILES:
         if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
             shutil.copyfile(Path(tokenizer_from) / file, folder / file)
+
+
+def _warn_of_head_dim(config: DecoderConfig) -> None:
+    if config.family == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
+        warnings.warn(
+            f"this qwen2 policy has head_dim {config.head_dim}, but hidden_size {config.hidden_size} / {config.num_heads} heads is "
+            f"{config.hidden_size / config.num_heads:g}: vLLM ignores head_dim for qwen2 and would compute something else without saying so",
+            stacklevel=3,
+        )
 
 
 def _save_shards(shards: list[dict[str, torch.Tensor]], folder: Path) -> None:

@@ -61,6 +61,8 @@ class Adapter(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """PEFT's start: A uniform in +-1/sqrt(in), B zero, so that the policy is the base."""
+        if self.A.is_meta:
+            return
         bound = self.A.shape[1] ** -0.5
         self.A.data.copy_(torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
 

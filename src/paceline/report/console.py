@@ -10,6 +10,7 @@ from paceline.evaluation import Evaluation
 from paceline.report.summary import Summary
 
 if TYPE_CHECKING:
+    from paceline.plan.plan import Plan
     from paceline.speculation_check import SpeculationCheck
 
 
@@ -21,6 +22,13 @@ class Console:
 
     def warn(self, message: str) -> None:
         self.errors.print(f"[yellow]{message}[/]", markup=True)
+
+    def plan(self, plan: "Plan | None") -> None:
+        """Of a GPU's memory; on a CPU there is none."""
+        if plan is not None:
+            asleep = ", asleep while learning" if plan.sleeps else ""
+            used = f"{plan.peak_bytes / 1e9:.1f} of {plan.machine.total_bytes / 1e9:.1f} GB at the peak"
+            self.out.print(f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}")
 
     def resumed(self, run: Path, step: int) -> None:
         self.out.print(f"resuming {run} after step {step}")

@@ -41,8 +41,8 @@ def open_dataset(name: str, options: dict[str, Any]) -> Any:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise ConfigError("task.name = 'reasoning-gym' needs the package; pip install 'paceline[reasoning]'") from None
+    except ImportError as error:  # of the package, or of one of the many it imports
+        raise ConfigError(f"task.name = 'reasoning-gym' needs the package: {error}; pip install 'paceline[reasoning]'") from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,1 @@
+"""What a run will take of a GPU's memory, before it starts: the parts, the KV pool that fits beside them, and the way out where nothing fits."""

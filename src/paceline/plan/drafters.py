@@ -1,0 +1,59 @@
+"""What a drafter takes: the drafter itself, made on the meta device and seated there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.config import SpeculationConfig
+from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import read_eagle_config
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.history import HistoryDrafter
+from paceline.engine.rows import Rows
+from paceline.paged.forward import PagedForward
+from paceline.plan.learning import META, total_bytes
+from paceline.policy.config import read_config
+from paceline.policy.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class DrafterBytes:
+    fixed: int = 0  # weights, banks, what rejection keeps
+    per_token: int = 0  # of the KV pool, in a cache of its own
+
+
+def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor) -> DrafterBytes:
+    if speculation.drafter == "none":
+        return DrafterBytes()
+    drafter = _make(speculation, policy)
+    probabilities_SKV = None
+    if speculation.verify == "rejection" and drafter.has_probabilities:
+        probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
+    drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False))
+    own = list(_tensors(drafter)) + ([] if probabilities_SKV is None else [probabilities_SKV])
+    seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
+    return DrafterBytes(total_bytes(own, besides=seated), drafter.token_bytes)
+
+
+def _make(speculation: SpeculationConfig, policy: Decoder) -> Drafter:
+    if speculation.drafter == "history":
+        return HistoryDrafter()
+    if speculation.drafter == "eagle":
+        return EagleDrafter(EagleHead(read_eagle_config(speculation.eagle_path, policy), policy.dtype, META))
+    return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
+
+
+def _tensors(drafter: Drafter) -> list[torch.Tensor]:
+    """All it holds but its seat and its cache, which grows with the pool."""
+    found: list[torch.Tensor] = []
+    for value in vars(drafter).values():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, torch.nn.Module):
+            found += [*value.parameters(), *value.buffers(), value.rope_table]
+        elif isinstance(value, PagedForward):
+            found += [value.cos_PC, value.sin_PC]
+    return found

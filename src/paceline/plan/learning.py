@@ -1,0 +1,111 @@
+"""What learning takes: the learner's own objects, made on the meta device, and one forward and backward pass watched there.
+
+Nothing here is a formula that could fall behind the code: parameters, masters and moments are added up from the tensors that the
+run's own classes make, and a micro-batch of the largest size runs through the run's own forward and backward with shapes alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import Config
+from paceline.learning.batch import MicroBatch, TrainingSequence, pack
+from paceline.learning.correction import correct, corrected
+from paceline.learning.learner import Learner
+from paceline.learning.logprobs import token_logprobs
+from paceline.learning.optimiser import PIECE_ELEMENTS
+from paceline.plan.live_bytes import LiveBytes
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.lora import adapters_off, add_adapters
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class PolicyBytes:
+    """Held for as long as the run lasts, by whoever generates or learns."""
+
+    weights: int
+    adapters: int  # LoRA's factors
+    base_copies: int  # LoRA: the projections as they were, from which every merge starts
+
+
+@dataclass(frozen=True)
+class LearnerBytes:
+    masters: int
+    moments: int
+    reference: int
+    gradients: int
+    activations: int  # what the forward pass leaves for the backward pass
+    backward: int  # what the backward pass takes on top: logits, the gradients in flight
+    optimiser_step: int  # what a step takes beside gradients, when activations are gone
+
+
+def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
+    policy = Decoder(shape, dtype, META)
+    if config.policy.lora.rank:
+        add_adapters(policy, config.policy.lora.model_copy(update={"path": ""}), seed=0)
+    return policy
+
+
+def policy_bytes(policy: Decoder) -> PolicyBytes:
+    parameters = dict(policy.named_parameters())
+    adapters = [p for name, p in parameters.items() if ".adapters." in name]
+    weights = [p for name, p in parameters.items() if ".adapters." not in name]
+    return PolicyBytes(total_bytes([*weights, policy.rope_table]), total_bytes(adapters), total_bytes(policy.buffers()))
+
+
+def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> LearnerBytes:
+    learner = Learner(policy, config)
+    optimiser, parameters = learner.optimiser, list(policy.parameters())
+    own_reference = learner.reference is not None and learner.reference is not policy
+    activations, peak = _watch_micro_batch(learner, micro_batch_tokens)
+    widest = max((master.itemsize for master in optimiser.masters), default=4)
+    return LearnerBytes(
+        masters=total_bytes(optimiser.masters, besides=parameters),
+        moments=total_bytes([*optimiser.first_moments, *optimiser.second_moments]),
+        reference=total_bytes(learner.reference.parameters()) if own_reference else 0,
+        gradients=total_bytes(parameter for _, parameter in optimiser.named),
+        activations=activations,
+        backward=peak - activations,
+        optimiser_step=2 * widest * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters)),
+    )
+
+
+def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
+    """Of the distinct storages, those of `besides` left out."""
+    apart = {tensor.untyped_storage()._cdata for tensor in besides}
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in apart}.values())
+
+
+def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
+    """Bytes alive between forward and backward, and the most there were, for one response of so many tokens.
+
+    The micro-batch is not the step's first: gradients are there already, and every new one exists until it has been added.
+    """
+    policy, batch = learner.policy, one_response(tokens, META)
+    for _, parameter in learner.optimiser.named:
+        parameter.grad = torch.empty_like(parameter)
+    known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *(p.grad for _, p in learner.optimiser.named)]
+    if learner.reference is not None:
+        known += [*learner.reference.parameters(), learner.reference.rope_table]
+    with LiveBytes(known) as memory:
+        logprobs_R, entropies_R = token_logprobs(policy, batch)
+        activations = memory.live
+        reference_R = None
+        if learner.reference is not None and not learner.algorithm.kl_in_reward:
+            with torch.no_grad(), adapters_off(learner.reference):
+                reference_R = token_logprobs(learner.reference, batch)[0]
+        correction = learner.config.correction
+        seen = corrected(correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0)
+        learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
+    learner.optimiser.discard_gradients()
+    return activations, memory.peak
+
+
+def one_response(tokens: int, device: torch.device) -> MicroBatch:
+    """A prompt of one token and a response of the rest: no other cut of so many tokens holds more logits or attention."""
+    response = tokens - 1
+    return pack([TrainingSequence((0,) * tokens, 1, (True,) * response, (0.0,) * response, 1.0, 1.0)], device)

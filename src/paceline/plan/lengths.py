@@ -1,0 +1,23 @@
+"""How long the sequences of a recipe may get, which is what pools and micro-batches are sized for."""
+
+from dataclasses import dataclass
+
+from paceline.config import Config
+from paceline.policy.config import DecoderConfig
+
+UNKNOWN_PROMPT = 1024  # tokens assumed where task.max_prompt_tokens sets no limit, if responses may be as long
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The longest sequences a recipe allows for, in tokens."""
+
+    request: int  # prompt and response, in training or evaluation
+    micro_batch: int
+
+    @staticmethod
+    def of(config: Config, shape: DecoderConfig) -> "Lengths":
+        longest = max(config.rollout.max_tokens, config.eval.max_tokens)
+        prompt = config.task.max_prompt_tokens or min(longest, UNKNOWN_PROMPT)
+        trained = min(shape.max_positions, prompt + config.rollout.max_tokens)
+        return Lengths(min(shape.max_positions, prompt + longest), max(config.learning.micro_batch_tokens, trained))

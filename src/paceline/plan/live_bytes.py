@@ -1,0 +1,42 @@
+"""Counts the bytes of the tensors that are alive while code runs, on any device; on the meta device without taking any memory.
+
+It sees what passes PyTorch's dispatcher, forward and backward alike. What a kernel allocates for itself it does not see.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """`live` and `peak` count storages made since it was switched on; those of `known` tensors are somebody else's."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._counted: dict[int, weakref.finalize] = {}
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or key in self._counted:
+            return
+        size = storage.nbytes()
+        self._counted[key] = weakref.finalize(storage, self._forget, key, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._counted[key]
+        self.live -= size

@@ -1,0 +1,50 @@
+"""The GPU a run is planned for: the one at hand, a known one by name, or so many gigabytes."""
+
+from dataclasses import dataclass
+
+from paceline.config import ConfigError
+
+# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. Of an H200's torch sees 99.6%.
+GPUS = {
+    "H200": 143771,
+    "H100": 81559,
+    "A100": 81920,
+    "A100-40GB": 40960,
+    "B200": 183359,
+    "L40S": 46068,
+    "RTX-4090": 24564,
+}
+SEEN_BY_TORCH = 0.995
+# What a process takes outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31 more once it has run.
+CONTEXT_BYTES = 550_000_000
+LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    total_bytes: int
+    taken_bytes: int = CONTEXT_BYTES + LIBRARY_BYTES  # not for the run's tensors: the driver, libraries, other processes
+
+
+def named_gpu(name: str) -> Machine:
+    for known, mebibytes in GPUS.items():
+        if known.lower() == name.lower():
+            return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
+    raise ConfigError(f"--gpu {name!r} is not known; known are {', '.join(GPUS)}; for others give --memory-gb")
+
+
+def gpu_of_size(gigabytes: float) -> Machine:
+    if gigabytes <= 0:
+        raise ConfigError(f"--memory-gb {gigabytes:g} must be positive")
+    return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))
+
+
+def gpu_at_hand() -> Machine | None:
+    """None without a GPU. What other processes hold counts as taken."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return Machine(torch.cuda.get_device_name(), total, total - free - torch.cuda.memory_reserved() + LIBRARY_BYTES)

@@ -1,0 +1,121 @@
+"""The plan: every part in bytes, when it is held, the KV pool that fits, and whether all of it does.
+
+    always      weights, masters, moments, reference, rows, graphs           ┐
+    rollout     KV pool, a prefill chunk                                     ├ the larger of the two phases, on top of `always`
+    learning    gradients, activations, what the backward pass adds          ┘
+
+The KV pool stays while learning where it fits beside it. Where less than half the wanted pool would, it sleeps meanwhile: the
+engine gives its memory back before an update and takes it again after.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from paceline.config import Config
+from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
+from paceline.plan.lengths import Lengths
+from paceline.plan.machine import Machine
+from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
+from paceline.policy.config import DecoderConfig
+
+MARGIN = 0.03  # of the memory: what the allocator cannot use because it lies in pieces, and kernels' own workspaces
+
+Phase = Literal["always", "rollout", "learning"]
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    num_bytes: int
+    phase: Phase
+    key: str  # the recipe's key that moves it most
+
+
+@dataclass(frozen=True)
+class Plan:
+    machine: Machine
+    parts: tuple[Part, ...]
+    kv_tokens: int
+    sleeps: bool  # the KV pool gives its memory to learning
+    problem: str  # why it does not fit; empty: it does
+
+    def bytes_of(self, name: str) -> int:
+        return sum(part.num_bytes for part in self.parts if part.name == name)
+
+    def phase_bytes(self, phase: Phase) -> int:
+        return sum(part.num_bytes for part in self.parts if part.phase == phase)
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.machine.total_bytes * (1 - MARGIN)) - self.machine.taken_bytes
+
+    @property
+    def rollout_peak(self) -> int:
+        return self.phase_bytes("always") + self.phase_bytes("rollout")
+
+    @property
+    def learning_peak(self) -> int:
+        return self.phase_bytes("always") + self.phase_bytes("learning")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.rollout_peak, self.learning_peak)
+
+
+def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True) -> Plan:
+    """`learns=False`: generation alone, as `paceline eval` and `paceline rollout` do it."""
+    lengths = Lengths.of(config, shape)
+    policy = meta_policy(shape, config, dtype)
+    held, rollout = policy_bytes(policy), rollout_bytes(policy, config)
+    learner = learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
+    # The step's own needs come when activations are gone: only what goes beyond those counts.
+    update = max(learner.backward, learner.optimiser_step - learner.activations)
+    parts = [
+        Part("weights", held.weights, "always", "policy.path"),
+        Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
+        Part("LoRA adapters", held.adapters, "always", "policy.lora.rank"),
+        Part("float32 masters", learner.masters, "always", "policy.lora.rank"),
+        Part("Adam moments", learner.moments, "always", "policy.lora.rank"),
+        Part("KL reference", learner.reference, "always", "learning.kl_coef"),
+        Part("resident rows", rollout.rows, "always", "rollout.max_running"),
+        Part("drafter", rollout.drafter, "always", "rollout.speculation.drafter"),
+        Part("graphs", rollout.graphs, "always", "rollout.max_running"),
+        Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
+        Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
+        Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
+        Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
+    ]
+    without_pool = Plan(machine, tuple(part for part in parts if part.num_bytes), 0, sleeps=False, problem="")
+    return _with_pool(without_pool, config, lengths.request, rollout.kv_token)
+
+
+def _with_pool(plan: Plan, config: Config, request_tokens: int, per_token: int) -> Plan:
+    fixed = config.rollout.kv_tokens
+    wanted = fixed or config.rollout.max_running * request_tokens
+    # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
+    beside = (plan.usable_bytes - plan.peak_bytes) // per_token - 32
+    asleep = (plan.usable_bytes - plan.rollout_peak) // per_token - 32
+    sleeps = beside < (wanted if fixed else max(wanted // 2, request_tokens)) and plan.phase_bytes("learning") > 0
+    room = asleep if sleeps else beside
+    tokens = fixed or max(0, min(wanted, room))
+    problem = ""
+    if plan.learning_peak > plan.usable_bytes or plan.rollout_peak > plan.usable_bytes:
+        problem = _too_large(plan)
+    elif fixed > room:
+        problem = f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; lower it, or leave it out to take what fits"
+    elif tokens < request_tokens:
+        needed = f"{max(0, room)} KV tokens fit beside the other parts, one request may need {request_tokens}"
+        problem = f"the KV pool does not fit: {needed}; lower rollout.max_tokens (and eval.max_tokens)"
+    pool = Part("KV pool", kv_pool_bytes(per_token, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens")
+    return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem)
+
+
+def _too_large(plan: Plan) -> str:
+    phase: Phase = "learning" if plan.learning_peak >= plan.rollout_peak else "rollout"
+    largest = max((part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes)
+    return (
+        f"{phase} needs {plan.peak_bytes / 1e9:.1f} GB before any KV pool, {plan.usable_bytes / 1e9:.1f} GB of {plan.machine.name} are usable; "
+        f"the largest part is {largest.name}, {largest.num_bytes / 1e9:.1f} GB ({largest.key})"
+    )

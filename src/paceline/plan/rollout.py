@@ -1,0 +1,81 @@
+"""What generation takes: resident rows, the drafter, one step's tensors for the graphs, a prefill chunk, the KV pool.
+
+Rows and drafter are the engine's own objects, made on the meta device. The two passes are formulas that follow
+`paged/forward.py`: its kernels differ from the torch code that the meta device would run.
+
+Shape letters: T tokens, E hidden size, Q and KV width of all heads, F feed-forward, I expert feed-forward, K experts per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import Config
+from paceline.engine.graphs import buckets_up_to
+from paceline.engine.rows import MAX_QUERY, Rows
+from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
+from paceline.plan.drafters import drafter_bytes
+from paceline.plan.learning import META, total_bytes
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+
+GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
+# The Triton sampler keeps nothing of a logit; truncated sampling sorts: scores, sorted scores, ids, and five of int64 at a time.
+LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 4, 64
+
+
+@dataclass(frozen=True)
+class RolloutBytes:
+    rows: int
+    drafter: int
+    graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
+    workspace: int  # a prefill chunk, or a step that runs once before its capture
+    kv_token: int  # per token of the pool, the drafter's own cache included
+
+
+def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
+    """`policy` on the meta device."""
+    shape, dtype, slots, speculation = policy.config, policy.dtype, config.rollout.max_running, config.rollout.speculation
+    rows = Rows(slots, shape.max_positions, torch.float32, META)
+    proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
+    drafter = drafter_bytes(speculation, policy, rows, proposals)
+    queries, graphs = slots, len(buckets_up_to(slots))
+    if speculation.drafter != "none":
+        widest = min(slots, speculation.max_running)
+        queries = max(slots, widest * (speculation.tokens + 1))
+        graphs += 2 * len(buckets_up_to(widest))  # a draft and its verification
+    step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1)
+    table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
+    return RolloutBytes(
+        rows=total_bytes([*vars(rows.state).values(), proposals]) + table,
+        drafter=drafter.fixed,
+        graphs=step + graphs * GRAPH_BYTES,
+        workspace=max(step, config.rollout.prefill_tokens * layer_token_bytes(shape, dtype)),
+        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) + drafter.per_token,
+    )
+
+
+def kv_pool_bytes(kv_token: int, tokens: int) -> int:
+    """As `KVCache` takes it: whole blocks, and the one that belongs to nobody."""
+    return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token
+
+
+def step_bytes(shape: DecoderConfig, queries: int, dtype: torch.dtype, truncates: bool) -> int:
+    """All logits of a step in float32, beside the last hidden states; the layers before them take less."""
+    logits = queries * shape.vocab_size * (LOGIT_BYTES + (TRUNCATED_LOGIT_BYTES if truncates else 0))
+    return max(logits + 2 * queries * shape.hidden_size * dtype.itemsize, queries * layer_token_bytes(shape, dtype))
+
+
+def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
+    """The most that is alive per token within a layer.
+
+    attention      residual E, normed E, qkv Q + 2 KV, rotated queries Q, output Q
+    feed-forward   residual E, normed E, gate and up 2 F, their product F
+    experts        residual E, normed E, and for each of K: gate and up 2 I with their product I, or that product with its output E
+    """
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    inner, expert = shape.intermediate_size, shape.expert_intermediate_size
+    widths = [3 * q + 2 * kv, 3 * inner]
+    if shape.num_experts:
+        widths.append(shape.num_experts_per_token * max(3 * expert, expert + shape.hidden_size))
+    return dtype.itemsize * (2 * shape.hidden_size + max(widths))

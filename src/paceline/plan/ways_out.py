@@ -1,0 +1,65 @@
+"""Where a plan does not fit: changes of the recipe with which it would, each of them planned before it is offered."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config import Config, ConfigError
+from paceline.plan.lengths import Lengths
+from paceline.plan.machine import Machine
+from paceline.plan.plan import Plan, make_plan
+from paceline.policy.config import DecoderConfig
+
+LORA_RANK = 32
+Change = tuple[str, Any]  # section.key and its value
+
+
+@dataclass(frozen=True)
+class WayOut:
+    changes: tuple[Change, ...]
+    plan: Plan
+
+    def __str__(self) -> str:
+        keys = " ".join(f"{key}={str(value).lower()}" for key, value in self.changes)
+        return f"{keys} ({self.plan.peak_bytes / 1e9:.1f} GB with its KV pool)"
+
+
+def ways_out(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True) -> list[WayOut]:
+    """Smallest changes first; one that contains another that already helps is left out."""
+    found: list[WayOut] = []
+    for changes in _candidates(config, shape, learns):
+        if any(set(way.changes) <= set(changes) for way in found):
+            continue
+        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns)
+        if not plan.problem:
+            found.append(WayOut(changes, plan))
+    return found
+
+
+def refusal(plan: Plan, ways: list[WayOut]) -> ConfigError:
+    offered = "; or ".join(str(way) for way in ways) or "nothing on this GPU: take a smaller policy or a larger GPU"
+    return ConfigError(f"{plan.problem}\nwhat would fit: {offered}")
+
+
+def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tuple[Change, ...]]:
+    fewer_rows = ("rollout.max_running", max(1, config.rollout.max_running // 4))
+    if not learns:
+        return [(fewer_rows,)]
+    checkpointing = () if config.policy.activation_checkpointing else (("policy.activation_checkpointing", True),)
+    smallest = max(64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch)
+    smaller = () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
+    lora = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
+    tried = [checkpointing, smaller, (fewer_rows,), checkpointing + smaller, lora, lora + checkpointing, lora + checkpointing + smaller]
+    return list(dict.fromkeys(changes for changes in tried if changes))
+
+
+def _changed(config: Config, changes: tuple[Change, ...]) -> Config:
+    tree = config.model_dump()
+    for key, value in changes:
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[last] = value
+    return Config.model_validate(tree)

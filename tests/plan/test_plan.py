@@ -1,0 +1,139 @@
+"""The plan as a whole: the pool takes what remains, what cannot fit is refused with a way out that does fit, `train` asks first."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import paceline.session
+from paceline.cli import app
+from paceline.config import Config, ConfigError, load_config
+from paceline.loop import train
+from paceline.plan.machine import GPUS, Machine, gpu_of_size, named_gpu
+from paceline.plan.plan import Plan, make_plan
+from paceline.plan.ways_out import refusal, ways_out
+from paceline.session import Session
+from tests.loop_helpers import make_tiny_policy, tiny_config
+from tests.plan.shapes import SMALL_SHAPES
+
+SHAPE = dataclasses.replace(SMALL_SHAPES["qwen3"], vocab_size=4000, max_positions=4096)
+BASE = ["rollout.max_running=8", "rollout.max_tokens=1024", "eval.max_tokens=1024", "task.max_prompt_tokens=1024", "rollout.prefill_tokens=512"]
+
+
+def plan_for(megabytes: float, *overrides: str, learns: bool = True) -> Plan:
+    return make_plan(config_of(*overrides), SHAPE, torch.bfloat16, Machine("test", int(megabytes * 1e6), taken_bytes=0), learns)
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def megabytes_without_pool() -> float:
+    plan = plan_for(10_000)
+    return (plan.peak_bytes - plan.bytes_of("KV pool")) / 1e6 / 0.97
+
+
+def test_room_for_everybody_where_there_is_memory():
+    plan = plan_for(10_000)
+    assert plan.kv_tokens == 8 * 2048 and not plan.sleeps and not plan.problem
+    assert plan.bytes_of("KV pool") == (plan.kv_tokens + 16) * 2 * SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+    assert plan.learning_peak == plan.peak_bytes == plan.phase_bytes("always") + plan.phase_bytes("learning")
+
+
+def test_the_pool_takes_what_remains():
+    """Less memory: a smaller pool beside learning; less still: it sleeps and has learning's memory; then nothing fits."""
+    needed = megabytes_without_pool()
+    wanted = plan_for(10_000).bytes_of("KV pool") / 1e6
+    beside = plan_for(needed + 0.7 * wanted)
+    assert not beside.problem and not beside.sleeps and 0.55 * 8 * 2048 < beside.kv_tokens < 8 * 2048
+    assert beside.usable_bytes - 40 * beside.bytes_of("KV pool") / beside.kv_tokens < beside.peak_bytes <= beside.usable_bytes
+    asleep = plan_for(needed + 0.2 * wanted)
+    assert not asleep.problem and asleep.sleeps and asleep.kv_tokens > 0.3 * 8 * 2048
+    assert max(asleep.learning_peak, asleep.rollout_peak) <= asleep.usable_bytes
+    assert asleep.learning_peak + asleep.bytes_of("KV pool") > asleep.usable_bytes, "or it need not have slept"
+    assert "learning needs" in plan_for(0.9 * needed).problem
+
+
+def test_generation_alone_needs_no_learner():
+    plan = plan_for(10_000, learns=False)
+    assert {"masters", "gradients", "activations"}.isdisjoint(part.name for part in plan.parts)
+    assert plan.phase_bytes("learning") == 0 and not plan.sleeps and plan.peak_bytes < plan_for(10_000).peak_bytes
+
+
+def test_a_pool_that_was_asked_for_is_kept_or_refused():
+    assert plan_for(10_000, "rollout.kv_tokens=5000").kv_tokens == 5000
+    plan = plan_for(10_000, "rollout.kv_tokens=100000000")
+    assert plan.problem.startswith("rollout.kv_tokens = 100000000: ") and "lower it" in plan.problem
+
+
+def test_ways_out_fit():
+    needed = megabytes_without_pool()
+    machine, config = Machine("test", int(0.9 * needed * 1e6), taken_bytes=0), config_of()
+    plan = make_plan(config, SHAPE, torch.bfloat16, machine)
+    ways = ways_out(config, SHAPE, torch.bfloat16, machine)
+    assert plan.problem and ways and all(not way.plan.problem for way in ways)
+    assert ways[0].changes == (("policy.activation_checkpointing", True),)
+    message = str(refusal(plan, ways))
+    assert "largest part is" in message and "policy.activation_checkpointing=true" in message
+    again = make_plan(config_of("policy.activation_checkpointing=true"), SHAPE, torch.bfloat16, machine)
+    assert again.peak_bytes == ways[0].plan.peak_bytes
+    hopeless = Machine("test", 10_000_000, taken_bytes=0)
+    assert "larger GPU" in str(refusal(make_plan(config, SHAPE, torch.bfloat16, hopeless), ways_out(config, SHAPE, torch.bfloat16, hopeless)))
+
+
+def test_machines():
+    assert named_gpu("h200").total_bytes == pytest.approx(150e9, rel=0.01)
+    assert gpu_of_size(24).total_bytes == 24e9
+    with pytest.raises(ConfigError, match="H100"):
+        named_gpu("GTX 970")
+    assert all(name == named_gpu(name).name for name in GPUS)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_the_command(policy):
+    fits = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--gpu", "H200", "--json"], catch_exceptions=False)
+    tree = json.loads(fits.stdout)
+    assert tree["fits"] and tree["kv_tokens"] == 256 * 256 and {part["name"] for part in tree["parts"]} > {"weights", "gradients", "KV pool"}
+    shown = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "40"], catch_exceptions=False)
+    assert "Adam moments" in shown.stdout and "40 GB" in shown.stdout
+    refused = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "0.5"])
+    assert isinstance(refused.exception, ConfigError) and "what would fit" in str(refused.exception)
+    nothing = CliRunner().invoke(app, ["plan", "policy.path=no-such-shape", "--gpu", "H200"])
+    assert "qwen3-8b" in str(nothing.exception)
+
+
+def test_train_refuses_before_it_loads_anything(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(paceline.session, "prepare_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(paceline.session, "gpu_at_hand", lambda: Machine("tiny GPU", int(3e8)))
+    monkeypatch.setattr(paceline.session, "load_policy", lambda *_: pytest.fail("loaded a policy that cannot be trained here"))
+    with pytest.raises(ConfigError, match="tiny GPU are usable"):
+        train(tiny_config(policy, tmp_path, "never", "run.device=cuda"))
+    assert not list(tmp_path.iterdir())
+
+
+class SleepyBackend:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_the_pool_sleeps_exactly_while_learning(sleeps):
+    backend = SleepyBackend()
+    plan = dataclasses.replace(plan_for(10_000), sleeps=sleeps)
+    session = Session(config_of(), torch.device("cpu"), None, None, None, None, backend, None, plan)
+    with pytest.raises(RuntimeError), session.learning_memory():
+        backend.calls.append("learn")
+        raise RuntimeError("an update that fails leaves the pool awake")
+    assert backend.calls == (["sleep", "learn", "wake"] if sleeps else ["learn"])

@@ -1,0 +1,70 @@
+"""What the plan says of generation, against a real engine's tensors."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from paceline.backends.native import cpu_kv_tokens, make_native
+from paceline.config import load_config
+from paceline.drafting.eagle_folder import save_eagle
+from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
+from paceline.plan.lengths import Lengths
+from paceline.plan.rollout import kv_pool_bytes, rollout_bytes, step_bytes
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy, save_policy
+from paceline.session import BUILTIN_POLICY
+from tests.plan.shapes import SMALL_SHAPES
+
+
+@pytest.mark.parametrize("drafter", ["none", "history", "eagle", "draft_model"])
+def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    save_policy(Decoder(dataclasses.replace(policy.config, num_layers=1)).initialise(0), tmp_path / "draft")
+    save_eagle(EagleHead(config_for(policy.config)).initialise(policy, 0), tmp_path / "eagle")
+    speculation = [f"drafter={drafter}", f"draft_model_path={tmp_path / 'draft'}", f"eagle_path={tmp_path / 'eagle'}", "verify=rejection"]
+    config = load_config(None, ["rollout.max_running=24", *(f"rollout.speculation.{setting}" for setting in speculation)])
+    engine = make_native(policy, config.rollout, 512, tokenizer=None)
+    forward, runner = engine.runner.forward, engine.runner
+    planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
+    assert planned.rows == sum(t.nbytes for t in [*vars(engine.rows.state).values(), runner.proposals_SK, forward.cos_PC, forward.sin_PC])
+    caches, expected = engine.cache.num_bytes, 0
+    if drafter == "history":
+        history = engine.drafters["history"]
+        expected = history.bank_NW.nbytes + history.bank_length_N.nbytes + history.sources_SC.nbytes
+    elif drafter == "eagle":
+        eagle = engine.drafters["eagle"]
+        tables = [eagle.head.rope_table, eagle.cos_PC, eagle.sin_PC]
+        head = [*eagle.head.parameters(), *eagle.head.buffers(), *tables, eagle.features_SE, runner.probabilities_SKV]
+        expected, caches = sum(t.nbytes for t in head), caches + eagle.cache.num_bytes
+    elif drafter == "draft_model":
+        model = engine.drafters["draft_model"]
+        tables = [model.policy.rope_table, model.forward.cos_PC, model.forward.sin_PC]
+        expected = sum(t.nbytes for t in [*model.policy.parameters(), *tables, model.cached_S, runner.probabilities_SKV])
+        caches += model.cache.num_bytes
+    assert planned.drafter == expected
+    assert kv_pool_bytes(planned.kv_token, 512) == caches
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 5000])
+def test_pool_is_the_caches(tokens):
+    shape = SMALL_SHAPES["qwen3"]
+    cache = KVCache(shape, blocks_for(tokens) + 1, torch.bfloat16, torch.device("cpu"))
+    per_token = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+    assert kv_pool_bytes(per_token, tokens) == cache.num_bytes == cache.storage_L2NBHD.nbytes
+    assert cache.shape[2] * BLOCK_SIZE >= tokens
+
+
+def test_a_step_holds_its_logits():
+    shape = SMALL_SHAPES["llama"]
+    assert step_bytes(shape, 32, torch.bfloat16, truncates=False) == 32 * (500 * 4 + 2 * 2 * 64)
+    assert step_bytes(shape, 32, torch.bfloat16, truncates=True) > 10 * 32 * 500 * 4
+
+
+def test_cpu_pool_has_room_for_everybody():
+    config = load_config(None, ["rollout.max_running=8", "rollout.max_tokens=20", "eval.max_tokens=30", "task.max_prompt_tokens=50"])
+    policy = Decoder(SMALL_SHAPES["llama"])
+    assert Lengths.of(config, policy.config).request == 80
+    assert cpu_kv_tokens(policy, config) == 8 * 80
+    assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=123"])) == 123
