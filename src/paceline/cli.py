@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from paceline.bench.commands import app as bench_app
+from paceline.certify.commands import certify
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
 from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
@@ -17,6 +18,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.add_typer(simulate_app, name="simulate")
+app.command()(certify)
 
 RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
@@ -140,6 +142,22 @@ def export(
 
     source = export_policy(checkpoint, out, dtype)
     typer.echo(f"{source} written to {out}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    step: Annotated[Optional[int], typer.Option(help="whose rollout; default: the last one")] = None,
+    out: Annotated[Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")] = None,
+) -> None:
+    """Writes a page that shows how a run's rollout was paced."""
+    from paceline.report.pace_page import write_page
+    from paceline.report.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    out = out or run / "report.html"
+    shown = write_page(directory.trace_path, out, run.resolve().name, step)
+    typer.echo(f"rollout of step {shown} written to {out}")
 
 
 @app.command()

@@ -95,6 +95,112 @@ def speculation(
     _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
 
 
+@app.command()
+def acceptance(
+    model: ModelOption = "builtin",
+    draft: Annotated[str, typer.Option(help="the draft model's folder; default: the model with noise on its weights")] = "",
+    disturbance: Annotated[float, typer.Option(help="without --draft: that noise, in standard deviations of each matrix")] = 0.2,
+    tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
+    requests: Annotated[int, typer.Option(help="responses to held-out prompts of the recipe's task")] = 32,
+    new: Annotated[int, typer.Option(help="new tokens at most")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    recipe: Annotated[str, typer.Option(help="where prompts come from")] = "default",
+    json_file: JsonOption = None,
+) -> None:
+    """Shared noise against rejection with the same draft model: expected per token, and realised."""
+    from paceline.bench.acceptance import bench_acceptance
+    from paceline.bench.setup import bench_device, bench_policy, describe
+    from paceline.certify.native import disturbed
+    from paceline.config import load_config
+    from paceline.session import held_out_prompts, policy_folder
+    from paceline.types import Purpose, Request, SamplingParams, request_seed
+
+    device = bench_device()
+    policy = bench_policy(_model(model), device)
+    drafting = bench_policy(_model(draft), device) if draft else disturbed(policy, disturbance)
+    prompts = held_out_prompts(load_config(recipe), policy_folder(model.partition("@")[0]), requests)
+    wanted = [
+        Request(str(i), prompts[i % len(prompts)], request_seed(Purpose.EVAL, 0, 0, "acceptance", i, 0), SamplingParams(temperature, new))
+        for i in range(requests)
+    ]
+    point = bench_acceptance(policy, drafting, wanted, tokens)
+    typer.echo(f"{point.positions} positions, mean TV {point.mean_tv:.3f}; a greedy draft would be accepted {point.greedy_draft:.3f} of the time")
+    typer.echo(f"{'':<14}{'expected per token':>20}{'first token realised':>22}{'accept length':>15}")
+    typer.echo(f"{'rejection':<14}{point.rejection:>20.3f}{point.realised_rejection:>22.3f}{point.accept_length_rejection:>15.2f}")
+    typer.echo(f"{'shared noise':<14}{point.shared_noise:>20.3f}{point.realised_shared_noise:>22.3f}{point.accept_length_shared_noise:>15.2f}")
+    typer.echo(f"shared noise never accepts less than {point.shared_noise_bound:.3f} here")
+    _write(
+        json_file,
+        {
+            "model": model,
+            "draft": draft or f"disturbed by {disturbance}",
+            "temperature": temperature,
+            "tokens": tokens,
+            **describe(device),
+            "point": point.record(),
+        },
+    )
+
+
+@app.command()
+def pacing(
+    model: ModelOption = "builtin",
+    requests: int = 256,
+    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
+    lengths: Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = "lognormal:512,1.0,16,4096",
+    acceptance: Annotated[str, typer.Option(help="of the drafter, by depth, comma separated; the last one is repeated")] = "0.8,0.78,0.76,0.74,0.7",
+    draft_megabytes: Annotated[int, typer.Option(help="weights that the drafter reads per proposed token; an EAGLE head for 8B has about 650")] = 0,
+    tokens: Annotated[str, typer.Option(help="proposed tokens per step to measure as fixed strategies, comma separated")] = "1,3,7",
+    max_tokens: Annotated[int, typer.Option(help="the most that the pacer may choose")] = 15,
+    rollouts: Annotated[int, typer.Option(help="with the pacer; the first starts from nothing")] = 2,
+    graph_memory_gb: Annotated[float, typer.Option(help="budget for captured steps")] = 2.0,
+    page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it has seen the
+    answers and spoils them to the acceptance asked for."""
+    from paceline.backends.native import counts_up_to
+    from paceline.bench.oracle import OracleDrafter
+    from paceline.bench.pacing import PacingPoint, bench_pacing
+    from paceline.bench.rollout import Lengths
+    from paceline.bench.setup import bench_device, bench_policy, bench_requests, describe
+    from paceline.engine.engine import Engine, EngineSettings
+    from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
+    from paceline.pacing.strategy import Strategy
+    from paceline.report.pace_page import render
+
+    device = bench_device()
+    policy = bench_policy(_model(model), device)
+    sizes = Lengths.parse(lengths, requests).values
+    wanted = bench_requests(list(sizes), prompt, policy.config.vocab_size)
+    rates = [float(a) for a in acceptance.split(",")]
+    oracle = OracleDrafter(wanted, rates, draft_megabytes * 1_000_000)
+    kv_tokens, longest = sum(sizes) + requests * (prompt + 64 + 256), prompt + max(sizes) + 2
+    settings = EngineSettings(requests, kv_tokens, longest, deterministic=True, graph_memory=int(graph_memory_gb * 1e9))
+    engine = Engine(policy, settings, drafters=[oracle])
+    strategies = tuple(Strategy(oracle.name, count) for count in counts_up_to(max_tokens))
+    pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), strategies))
+    typer.echo(f"synthetic drafter: right with probability {acceptance} by depth, {draft_megabytes} MB read per token; deterministic mode")
+    typer.echo(f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} {'pool GB':>8} {'graphs':>7}")
+
+    def show(p: PacingPoint) -> None:
+        typer.echo(
+            f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} {p.accept_length:>7.2f} {100 * p.identical:>5.0f}% "
+            f"{p.pool_gb:>8.2f} {p.graphs:>7}"
+        )
+
+    result = bench_pacing(engine, wanted, [Strategy(oracle.name, int(k)) for k in tokens.split(",")], pacer, rollouts, oracle.learn, show)
+    best, paced = result.best_fixed, result.paced
+    typer.echo(
+        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; paced {result.plain.seconds / paced.seconds:.2f}x plain, "
+        f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
+    )
+    if page is not None:
+        page.write_text(render(f"bench pacing, {model}", rollouts, result.trace))
+    figures = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes, **describe(device)}
+    _write(json_file, {**figures, "points": [p.record() for p in result.points]})
+
+
 def _model(name: str) -> str:
     from paceline.session import BUILTIN_POLICIES
 

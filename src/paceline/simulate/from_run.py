@@ -52,8 +52,10 @@ def read_run(path: Path) -> RunFacts:
         lengths = _from_metrics(late, config.rollout.max_tokens)
     accept = [record["speculation/accept_length"] for record in late if "speculation/accept_length" in record]
     acceptance = None
-    if accept and config.rollout.speculation.drafter != "none":
-        tokens = config.rollout.speculation.tokens
+    if accept and config.rollout.speculation.drafters:
+        # Under adaptive pacing proposals differ in length: their mean is what was accepted over its share of what was proposed.
+        share = mean(record["speculation/accepted"] for record in late if "speculation/accepted" in record)
+        tokens = min(config.rollout.speculation.tokens, max(1, round((mean(accept) - 1) / share))) if share else config.rollout.speculation.tokens
         origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {path}")
         acceptance = Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
     return RunFacts(
