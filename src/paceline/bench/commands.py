@@ -9,6 +9,7 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
 ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
+CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -77,21 +78,25 @@ def speculation(
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
     from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation, requests_for
+    from paceline.bench.speculation import bench_speculation, choose_long, requests_for
     from paceline.config import load_config
     from paceline.pacing.strategy import Strategy
 
     config = load_config(recipe, overrides or [])
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, requests_for(max(sizes), rounds))
-    alone = recipe_engine(config, policy, requests, max(sizes))
+    candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))
+    alone = recipe_engine(config, policy, candidates, max(sizes))
+    requests = choose_long(alone, candidates, requests_for(max(sizes), rounds))
     engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
     points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
-    typer.echo(f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
+    typer.echo(
+        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
+    )
     for p in points:
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
-        typer.echo(f"{p.batch:>6} {p.strategy:>18} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+        costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
     _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
 
 
