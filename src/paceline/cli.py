@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from paceline.bench.commands import app as bench_app
+from paceline.certify.commands import certify
 from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
 from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
@@ -17,6 +18,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.add_typer(simulate_app, name="simulate")
+app.command()(certify)
 
 RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]

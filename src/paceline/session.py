@@ -97,6 +97,10 @@ def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
     return load_policy(folder, dtype, device)
 
 
+def widened_from(config: Config) -> Path | None:
+    return policy_folder(config.policy.path) if config.policy.widen else None
+
+
 def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -> Plan | None:
     """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a CPU."""
     machine = gpu_at_hand() if device.type == "cuda" else None
@@ -115,11 +119,19 @@ def policy_shape(config: Config, folder: Path) -> DecoderConfig:
     return widened_config(shape, named_shape(config.policy.widen)) if config.policy.widen else shape
 
 
+def held_out_prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
+    """Prompts of the recipe's task in the tokens of the policy in `folder`, for measuring without the rest of a session."""
+    task = make_task(config.task, load_tokenizer(folder), folder)
+    prompts = [task.prompts.encode(problem) for problem in task.held_out[:count]]
+    task.close()
+    return prompts
+
+
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
-    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed)
+    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config))
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -1,5 +1,7 @@
 """The native engine as a backend, from a recipe. On a GPU the plan sizes the KV pool, on a CPU this file does."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 
 from paceline.backends.drafters import make_drafter
@@ -16,7 +18,9 @@ from paceline.policy.decoder import Decoder
 CPU_BYTES = 4 << 30
 
 
-def make_native(policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokenizer: Tokenizer, seed: int = 0) -> Engine:
+def make_native(
+    policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokenizer: Tokenizer, seed: int = 0, widened_from: Path | None = None
+) -> Engine:
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
@@ -27,7 +31,7 @@ def make_native(policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokeniz
         graph_memory=int(rollout.graph_memory_gb * 1e9),
     )
     speculation = rollout.speculation
-    drafters = [make_drafter(name, policy, speculation) for name in speculation.drafters]
+    drafters = [make_drafter(name, policy, speculation, widened_from) for name in speculation.drafters]
     return Engine(policy, settings, tokenizer, drafters, make_pacer(speculation, drafters, rollout.max_running, seed) if drafters else None)
 
 
