@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from paceline.certify.native import NativeSubject, ReferenceSubject, disturbed, drafter_maker
 from paceline.certify.run import Certificate, Plan, certify
 from paceline.cli import app
+from paceline.config import SpeculationConfig
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine import step
 from paceline.kernels import rejection
@@ -35,7 +36,7 @@ def policies() -> tuple[Decoder, Decoder]:
 def subject(policies, verify: str, drafter: str = "disturbed", tokens: int = 2) -> NativeSubject:
     policy, exact = policies
     if drafter != "disturbed":
-        return NativeSubject(policy, exact, drafter_maker(drafter, policy), tokens, verify)
+        return NativeSubject(policy, exact, drafter_maker(drafter, policy, SpeculationConfig()), tokens, verify)
     model = disturbed(policy, 0.4)
     return NativeSubject(policy, exact, lambda: DraftModel(model), tokens, verify)
 
