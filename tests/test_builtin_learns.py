@@ -49,4 +49,4 @@ def test_the_rollout_has_a_long_tail(run):
     late = [r for r in records if r["kind"] == "train"][10:]
     busy = sum((1 - r["rollout/tail_steps"]) * r["rollout/decode_steps"] for r in late)
     assert 1 - busy / sum(r["rollout/length_max"] for r in late) > 0.5
-    assert sum(r["rollout/decode_steps"] for r in late) < sum(r["rollout/length_max"] for r in late), "speculation saves steps"
+    assert sum(r["rollout/decode_steps"] for r in late) <= sum(r["rollout/length_max"] for r in late), "speculation never adds steps"

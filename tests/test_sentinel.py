@@ -25,7 +25,7 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
 from tests.low_precision import BreakingBackend, breaking_session
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = ("rollout.backend=reference", "rollout.speculation.drafter=none", "eval.problems=2")
+SETTINGS = ("rollout.backend=reference", "rollout.speculation.drafters=[]", "rollout.speculation.max_running=0", "eval.problems=2")
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,22 @@ def export(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    step: Annotated[Optional[int], typer.Option(help="whose rollout; default: the last one")] = None,
+    out: Annotated[Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")] = None,
+) -> None:
+    """Writes a page that shows how a run's rollout was paced."""
+    from paceline.report.pace_page import write_page
+    from paceline.report.run_directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    out = out or run / "report.html"
+    shown = write_page(directory.trace_path, out, run.resolve().name, step)
+    typer.echo(f"rollout of step {shown} written to {out}")
+
+
+@app.command()
 def plan(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,

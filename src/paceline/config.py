@@ -124,18 +124,31 @@ class TaskConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["none", "history", "eagle", "draft_model"] = Field(
-        "none", description="who proposes tokens; completions are the same whoever does"
+    drafters: list[Literal["history", "eagle", "draft_model"]] = Field(
+        default_factory=list, description="who may propose tokens; completions are the same whoever does; empty: no speculation"
     )
+    pacing: Literal["adaptive", "fixed"] = Field(
+        "adaptive", description="adaptive: whatever is fastest now, or no speculation; fixed: always the same"
+    )
+    tokens: int = Field(7, ge=1, le=15, description="proposed per step: at most (adaptive), or exactly (fixed)")
+    max_running: int = Field(0, ge=0, description="fixed: speculate while at most this many requests run; 0: always")
     eagle_path: str = Field(
         "builtin-eagle", description="the eagle head's folder, or `builtin-eagle` for the built-in policy's; see `paceline drafter`"
     )
     draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
-    tokens: int = Field(5, ge=1, le=15, description="proposed per step")
-    max_running: int = Field(8, ge=1, description="speculate while at most this many requests run")
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise", description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison"
     )
+
+    @model_validator(mode="after")
+    def _pacing_fits(self) -> "SpeculationConfig":
+        if len(set(self.drafters)) < len(self.drafters):
+            raise ValueError(f"rollout.speculation.drafters = {self.drafters}: each drafter once")
+        if self.pacing == "fixed" and len(self.drafters) > 1:
+            raise ValueError(f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; use pacing=adaptive for several")
+        if self.pacing == "adaptive" and self.max_running:
+            raise ValueError(f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; leave it out")
+        return self
 
 
 class SentinelConfig(Section):
@@ -154,6 +167,7 @@ class RolloutConfig(Section):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     speculation: SpeculationConfig = SpeculationConfig()
+    graph_memory_gb: float = Field(2.0, gt=0, description="for captured steps, logits included; limits how much a large batch may have proposed")
     sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
 

@@ -19,6 +19,8 @@ from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import TrainingState, load_checkpoint, load_drafters, newest_checkpoint, save_best, save_checkpoint
 from paceline.learning.learner import Learner
+from paceline.pacing.store import load_pacing, save_pacing
+from paceline.pacing.trace import append_trace
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.metrics import rollout_metrics
@@ -53,6 +55,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
             session.backend.load_drafter_state(load_drafters(checkpoint))
+            load_pacing(run.pacing_path, session.backend.pacer, session.machine)
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
@@ -72,6 +75,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         nonlocal best_accuracy
         with clock("evaluate"):
             evaluation = evaluate(session.sampler, session.task.held_out, config.eval)
+            session.backend.take_stats()  # they are not the next rollout's
         record(step, "eval", evaluation.metrics() | clock.take_metrics())
         console.evaluated(step, evaluation)
         if evaluation.accuracy.value > best_accuracy:
@@ -83,6 +87,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, *watched)
         drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
+        save_pacing(run.pacing_path, session.backend.pacer, session.machine)
 
     def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
         with clock("rollout"):
@@ -111,7 +116,9 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             with clock("sync"):
                 session.backend.update_weights(version=step)
             metrics |= sentinel.end_step(step, metrics)
-            metrics |= rollout_metrics(groups, source.take_stats()) | sampling_metrics(source) | clock.take_metrics()
+            stats = source.take_stats()
+            append_trace(run.trace_path, step, stats.trace)
+            metrics |= rollout_metrics(groups, stats) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)

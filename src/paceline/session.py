@@ -4,6 +4,7 @@
 """
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ class Session:
         rollout = self.config.rollout
         return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)
 
+    @property
+    def machine(self) -> str:
+        """What step times depend on."""
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu {platform.machine()} x{os.cpu_count()}"
+        return f"{device}, torch {torch.__version__}, {self.policy.dtype}, {self.policy.config}"
+
     @contextmanager
     def learning_memory(self) -> Iterator[None]:
         """Within, learning has the KV pool's memory where the plan needs it."""
@@ -90,6 +97,10 @@ def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
     return load_policy(folder, dtype, device)
 
 
+def widened_from(config: Config) -> Path | None:
+    return policy_folder(config.policy.path) if config.policy.widen else None
+
+
 def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -> Plan | None:
     """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a CPU."""
     machine = gpu_at_hand() if device.type == "cuda" else None
@@ -112,7 +123,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
-    return make_native(policy, config.rollout, kv_tokens, tokenizer)
+    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config))
 
 
 def prepare_device(config: Config) -> torch.device:

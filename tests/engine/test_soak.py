@@ -7,7 +7,7 @@ import torch
 
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.pacing.strategy import PLAIN, Strategy
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.types import FinishReason, Request, SamplingParams
@@ -21,8 +21,11 @@ class RandomPacer:
     def __init__(self) -> None:
         self.rng = random.Random(1)
 
-    def choose(self, running: int) -> Strategy:
-        return self.rng.choice((PLAIN, Strategy("history", 1), Strategy("history", 4), Strategy("history", 15)))
+    def choose(self, moment: Moment) -> Decision:
+        return Decision(self.rng.choice((PLAIN, Strategy("history", 1), Strategy("history", 4), Strategy("history", 15))))
+
+    def observe(self, observation: Observation) -> None:
+        pass
 
 
 def make_requests(rng: random.Random, count: int) -> list[Request]:

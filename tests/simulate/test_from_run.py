@@ -13,12 +13,14 @@ def run(tmp_path):
     """A run directory as `paceline train` leaves it, with speculation, ten steps and samples of each."""
     folder = tmp_path / "a-run"
     (folder / "samples").mkdir(parents=True)
-    config = Config.model_validate({"rollout": {"speculation": {"drafter": "history", "tokens": 3}, "prompts_per_step": 4, "samples_per_prompt": 4}})
+    config = Config.model_validate(
+        {"rollout": {"speculation": {"drafters": ["history"], "tokens": 3}, "prompts_per_step": 4, "samples_per_prompt": 4}}
+    )
     (folder / "config.yaml").write_text(dump_config(config))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 11):
             record = {"step": step, "kind": "train", "time/rollout": 2.0, "time/learn": 1.0, "time/sync": 0.1, "rollout/tokens": 480,
-                      "rollout/length_mean": 30, "rollout/length_p95": 60, "speculation/accept_length": 2.5}  # fmt: skip
+                      "rollout/length_mean": 30, "rollout/length_p95": 60, "speculation/accept_length": 2.5, "speculation/accepted": 0.5}  # fmt: skip
             file.write(json.dumps(record) + "\n")
     for step in range(1, 11):
         samples = [{"tokens": [0] * n, "request": {"prompt": [1] * 9}} for n in (10, 20, 30, 40, 20, 10, 30, 80)]
@@ -45,6 +47,8 @@ def test_longer_responses_and_a_better_drafter(run):
     assert longer.rollout_seconds > 6 and longer.changed.outcome.stages.train == pytest.approx(4.0)
     better = what_if(facts, "h200", WhatIf(k="3", accept="0.95"))
     assert better.rollout_seconds < 2.0
+    assert better.changed.scenario.speculation.acceptance.by_depth == (0.95,)
+    assert longer.changed.scenario.speculation.acceptance == facts.acceptance, "what was not changed stays measured"
     assert better.changed.outcome.provenance["training"].source == "measured"
     moved = what_if(facts, "h200", WhatIf(hardware="b200"))
     assert moved.changed.outcome.provenance["training"].source == "assumed", "another device's learning was not measured"

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
 
+from paceline.pacing.strategy import Observation, Pacer
+from paceline.pacing.trace import TraceRow
 from paceline.types import Completion, Request
 
 BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
@@ -30,6 +31,18 @@ class RolloutStats:
     step_seconds: list[float] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)  # how each step ran: `plain`, or drafter and length such as `history:5`
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
+    trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
+
+    def note(self, observation: Observation) -> None:
+        """One step, as its outcome is read."""
+        strategy = observation.decision.strategy
+        self.running.append(observation.running)
+        self.strategies.append(str(strategy))
+        if strategy.count:
+            self.drafts.setdefault(strategy.drafter, DraftStats()).note(strategy.count, observation.drafts, observation.accepted_at)
+        if not self.trace or self.trace[-1].decision is not observation.decision:
+            self.trace.append(TraceRow(observation.decision))
+        self.trace[-1].note(observation)
 
 
 @dataclass
@@ -46,17 +59,19 @@ class DraftStats:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
-    def note(self, proposed: int, accepted: np.ndarray) -> None:
-        """`accepted` has one entry per draft."""
-        self.drafts += len(accepted)
-        self.proposed += proposed * len(accepted)
-        self.accepted += int(accepted.sum())
+    def note(self, proposed: int, drafts: int, accepted_at: Sequence[int]) -> None:
+        """`drafts` proposals of `proposed` tokens each; of these, how many had their first i + 1 tokens accepted."""
+        self.drafts += drafts
+        self.proposed += proposed * drafts
+        self.accepted += sum(accepted_at)
         self.accepted_at += [0] * (proposed - len(self.accepted_at))
-        for i in range(proposed):
-            self.accepted_at[i] += int((accepted > i).sum())
+        for i, accepted in enumerate(accepted_at):
+            self.accepted_at[i] += accepted
 
 
 class Backend(Protocol):
+    pacer: Pacer | None  # who chooses its strategies; None: nobody has to
+
     @property
     def precision(self) -> str:
         """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be fallen back from."""

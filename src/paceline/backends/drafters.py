@@ -2,21 +2,28 @@
 
 from pathlib import Path
 
+import torch
+
 from paceline.config import ConfigError, SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.history import HistoryDrafter
+from paceline.models.widen_eagle import widen_eagle
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 
 
-def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig) -> Drafter:
+def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None) -> Drafter:
+    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was trained."""
     if name == "history":
         return HistoryDrafter()
     if name == "eagle":
-        return EagleDrafter(load_eagle(settings.eagle_path, policy, policy.dtype, policy.device))
+        if widened_from is None:
+            return EagleDrafter(load_eagle(settings.eagle_path, policy, policy.dtype, policy.device))
+        small = load_policy(widened_from, torch.float32, policy.device)
+        return EagleDrafter(widen_eagle(load_eagle(settings.eagle_path, small, torch.float32, policy.device), small.config, policy))
     if not (Path(settings.draft_model_path) / "config.json").is_file():
         raise ConfigError(f"rollout.speculation.draft_model_path = {settings.draft_model_path!r}: must be a Hugging Face folder with a config.json")
     return DraftModel(load_policy(settings.draft_model_path, policy.dtype, policy.device))

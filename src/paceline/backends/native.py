@@ -1,11 +1,16 @@
 """The native engine as a backend, from a recipe. On a GPU the plan sizes the KV pool, on a CPU this file does."""
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 
 from paceline.backends.drafters import make_drafter
-from paceline.config import Config, ConfigError, RolloutConfig
+from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
+from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.engine.graphs import buckets_up_to
+from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
+from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
 from paceline.plan.lengths import Lengths
 from paceline.policy.decoder import Decoder
@@ -13,7 +18,9 @@ from paceline.policy.decoder import Decoder
 CPU_BYTES = 4 << 30
 
 
-def make_native(policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokenizer: Tokenizer) -> Engine:
+def make_native(
+    policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokenizer: Tokenizer, seed: int = 0, widened_from: Path | None = None
+) -> Engine:
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
@@ -21,12 +28,23 @@ def make_native(policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokeniz
         admission=rollout.admission,
         deterministic=rollout.deterministic,
         verify=rollout.speculation.verify,
+        graph_memory=int(rollout.graph_memory_gb * 1e9),
     )
     speculation = rollout.speculation
-    if speculation.drafter == "none":
-        return Engine(policy, settings, tokenizer)
-    pacer = FixedPacer(Strategy(speculation.drafter, speculation.tokens), speculation.max_running)
-    return Engine(policy, settings, tokenizer, [make_drafter(speculation.drafter, policy, speculation)], pacer)
+    drafters = [make_drafter(name, policy, speculation, widened_from) for name in speculation.drafters]
+    return Engine(policy, settings, tokenizer, drafters, make_pacer(speculation, drafters, rollout.max_running, seed) if drafters else None)
+
+
+def make_pacer(speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int) -> Pacer:
+    if speculation.pacing == "fixed":
+        return FixedPacer(Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens)), speculation.max_running or max_running)
+    strategies = [Strategy(drafter.name, count) for drafter in drafters for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))]
+    return AdaptivePacer(PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed))
+
+
+def counts_up_to(tokens: int) -> list[int]:
+    """Numbers of tokens worth proposing: each one is a graph of its own, and neighbours differ little where they are large."""
+    return sorted({count for count in (1, 2, 3, 5, 7, 11) if count < tokens} | {tokens})
 
 
 def cpu_kv_tokens(policy: Decoder, config: Config) -> int:

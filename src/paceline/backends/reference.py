@@ -48,6 +48,8 @@ class Row:
 
 
 class ReferenceBackend:
+    pacer = None
+
     def __init__(self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
         self.policy = policy
         self.tokenizer = tokenizer

@@ -9,6 +9,7 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
 ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
+CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -106,22 +107,85 @@ def speculation(
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
     from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation, requests_for
+    from paceline.bench.speculation import bench_speculation, choose_long, requests_for
     from paceline.config import load_config
     from paceline.pacing.strategy import Strategy
 
     config = load_config(recipe, overrides or [])
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, requests_for(max(sizes), rounds))
-    alone = recipe_engine(config, policy, requests, max(sizes))
+    candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))
+    alone = recipe_engine(config, policy, candidates, max(sizes))
+    requests = choose_long(alone, candidates, requests_for(max(sizes), rounds))
     engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
     points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
-    typer.echo(f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
+    typer.echo(
+        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
+    )
     for p in points:
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
-        typer.echo(f"{p.batch:>6} {p.strategy:>18} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+        costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
     _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
+
+
+@app.command()
+def pacing(
+    model: ModelOption = "builtin",
+    requests: int = 256,
+    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
+    lengths: Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = "lognormal:512,1.0,16,4096",
+    acceptance: Annotated[str, typer.Option(help="of the drafter, by depth, comma separated; the last one is repeated")] = "0.8,0.78,0.76,0.74,0.7",
+    draft_megabytes: Annotated[int, typer.Option(help="weights that the drafter reads per proposed token; an EAGLE head for 8B has about 650")] = 0,
+    tokens: Annotated[str, typer.Option(help="proposed tokens per step to measure as fixed strategies, comma separated")] = "1,3,7",
+    max_tokens: Annotated[int, typer.Option(help="the most that the pacer may choose")] = 15,
+    rollouts: Annotated[int, typer.Option(help="with the pacer; the first starts from nothing")] = 2,
+    graph_memory_gb: Annotated[float, typer.Option(help="budget for captured steps")] = 2.0,
+    page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it has seen the
+    answers and spoils them to the acceptance asked for."""
+    from paceline.backends.native import counts_up_to
+    from paceline.bench.oracle import OracleDrafter
+    from paceline.bench.pacing import PacingPoint, bench_pacing
+    from paceline.bench.rollout import Lengths
+    from paceline.bench.setup import bench_device, bench_policy, bench_requests, describe
+    from paceline.engine.engine import Engine, EngineSettings
+    from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
+    from paceline.pacing.strategy import Strategy
+    from paceline.report.pace_page import render
+
+    device = bench_device()
+    policy = bench_policy(_model(model), device)
+    sizes = Lengths.parse(lengths, requests).values
+    wanted = bench_requests(list(sizes), prompt, policy.config.vocab_size)
+    rates = [float(a) for a in acceptance.split(",")]
+    oracle = OracleDrafter(wanted, rates, draft_megabytes * 1_000_000)
+    kv_tokens, longest = sum(sizes) + requests * (prompt + 64 + 256), prompt + max(sizes) + 2
+    settings = EngineSettings(requests, kv_tokens, longest, deterministic=True, graph_memory=int(graph_memory_gb * 1e9))
+    engine = Engine(policy, settings, drafters=[oracle])
+    strategies = tuple(Strategy(oracle.name, count) for count in counts_up_to(max_tokens))
+    pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), strategies))
+    typer.echo(f"synthetic drafter: right with probability {acceptance} by depth, {draft_megabytes} MB read per token; deterministic mode")
+    typer.echo(f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} {'pool GB':>8} {'graphs':>7}")
+
+    def show(p: PacingPoint) -> None:
+        typer.echo(
+            f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} {p.accept_length:>7.2f} {100 * p.identical:>5.0f}% "
+            f"{p.pool_gb:>8.2f} {p.graphs:>7}"
+        )
+
+    result = bench_pacing(engine, wanted, [Strategy(oracle.name, int(k)) for k in tokens.split(",")], pacer, rollouts, oracle.learn, show)
+    best, paced = result.best_fixed, result.paced
+    typer.echo(
+        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; paced {result.plain.seconds / paced.seconds:.2f}x plain, "
+        f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
+    )
+    if page is not None:
+        page.write_text(render(f"bench pacing, {model}", rollouts, result.trace))
+    figures = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes, **describe(device)}
+    _write(json_file, {**figures, "points": [p.record() for p in result.points]})
 
 
 def _model(name: str) -> str:

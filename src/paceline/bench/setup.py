@@ -16,7 +16,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import open_policy, policy_folder, prepare_device
+from paceline.session import open_policy, policy_folder, prepare_device, widened_from
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
@@ -53,7 +53,7 @@ def recipe_engine(
     """With room for the requests."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
     settings = EngineSettings(max_running, max_running * (longest + 64), longest, deterministic=config.rollout.deterministic, verify=verify)
-    drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation)]
+    drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation, widened_from(config))]
     return Engine(policy, settings, drafters=drafters)
 
 

@@ -31,20 +31,20 @@ class Acceptance:
     steps: float = 0.0
     tokens: int = 0
     accepted_at: list[float] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
+    tried_at: list[float] = field(default_factory=list)  # drafts whose first i tokens were, and whose response went on
 
     @property
     def accept_length(self) -> float:
         """Tokens emitted per step of the policy, its own token included; the one that ends a response cuts a step short."""
         return self.tokens / max(1e-9, self.steps)
 
-    def reached(self, place: int) -> float:
-        """Share of drafts whose tokens up to `place` were all accepted."""
-        return self.accepted_at[place] / max(1e-9, self.steps)
+    def rate_at(self, place: int) -> float:
+        """Share of the tokens at `place` that were accepted, where those before were and the response had not ended."""
+        return self.accepted_at[place] / max(1e-9, self.tried_at[place])
 
-    def after_right_ones(self, place: int) -> float:
-        """Share of the tokens at `place` that were accepted, where those before were."""
-        before = self.accepted_at[place - 1] if place else self.steps
-        return self.accepted_at[place] / max(1e-9, before)
+    @classmethod
+    def nothing(cls, depth: int) -> "Acceptance":
+        return cls(accepted_at=[0.0] * depth, tried_at=[0.0] * depth)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure_acceptance(
     policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 2048
 ) -> Measured:
     """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
-    shared, rejection = (Acceptance(accepted_at=[0.0] * depth) for _ in range(2))
+    shared, rejection = Acceptance.nothing(depth), Acceptance.nothing(depth)
     completions = [completion for completion in completions if completion.tokens]
     for part in _parts(completions, micro_batch_tokens):
         batch = pack([training_sequence(completion) for completion in part], policy.device)
@@ -130,6 +130,7 @@ def walk(chances_NK: list[list[float]], known: int, total: Acceptance) -> None:
         total.steps += reached
         for step in range(min(depth, count - start)):
             accepted = reached * chances_NK[start][step]
+            total.tried_at[step] += reached
             total.accepted_at[step] += accepted
             visits[start + step + 1] += reached - accepted  # the policy's own token in its place
             reached = accepted

@@ -152,5 +152,5 @@ def _dtype(name: str):
 
 
 def _row(name: str, acceptance: "Acceptance", depth: int) -> str:
-    shares = "".join(f"{100 * acceptance.after_right_ones(place):>6.1f}%" for place in range(depth))
+    shares = "".join(f"{100 * acceptance.rate_at(place):>6.1f}%" for place in range(depth))
     return f"{name:<36}{shares}   {acceptance.accept_length:.3f}"

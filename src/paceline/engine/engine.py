@@ -30,13 +30,15 @@ from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import StepVariant, Verify
-from paceline.pacing.strategy import PLAIN, Pacer, Strategy
+from paceline.engine.step_timer import StepTimer
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.types import Completion, FinishReason, Request
 
+NO_PACER = Decision(PLAIN)
 RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
 
 
@@ -50,6 +52,7 @@ class EngineSettings:
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
     verify: str = "shared-noise"  # or "rejection"
+    graph_memory: int = 0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
 
 
 class Engine:
@@ -75,7 +78,7 @@ class Engine:
         self.drafters = {drafter.name: drafter for drafter in drafters}
         followers = [drafter for drafter in drafters if drafter.captured_layers]
         forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
-        self.runner = StepRunner(forward, self.rows, slots, followers)
+        self.runner = StepRunner(forward, self.rows, slots, followers, settings.graph_memory)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
@@ -85,6 +88,9 @@ class Engine:
         # By drafter that must be told: the slots whose rows ran without it.
         self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
         self.pacer = pacer
+        self.timer = StepTimer(device)
+        self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
+        self.moment_left = 0
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
@@ -121,9 +127,12 @@ class Engine:
     @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
         self._last_outcome = time.perf_counter()
+        self.timer.pause()
         while not self.paused:
             while self.finished:
                 yield self.finished.popleft()
+                if not self.outcomes.unread:
+                    self.timer.pause()
                 if self.paused:
                     return
             for sequence in self.scheduler.admit(nobody_runs=not self.running):
@@ -221,6 +230,7 @@ class Engine:
 
     def _prefill(self) -> None:
         self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
+        self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
             for cache in (self.cache, *self.drafters.values()):
@@ -252,22 +262,35 @@ class Engine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        strategy = self.pacer.choose(len(self.batch)) if self.pacer is not None else PLAIN
-        queries = strategy.count + 1
+        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else NO_PACER
+        strategy, queries = decision.strategy, decision.strategy.queries
         if self.reserved_queries < queries and not self._reserve(queries):
             return
         if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
         self.reserved_queries -= queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
+        captures = self.runner.capture_seconds
+        self.timer.begin()
         if strategy.count:
             self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
+            self.timer.note_drafted()
         for name, behind in self.behind.items():
             if name != strategy.drafter:
                 behind[self.batch.slots] = True
         status = self.runner.run(bucket, queries, self._variant(strategy))
-        self.outcomes.unread.append(Launched.now(self.batch, strategy, status))
+        if self.runner.capture_seconds != captures:
+            self.timer.note_disturbance()
+        self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.length_bound[self.batch.slots] += queries
+
+    def _current_moment(self) -> Moment:
+        self.moment_left -= 1
+        if self.moment_left < 0:
+            bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
+            self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.max_queries(bucket))
+            self.moment_left = RESERVE_STEPS - 1
+        return self.moment
 
     def _variant(self, strategy: Strategy) -> StepVariant:
         if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
@@ -282,6 +305,7 @@ class Engine:
             self._drain()
             slots = np.sort(self.batch.slots[behind[self.batch.slots]])
             if len(slots):
+                self.timer.note_switch()
                 self.drafters[name].catch_up(slots.tolist(), self.length_bound[slots].tolist())
         behind[:] = False
         return bool(self.running)
@@ -317,16 +341,15 @@ class Engine:
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
-        launched = self.outcomes.unread[0]
-        ended = self.outcomes.read(self.stats, self.version)
+        outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
-        self.stats.running.append(len(launched.batch))
         self.stats.step_seconds.append(now - self._last_outcome)
-        self.stats.strategies.append(str(launched.strategy))
         self._last_outcome = now
-        for entry in ended:
+        if self.pacer is not None:
+            self.pacer.observe(outcome.observation)
+        for entry in outcome.ended:
             self._finish(entry.sequence, entry.reason)
-        if ended:
+        if outcome.ended:
             self._running_changed()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -371,7 +394,7 @@ class Engine:
 
     def _running_changed(self) -> None:
         self.batch = Batch.of(list(self.running.values()), self.outcomes.tenancy)
-        self.reserved_queries = 0
+        self.reserved_queries = self.moment_left = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)

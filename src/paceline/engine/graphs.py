@@ -1,6 +1,7 @@
 """Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, variant).
 
-On a CPU there is nothing to capture and the step runs as it is.
+On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains (`capture_guard.py`).
+What may be captured at all is a matter of memory (`graph_memory.py`).
 """
 
 import time
@@ -11,6 +12,8 @@ from typing import TypeVar
 import torch
 
 from paceline.drafting.base import Drafter
+from paceline.engine.capture_guard import CaptureGuard
+from paceline.engine.graph_memory import GraphMemory, pool_bytes_taken
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step import StepStatus, StepVariant, step
 from paceline.paged.forward import PagedForward
@@ -45,7 +48,7 @@ class StepRunner:
     A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
     """
 
-    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = ()) -> None:
+    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = (), graph_memory: int = 0) -> None:
         self.forward = forward
         self.followers = followers
         self.rows = rows
@@ -55,53 +58,71 @@ class StepRunner:
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
+        self.guard = CaptureGuard()
+        score, policy = rows.state.logprobs.dtype, forward.policy
+        self.memory = GraphMemory(policy.config, score.itemsize, policy.dtype.itemsize, graph_memory if rows.device.type == "cuda" else 0)
         self._pool = None
         self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
 
+    def max_queries(self, bucket: int) -> int:
+        """Tokens per row that a step of this bucket may look at."""
+        return min(MAX_QUERY, self.memory.max_queries(bucket))
+
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
-        if self.rows.device.type != "cuda":
-            return self._step(bucket, queries, variant)
         key = GraphKey(bucket, queries, variant)
         if key not in self.captured:
-            self.captured[key] = CapturedStep(*self._captured(lambda: self._step(bucket, queries, variant)))
+            if not self._may_capture():
+                return self._step(bucket, queries, variant)
+            self.captured[key] = CapturedStep(*self._captured(bucket * queries, lambda: self._step(bucket, queries, variant)))
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
 
     def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool) -> None:
         """Fills the proposals of the bucket's rows."""
-        if self.rows.device.type != "cuda":
-            drafter.propose(self.slots[:bucket], count, truncates)
-            return
         key = DraftKey(bucket, drafter.name, count, truncates)
         if key not in self.captured_drafts:
-            self.captured_drafts[key], _ = self._captured(lambda: drafter.propose(self.slots[:bucket], count, truncates))
+            if not self._may_capture():
+                drafter.propose(self.slots[:bucket], count, truncates)
+                return
+            self.captured_drafts[key], _ = self._captured(bucket, lambda: drafter.propose(self.slots[:bucket], count, truncates))
         self.captured_drafts[key].replay()
+
+    def _may_capture(self) -> bool:
+        return self.rows.device.type == "cuda" and self.guard.begin_capture()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)
 
-    def _captured(self, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    def _captured(self, tokens: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
         start = time.perf_counter()
-        torch.cuda.synchronize()
-        kept = self.slots.clone()
-        self.slots.fill_(self.rows.null_slot)
-        stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outcome = function()
-        self.slots.copy_(kept)
-        torch.cuda.synchronize()
+        try:
+            torch.cuda.synchronize()
+            kept = self.slots.clone()
+            self.slots.fill_(self.rows.null_slot)
+            stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # as capturing would do anyway: from here on only the pool grows
+            pool_before, free_before = pool_bytes_taken(), torch.cuda.mem_get_info()[0]
+            with torch.cuda.graph(graph, pool=self._pool):
+                outcome = function()
+            pool_bytes = pool_bytes_taken() - pool_before
+            self.memory.note(tokens, pool_bytes, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
+            self.slots.copy_(kept)
+            torch.cuda.synchronize()
+        finally:
+            self.guard.end_capture()
         self.capture_seconds += time.perf_counter() - start
         return graph, outcome
 

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import DraftStats, RolloutStats
+from paceline.backends.base import RolloutStats
 from paceline.engine.rows import Rows
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import StepStatus, StepVariant
+from paceline.engine.step_timer import StepTimer, StepTiming
 from paceline.engine.stop_strings import first_stop
-from paceline.pacing.strategy import Strategy
+from paceline.pacing.strategy import Decision, Observation
 from paceline.types import FinishReason
 
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
@@ -56,23 +56,27 @@ class Launched:
     """A step whose outcome the host has not read yet."""
 
     batch: Batch
-    strategy: Strategy
-    status: StepStatus  # on the host, valid once `ready`
-    ready: torch.cuda.Event | None
+    decision: Decision
+    status: StepStatus  # on the host, valid once the timing's `ready`
+    timing: StepTiming
 
     @classmethod
-    def now(cls, batch: Batch, strategy: Strategy, status: StepStatus) -> "Launched":
-        if status.lengths_states.device.type != "cuda":
-            return cls(batch, strategy, status, None)
-        status, ready = status.to_host(), torch.cuda.Event()
-        ready.record()
-        return cls(batch, strategy, status, ready)
+    def now(cls, batch: Batch, decision: Decision, status: StepStatus, timer: StepTimer) -> "Launched":
+        if status.lengths_states.device.type == "cuda":
+            status = status.to_host()
+        return cls(batch, decision, status, timer.finish())
 
 
 @dataclass(frozen=True)
 class Ended:
     sequence: Sequence
     reason: FinishReason
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    ended: list[Ended]
+    observation: Observation
 
 
 class Outcomes:
@@ -94,18 +98,15 @@ class Outcomes:
         """What is unread says nothing of this row any more."""
         self.tenancy[sequence.slot] += 1
 
-    def read(self, stats: RolloutStats, version: int) -> list[Ended]:
-        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`)."""
+    def read(self, stats: RolloutStats, version: int) -> StepOutcome:
+        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`), and how it went."""
         launched = self.unread.popleft()
-        if launched.ready is not None:
-            launched.ready.synchronize()
+        launched.timing.wait()
         batch = launched.batch
         lengths, states = launched.status.lengths_states[:, : len(batch)].numpy()
         here = self.tenancy[batch.slots] == batch.tenancies
-        gained = self._note_lengths(batch, lengths, here)
-        if launched.strategy.count:
-            drafts = stats.drafts.setdefault(launched.strategy.drafter, DraftStats())
-            drafts.note(launched.strategy.count, gained[gained > 0] - 1)
+        observation = _observation(launched, self._note_lengths(batch, lengths, here))
+        stats.note(observation)
         watched = batch.watched[here[batch.watched]].tolist()
         for i in watched:
             launched.status.note_top(i, batch.sequences[i], int(lengths[i]))
@@ -113,7 +114,8 @@ class Outcomes:
         if ended:
             self.take_tokens([entry.sequence for entry in ended], stats, version)
             ended = [Ended(entry.sequence, self._cut_at_text(entry.sequence) or entry.reason) for entry in ended]
-        return ended + self._ended_by_text([batch.sequences[i] for i in watched if states[i] == 0], stats, version)
+        ended += self._ended_by_text([batch.sequences[i] for i in watched if states[i] == 0], stats, version)
+        return StepOutcome(ended, observation)
 
     def take_tokens(self, sequences: list[Sequence], stats: RolloutStats, version: int) -> None:
         """Brings what rows have sampled, as far as it is known, to the host."""
@@ -152,3 +154,17 @@ class Outcomes:
             return None
         sequence.shorten(end)
         return FinishReason.STOP
+
+
+def _observation(launched: Launched, gained: np.ndarray) -> Observation:
+    """`gained`: tokens of each row that is still here; none, where it had ended before this step."""
+    decision, drafts, accepted_at = launched.decision, 0, ()
+    count = decision.strategy.count
+    if count:
+        alive = gained[gained > 0]
+        drafts = len(alive)
+        accepted_at = tuple((drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist())
+    timing = launched.timing
+    return Observation(
+        decision, len(launched.batch), decision.context, *timing.seconds(), int(gained.sum()), drafts, accepted_at, timing.switched, timing.disturbed
+    )

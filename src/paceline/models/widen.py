@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from paceline.policy.config import DecoderConfig, read_config
-from paceline.policy.decoder import Attention, Decoder, DecoderLayer
+from paceline.policy.decoder import Attention, Decoder, DecoderLayer, FeedForward
 from paceline.policy.huggingface import load_policy, save_policy
 from paceline.policy.shapes import SHAPES
 
@@ -88,7 +88,7 @@ def widen(policy: Decoder, shape: DecoderConfig, dtype: torch.dtype | None = Non
     for target, source in ((wide.embedding.weight, policy.embedding.weight), (wide.head.weight, policy.head.weight)):
         target.zero_()
         target[:, : small.hidden_size] = source.to(target)
-    _place_norm(wide.norm.weight, policy.norm.weight, placement)
+    place_norm(wide.norm.weight, policy.norm.weight, placement)
     return wide
 
 
@@ -118,7 +118,7 @@ def widen_folder(source: Path, shape_name: str, out: Path, dtype: torch.dtype) -
 class Placement:
     """Where the small model's rows and columns lie in the wide one's matrices."""
 
-    width: int  # of the small residual stream
+    residual: torch.Tensor  # dimensions of the wide residual stream that are the small one's
     query_rows: torch.Tensor  # of the wide q, for each row of the small one's
     query_heads: torch.Tensor  # wide query heads that are the small model's
     kv_rows: torch.Tensor  # of the wide k or v, for each row of `kv_sources`
@@ -145,7 +145,7 @@ class Placement:
             return (torch.tensor(heads).unsqueeze(1) * head_dim + head_dims).flatten().to(device)
 
         return cls(
-            width=small.hidden_size,
+            residual=torch.arange(small.hidden_size, device=device),
             query_rows=rows(query_heads, dims, wide.head_dim),
             query_heads=torch.tensor(query_heads, device=device),
             kv_rows=rows(kv_heads, dims, wide.head_dim),
@@ -166,27 +166,31 @@ def _silence(layer: DecoderLayer) -> None:
 
 
 def _place_layer(target: DecoderLayer, source: DecoderLayer, at: Placement) -> None:
-    _place_norm(target.attention_norm.weight, source.attention_norm.weight, at)
-    _place_norm(target.feed_forward_norm.weight, source.feed_forward_norm.weight, at)
-    every = torch.arange(max(at.width, source.feed_forward.down.in_features), device=at.query_rows.device)
-    residual, inner = every[: at.width], every[: source.feed_forward.down.in_features]
+    place_norm(target.attention_norm.weight, source.attention_norm.weight, at)
+    place_norm(target.feed_forward_norm.weight, source.feed_forward_norm.weight, at)
+    place_attention(target.attention, source.attention, at, at.residual)
+    place_feed_forward(target.feed_forward, source.feed_forward, at)
 
-    attention, small = target.attention, source.attention
+
+def place_attention(attention: Attention, small: Attention, at: Placement, inputs: torch.Tensor) -> None:
+    """`inputs`: the columns of the wide projections that the small one's inputs are."""
     for (q, k, v), (small_q, small_k, small_v) in zip(_parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True):
         # The small heads' further dimensions must score nothing; zeros in q alone see to that.
         q.unflatten(0, (-1, attention.head_dim))[at.query_heads] = 0
-        _place(q, small_q.double() * at.query_scale, at.query_rows, residual)
-        _place(k, small_k[at.kv_sources], at.kv_rows, residual)
-        _place(v, small_v[at.kv_sources], at.kv_rows, residual)
+        place(q, small_q.double() * at.query_scale, at.query_rows, inputs)
+        place(k, small_k[at.kv_sources], at.kv_rows, inputs)
+        place(v, small_v[at.kv_sources], at.kv_rows, inputs)
     for (out,), (small_out,) in zip(_parts(attention.output), _parts(small.output), strict=True):
-        _place(out, small_out, residual, at.query_rows)
+        place(out, small_out, at.residual, at.query_rows)
 
-    forward, small = target.feed_forward, source.feed_forward
+
+def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
+    inner = torch.arange(small.down.in_features, device=at.residual.device)
     for wide_parts, parts in zip(_parts(forward.gate_up, *[forward.down.in_features] * 2), _parts(small.gate_up, *[len(inner)] * 2), strict=True):
         for wide_part, part in zip(wide_parts, parts, strict=True):
-            _place(wide_part, part, inner, residual)
+            place(wide_part, part, inner, at.residual)
     for (down,), (small_down,) in zip(_parts(forward.down), _parts(small.down), strict=True):
-        _place(down, small_down, residual, inner)
+        place(down, small_down, at.residual, inner)
 
 
 def _qkv(attention: Attention) -> tuple[int, int, int]:
@@ -200,10 +204,10 @@ def _parts(linear: nn.Linear, *sizes: int) -> Iterator[tuple[torch.Tensor, ...]]
             yield tensor.split(sizes or tensor.shape[0])
 
 
-def _place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+def place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
     where = (rows.unsqueeze(1), columns) if target.ndim == 2 else (rows,)
     target.index_put_(where, source.to(target))
 
 
-def _place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
-    target[: at.width] = (source.double() * at.norm_scale).to(target)
+def place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
+    target[at.residual] = (source.double() * at.norm_scale).to(target)

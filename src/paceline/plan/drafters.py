@@ -1,4 +1,4 @@
-"""What a drafter takes: the drafter itself, made on the meta device and seated there."""
+"""What drafters take: the drafters themselves, made on the meta device and seated there."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +26,23 @@ class DrafterBytes:
 
 
 def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor) -> DrafterBytes:
-    if speculation.drafter == "none":
-        return DrafterBytes()
-    drafter = _make(speculation, policy)
+    """Of all of them together."""
+    drafters = [_make(name, speculation, policy) for name in speculation.drafters]
     probabilities_SKV = None
-    if speculation.verify == "rejection" and drafter.has_probabilities:
+    if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
-    drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False))
-    own = list(_tensors(drafter)) + ([] if probabilities_SKV is None else [probabilities_SKV])
+    own = [] if probabilities_SKV is None else [probabilities_SKV]
+    for drafter in drafters:
+        drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False))
+        own += _tensors(drafter)
     seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
-    return DrafterBytes(total_bytes(own, besides=seated), drafter.token_bytes)
+    return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters))
 
 
-def _make(speculation: SpeculationConfig, policy: Decoder) -> Drafter:
-    if speculation.drafter == "history":
+def _make(name: str, speculation: SpeculationConfig, policy: Decoder) -> Drafter:
+    if name == "history":
         return HistoryDrafter()
-    if speculation.drafter == "eagle":
+    if name == "eagle":
         return EagleDrafter(EagleHead(read_eagle_config(speculation.eagle_path, policy), policy.dtype, META))
     return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
 

@@ -80,7 +80,7 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
         Part("Adam moments", learner.moments, "always", "policy.lora.rank"),
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
-        Part("drafter", rollout.drafter, "always", "rollout.speculation.drafter"),
+        Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),

@@ -19,6 +19,7 @@ from paceline.plan.learning import META, total_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 
+PACED_DEPTHS = 2
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
 # The Triton sampler keeps nothing of a logit; truncated sampling sorts: scores, sorted scores, ids, and five of int64 at a time.
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 4, 64
@@ -40,10 +41,12 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
     drafter = drafter_bytes(speculation, policy, rows, proposals)
     queries, graphs = slots, len(buckets_up_to(slots))
-    if speculation.drafter != "none":
-        widest = min(slots, speculation.max_running)
-        queries = max(slots, widest * (speculation.tokens + 1))
-        graphs += 2 * len(buckets_up_to(widest))  # a draft and its verification
+    if speculation.drafters:
+        widest = min(slots, speculation.max_running or slots)
+        fits = int(config.rollout.graph_memory_gb * 1e9) // step_bytes(shape, 1, dtype, truncates=False)  # see `engine/graph_memory.py`
+        queries = max(slots, min(fits, widest * (speculation.tokens + 1)))
+        # A draft and its verification; pacing goes through a few depths at each batch size.
+        graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
     step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1)
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
     return RolloutBytes(

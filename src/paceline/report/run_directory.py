@@ -1,4 +1,4 @@
-"""The folder of a run: `config.yaml`, `metrics.jsonl`, `samples/`, `checkpoints/`."""
+"""The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`, `checkpoints/`."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, ConfigError, dump_config, load_config
+from paceline.pacing.trace import cut_trace
 
 
 class RunDirectory:
@@ -15,6 +16,8 @@ class RunDirectory:
         self.path = path
         self.config_path = path / "config.yaml"
         self.metrics_path = path / "metrics.jsonl"
+        self.trace_path = path / "trace.jsonl"  # which strategy each rollout ran when (`pacing/trace.py`)
+        self.pacing_path = path / "pacing.json"  # what the pacer has learnt of this machine (`pacing/store.py`)
         self.samples_path = path / "samples"
         self.checkpoints_path = path / "checkpoints"
 
@@ -63,7 +66,8 @@ class RunDirectory:
                 return
 
     def cut_back(self, step: int) -> None:
-        """Drops metrics and samples of later steps, which a resumed run will make again."""
+        """Drops metrics, traces and samples of later steps, which a resumed run will make again."""
+        cut_trace(self.trace_path, step)
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         beside = self.metrics_path.with_suffix(".tmp")
         beside.write_text("".join(json.dumps(record) + "\n" for record in kept))

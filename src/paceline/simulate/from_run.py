@@ -52,8 +52,10 @@ def read_run(path: Path) -> RunFacts:
         lengths = _from_metrics(late, config.rollout.max_tokens)
     accept = [record["speculation/accept_length"] for record in late if "speculation/accept_length" in record]
     acceptance = None
-    if accept and config.rollout.speculation.drafter != "none":
-        tokens = config.rollout.speculation.tokens
+    if accept and config.rollout.speculation.drafters:
+        # Under adaptive pacing proposals differ in length: their mean is what was accepted over its share of what was proposed.
+        share = mean(record["speculation/accepted"] for record in late if "speculation/accepted" in record)
+        tokens = min(config.rollout.speculation.tokens, max(1, round((mean(accept) - 1) / share))) if share else config.rollout.speculation.tokens
         origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {path}")
         acceptance = Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
     return RunFacts(
@@ -105,7 +107,8 @@ class WhatIf:
     max_running: int | None = None
 
 
-def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages: GivenStages | None = None) -> Scenario:
+def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages: GivenStages | None = None, own_acceptance: bool = True) -> Scenario:
+    """`own_acceptance`: what the run's drafter reached, where it had one; otherwise what the flags say."""
     scenario = build(flags)
     lengths = facts.lengths
     if length_scale != 1.0:
@@ -115,7 +118,7 @@ def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages
             lengths, mean=lengths.mean * length_scale, high=round(lengths.high * length_scale), observed=observed, origin=origin
         )
     speculation = scenario.speculation
-    if facts.acceptance is not None and flags.accept == Flags().accept:
+    if facts.acceptance is not None and own_acceptance:
         speculation = dataclasses.replace(speculation, acceptance=facts.acceptance)
     return dataclasses.replace(
         scenario,
@@ -159,7 +162,7 @@ def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
     scaled = dataclasses.replace(measured, train=learn)
     if change.model is not None or change.hardware is not None:
         scaled = GivenStages()  # another model or device: nothing of the run's learning carries over
-    changed = ask(scenario_of(facts, flags, change.length_scale, scaled))
+    changed = ask(scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None))
     return RunAnswer(facts, base, changed, facts.rollout_seconds / base.outcome.rollout_seconds)
 
 

@@ -78,7 +78,9 @@ def flags_from_recipe(config: Config) -> Flags:
     from paceline.session import BUILTIN_POLICIES
 
     rollout = config.rollout
-    drafter = rollout.speculation.drafter
+    speculation = rollout.speculation
+    drafter = speculation.drafters[0] if speculation.drafters else "none"
+    k = f"paced:{speculation.tokens}" if speculation.pacing == "adaptive" else str(speculation.tokens)
     return Flags(
         model=str(BUILTIN_POLICIES.get(config.policy.path, config.policy.path)),
         gpus=1,
@@ -86,9 +88,9 @@ def flags_from_recipe(config: Config) -> Flags:
         samples=rollout.samples_per_prompt,
         prompt_tokens=config.task.max_prompt_tokens or 128,
         lengths=f"lognormal:{max(16, rollout.max_tokens // 4)},1.0,1,{rollout.max_tokens}",
-        k="0" if drafter == "none" else str(rollout.speculation.tokens),
-        drafter=rollout.speculation.draft_model_path if drafter == "draft_model" else "history" if drafter == "history" else "eagle",
-        spec_max_running=0 if drafter == "none" else rollout.speculation.max_running,
+        k="0" if drafter == "none" else k,
+        drafter=speculation.draft_model_path if drafter == "draft_model" else "history" if drafter == "history" else "eagle",
+        spec_max_running=speculation.max_running,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
     )
@@ -135,8 +137,10 @@ class Sweep:
             except ValueError:
                 raise ValueError(f"--sweep {key}={value}: not a number") from None
             if key == "mean_length":
-                _, sigma, low, high = Lengths.parse(flags.lengths), *flags.lengths.partition(":")[2].split(",")[1:]
-                changes["lengths"] = f"lognormal:{converted},{sigma},{low},{high}"
+                kind, _, numbers = flags.lengths.partition(":")
+                if kind != "lognormal":
+                    raise ValueError(f"--sweep mean_length needs log-normal lengths, not --lengths {flags.lengths!r}")
+                changes["lengths"] = f"lognormal:{converted},{numbers.partition(',')[2]}"
             else:
                 changes[key] = converted
         return dataclasses.replace(flags, **changes)

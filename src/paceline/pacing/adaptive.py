@@ -1,0 +1,282 @@
+"""The adaptive pacer: the strategy with the most expected tokens per second, looked at anew every few steps.
+
+    expected(drafter, k) = rows * (1 + a_1 + a_1 a_2 + ... + a_1 .. a_k) / (draft seconds + verify seconds)
+
+Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules keep it honest:
+
+- hysteresis: another strategy must promise a margin more, and pay for the drafter's catching up;
+- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it;
+- trials: a drafter that does not run is tried now and then (`exploration.py`), and so is plain decoding where its time is unknown;
+- purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing else is read.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from statistics import median_low
+
+import numpy as np
+
+from paceline.pacing.acceptance import emitted_by_count
+from paceline.pacing.cost import CostModel, context_class
+from paceline.pacing.exploration import HEAD_START, OLD_NEWS, DrafterRecord, Trial
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
+
+LOOK_EVERY = 16  # steps that a decision stands while the moment stays in its class
+LOOK_SOON = 4
+PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
+GUARD_STEPS, GUARD_MARGIN = 64, 0.02  # slower than plain decoding by more than this over so many steps: it is left
+ALARM_STEPS, ALARM_MARGIN = 16, 0.15  # the same, sooner, when it is bad
+TRIAL_DRAFTS, SHORTEST_TRIAL, LONGEST_TRIAL, PLAIN_TRIAL = 32, 2, 16, 3  # a trial sees about so many drafts, within these steps
+PLAIN_IN_DOUBT = 1.5  # times plain decoding's rate: who is faster than this need not know that rate exactly
+HOPE = 0.9  # acceptance at every depth that a trial may hope for
+TRIAL_COST = 1.25  # times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
+
+
+@dataclass(frozen=True)
+class PacingSettings:
+    buckets: tuple[int, ...]  # batch sizes that steps are padded to
+    strategies: tuple[Strategy, ...]  # beside plain decoding
+    seed: int = 0
+    margin: float = 0.03
+    trial_share: float = 0.01  # of all time, for each drafter
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What the guard remembers of consecutive steps under one decision."""
+
+    steps: int
+    seconds: float
+    plain_seconds: float  # that plain decoding would have taken for the same tokens
+    drafts: int
+    accepted_at: tuple[int, ...]
+
+
+class AdaptivePacer:
+    def __init__(self, settings: PacingSettings) -> None:
+        self.settings = settings
+        self.counts = sorted({s.count for s in settings.strategies})
+        self.cost = CostModel(settings.buckets, [1, *(count + 1 for count in self.counts)])
+        self.strategies: dict[str, list[Strategy]] = {}
+        for strategy in sorted(settings.strategies, key=lambda s: (s.drafter, s.count)):
+            self.strategies.setdefault(strategy.drafter, []).append(strategy)
+        self.records = {name: DrafterRecord(own[-1].count) for name, own in self.strategies.items()}
+        self.plain_record = DrafterRecord(1)  # plain decoding is tried too, where speculation runs and its time is not known
+        self.elapsed = 0.0  # seconds observed
+        self.steps = 0
+        self._rng = random.Random(settings.seed)
+        self._pending: list[Observation] = []
+        self._trial: Trial | None = None
+        self._baseline = 0.0  # of the last trial: some of its steps are seen after it has ended
+        self._recent: deque[Stretch] = deque()  # of the drafter that runs, since it was chosen
+        self._current = PLAIN
+        self._decision = Decision(PLAIN)
+        self._moment: Moment | None = None
+        self._class: tuple[int, int, int] | None = None
+        self._left = 0
+
+    # -- the contract (strategy.py) -------------------------------------------------------------------------------
+
+    def choose(self, moment: Moment) -> Decision:
+        self.steps += 1
+        self._left -= 1
+        if self._left < 0 or (moment is not self._moment and self._class_of(moment) != self._class):
+            self._look(moment)
+        self._moment = moment
+        return self._decision
+
+    def observe(self, observation: Observation) -> None:
+        self._pending.append(observation)
+
+    def state(self) -> dict:
+        """What a resumed run starts from: times and acceptance, in JSON's types."""
+        self._digest()
+        return {"cost": self.cost.state(), "acceptance": {name: record.acceptance.state() for name, record in self.records.items()}}
+
+    def load_state(self, state: dict) -> None:
+        self.cost.load_state(state["cost"])
+        for name, acceptance in state["acceptance"].items():
+            if name in self.records:
+                self.records[name].acceptance.load_state(acceptance)
+
+    # -- choosing -------------------------------------------------------------------------------------------------
+
+    def _class_of(self, moment: Moment) -> tuple[int, int, int]:
+        return self.cost.bucket(moment.running), context_class(moment.context), moment.max_queries
+
+    def _look(self, moment: Moment) -> None:
+        self._digest()
+        self._class = self._class_of(moment)
+        rates = self._expected_rates(moment)
+        strategy, reason = self._pick(moment, rates)
+        self._decision = Decision(strategy, moment.running, moment.context, rates.get(strategy, 0.0), reason)
+        if reason == "trial":
+            self._left = self._trial.started + self._trial.length - self.steps - 1
+        else:
+            waiting = self._trial is not None or not rates[PLAIN]  # for what a trial gave, or for the first time of all
+            self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
+
+    def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
+        trial = self._trial
+        if trial is not None and trial.running(self.steps) and trial.strategy.queries <= moment.max_queries:
+            return trial.strategy, "trial"
+        if trial is not None and trial.over(self.steps):
+            self._conclude_trial(trial, rates)
+        reason = "best"
+        too_slow = self._too_slow()
+        if too_slow:
+            self._leave_current(context_class(moment.context), too_slow)
+            rates.clear()
+            rates |= self._expected_rates(moment)
+            reason = "guard"
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > rates.get(self._current, 0.0) * (1 + self.settings.margin):
+            self._settle_on(best)
+        elif self._current not in rates:
+            self._settle_on(PLAIN)
+        if self._trial is None:
+            self._trial = trial = self._next_trial(moment, rates)
+            if trial is not None:
+                self._baseline = trial.baseline
+                return trial.strategy, "trial"
+        return self._current, reason
+
+    def _expected_rates(self, moment: Moment, hope: str = "") -> dict[Strategy, float]:
+        """Tokens per second of every strategy allowed now. `hope`: a drafter that is imagined to be good."""
+        verify = self.cost.verify(moment.running, moment.context)
+        if verify[0] <= 0:
+            return {PLAIN: 0.0}  # nothing has been measured yet
+        rates = {PLAIN: moment.running / float(verify[0])}
+        where = context_class(moment.context)
+        for name, own in self.strategies.items():
+            record = self.records[name]
+            if name != hope and (self.steps < record.barred_until or not record.acceptance.drafts_known()):
+                continue
+            emitted = record.acceptance.emitted(where) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
+            draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
+            catching_up = 0.0 if name == self._decision.strategy.drafter else self.cost.switch(name) / PAYBACK_STEPS
+            for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
+                if strategy.queries <= moment.max_queries:
+                    seconds = draft_seconds + float(verify[1 + self.counts.index(strategy.count)]) + catching_up
+                    rates[strategy] = moment.running * float(emitted[strategy.count]) / seconds
+        return rates
+
+    # -- the guard ------------------------------------------------------------------------------------------------
+
+    def _too_slow(self) -> list[Stretch]:
+        """The last steps, if they measured slower than plain decoding; else nothing."""
+        return self._behind_plain(ALARM_STEPS, ALARM_MARGIN) or self._behind_plain(GUARD_STEPS, GUARD_MARGIN)
+
+    def _behind_plain(self, wanted: int, margin: float) -> list[Stretch]:
+        last: list[Stretch] = []
+        for stretch in reversed(self._recent):
+            last.append(stretch)
+            if sum(s.steps for s in last) >= wanted:
+                slower = sum(s.plain_seconds for s in last) < (1 - margin) * sum(s.seconds for s in last)
+                return last if slower else []
+        return []
+
+    def _leave_current(self, where: int, last: list[Stretch]) -> None:
+        """What it did last is all that is believed of its drafter, which is left alone for a while."""
+        record = self.records[self._current.drafter]
+        accepted_at = tuple(sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0))
+        record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
+        record.failed(self.steps, self._rng)
+        record.barred_until = record.next_trial
+        record.lost += sum(s.seconds - s.plain_seconds for s in last)
+        self._settle_on(PLAIN)
+
+    def _settle_on(self, strategy: Strategy) -> None:
+        if strategy.drafter != self._current.drafter:
+            self._recent.clear()
+        self._current = strategy
+
+    # -- trials ---------------------------------------------------------------------------------------------------
+
+    def _next_trial(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
+        """The first that is due, could win, and can be afforded even if nothing is accepted; drafters that have never run first."""
+        baseline = rates[self._current]
+        if baseline <= 0:
+            return None
+        where = context_class(moment.context)
+        due = [name for name, record in self.records.items() if name != self._current.drafter and record.due(self.steps, where)]
+        for name in sorted(due, key=lambda name: self.records[name].acceptance.drafts_known() > 0):
+            hoped = {s: rate for s, rate in self._expected_rates(moment, name).items() if s.drafter == name}
+            if not hoped or max(hoped.values()) <= baseline * (1 + self.settings.margin):
+                continue
+            emitted = emitted_by_count(np.full(max(s.count for s in hoped), HOPE))
+            per_token = {s: float(emitted[s.count]) / rate for s, rate in hoped.items()}  # if nothing is accepted
+            cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
+            strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
+            length = self._affordable(
+                self.records[name], moment.running * (per_token[strategy] - 1.0 / baseline), self.cost.switch(name), moment.running / rates[PLAIN]
+            )
+            if length >= SHORTEST_TRIAL:
+                length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
+                self.records[name].acceptance.fade(OLD_NEWS)
+                return Trial(strategy, baseline, length, self.steps)
+        in_doubt = baseline < PLAIN_IN_DOUBT * rates[PLAIN] and not self.cost.knows(moment.running, 1, moment.context)
+        if self._current is not PLAIN and in_doubt:
+            per_step = moment.running * (1.0 / rates[PLAIN] - 1.0 / baseline)
+            if self._affordable(self.plain_record, per_step, self.cost.switch(self._current.drafter), moment.running / rates[PLAIN]) >= PLAIN_TRIAL:
+                return Trial(PLAIN, baseline, PLAIN_TRIAL, self.steps)
+        return None
+
+    def _affordable(self, record: DrafterRecord, loss_per_step: float, switch_seconds: float, plain_step: float) -> int:
+        """Steps of a trial that there is time to lose for."""
+        left = max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step) - record.lost - switch_seconds
+        return int(min(LONGEST_TRIAL, left / max(loss_per_step, plain_step / LONGEST_TRIAL))) if left > 0 else 0
+
+    def _conclude_trial(self, trial: Trial, rates: dict[Strategy, float]) -> None:
+        self._trial = None
+        if trial.strategy is PLAIN:
+            return
+        own = max((rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter), default=0.0)
+        record = self.records[trial.strategy.drafter]
+        if own > rates.get(self._current, 0.0) * (1 + self.settings.margin):
+            record.succeeded(self.steps)
+        else:
+            record.failed(self.steps, self._rng)
+
+    # -- what came of it ------------------------------------------------------------------------------------------
+
+    def _digest(self) -> None:
+        pending, self._pending = self._pending, []
+        for _, block in groupby(pending, key=lambda o: id(o.decision)):
+            self._learn(list(block))
+
+    def _learn(self, block: list[Observation]) -> None:
+        """From consecutive steps under one decision."""
+        first, strategy = block[0], block[0].decision.strategy
+        running, context = first.running, first.context
+        clean = [o for o in block if not (o.switched or o.disturbed)]
+        if clean:
+            self.cost.note_verify(running, strategy.queries, context, median_low(o.verify_seconds for o in clean), len(clean))
+            if strategy.count:
+                self.cost.note_draft(strategy.drafter, strategy.count, running, median_low(o.draft_seconds for o in clean), len(clean))
+        verify = self.cost.verify(running, context)
+        for o in block:
+            if o.switched and not o.disturbed:
+                usual = float(verify[self.cost.queries.index(strategy.queries)]) + float(
+                    self.cost.draft(strategy.drafter, [strategy.count], running)[0]
+                )
+                self.cost.note_switch(strategy.drafter, o.seconds - usual)
+        seconds, tokens = sum(o.seconds for o in block), sum(o.tokens for o in block)
+        self.elapsed += seconds
+        drafts = sum(o.drafts for o in block)
+        accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
+        if strategy.count and drafts:
+            self.records[strategy.drafter].note(context_class(context), drafts, accepted_at, len(block))
+        if first.decision.reason == "trial":
+            record = self.records[strategy.drafter] if strategy.count else self.plain_record
+            record.lost += max(0.0, seconds - tokens / self._baseline)
+            if self._trial is not None and self._trial.strategy == strategy:
+                self._trial.seen += len(block)
+        elif strategy.count and strategy.drafter == self._current.drafter and clean:
+            rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
+            plain = gained / rows * len(clean) * float(verify[0])
+            self._recent.append(Stretch(len(clean), sum(o.seconds for o in clean), plain, drafts, accepted_at))
+            while sum(s.steps for s in self._recent) - self._recent[0].steps >= GUARD_STEPS:
+                self._recent.popleft()

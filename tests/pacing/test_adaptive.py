@@ -1,0 +1,206 @@
+"""The pacer against worlds that are known exactly: how much it loses, to whom, and for how long."""
+
+import json
+import random
+
+import pytest
+
+from paceline.pacing.adaptive import ALARM_STEPS, GUARD_STEPS, LOOK_EVERY, AdaptivePacer, PacingSettings
+from paceline.pacing.strategy import PLAIN, FixedPacer, Moment, Observation, Strategy
+from tests.pacing.world import BUCKETS, BestPacer, SimulatedDrafter, World, long_tailed, simulate
+
+COUNTS = (1, 2, 3, 5, 7, 11, 15)
+
+
+def strategies(*drafters: str, counts: tuple[int, ...] = COUNTS) -> list[Strategy]:
+    return [Strategy(drafter, count) for drafter in drafters for count in counts]
+
+
+def make_pacer(*drafters: str, seed: int = 0) -> AdaptivePacer:
+    return AdaptivePacer(PacingSettings(BUCKETS, tuple(strategies(*drafters)), seed))
+
+
+def head(*rates: float, seconds_per_token: float = 2.5e-4, switch_seconds: float = 0.0) -> SimulatedDrafter:
+    """Acceptance by depth, the last one repeated; costs what an EAGLE head costs."""
+    return SimulatedDrafter(lambda d, context, step: rates[min(d, len(rates)) - 1], lambda k, bucket: seconds_per_token * k, switch_seconds)
+
+
+def random_world(seed: int) -> tuple[World, list[int]]:
+    rng = random.Random(seed)
+
+    def drafter() -> SimulatedDrafter:
+        first, falling, longer = rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9)), rng.choice((0.0, 0.02, 0.05)), rng.choice((0.0, 0.0, -0.2, 0.2))
+        seconds, per_token = rng.choice((2e-5, 1e-4, 3e-4, 1e-3)), rng.random() < 0.7
+        return SimulatedDrafter(
+            lambda d, context, step: min(0.98, max(0.0, first - falling * (d - 1) + longer * (context > 1000))),
+            lambda k, bucket: seconds * (k if per_token else 1),
+            rng.choice((0.0, 0.0, 2e-3)),
+        )
+
+    drafters = {name: drafter() for name in ("x", "y")[: rng.choice((1, 2))]}
+    weights, token, attention = rng.choice((1e-3, 4.4e-3, 2e-2)), rng.choice((1e-5, 3e-5, 1e-4, 1e-3)), rng.choice((0.0, 2e-9, 1e-8))
+    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(rng.choice((48, 128)), 250, seed, 2000)
+
+
+def test_regret_over_random_worlds_is_small():
+    """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each context, and plain decoding."""
+    regrets, against_plain = [], []
+    for seed in range(8):
+        world, lengths = random_world(seed)
+        pacer = make_pacer(*world.drafters)
+        paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(2))
+        best = sum(simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds for i in range(2))
+        plain = 2 * simulate(world, FixedPacer(PLAIN), lengths).seconds
+        regrets.append(paced / best - 1)
+        against_plain.append(paced / plain - 1)
+    assert sum(regrets) / len(regrets) < 0.03, regrets
+    assert max(regrets) < 0.12, regrets
+    assert max(against_plain) < 0.01, against_plain
+
+
+def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
+    """256 requests with a long tail on a machine like an H200 with an 8B policy: plain or shallow first, deep in the tail."""
+    world, lengths = World({"eagle": head(0.8, 0.78, 0.76, 0.74, 0.7)}), long_tailed(256, 300)
+    pacer = make_pacer("eagle")
+    first, second = (simulate(world, pacer, lengths, seed=i) for i in range(2))
+    fixed = {s: simulate(world, FixedPacer(s), lengths).seconds for s in [PLAIN, *strategies("eagle")]}
+    assert first.seconds < 0.95 * min(fixed.values()), (first.seconds, fixed)
+    assert second.seconds < 0.90 * min(fixed.values()), (second.seconds, fixed)
+    assert second.seconds < 1.03 * simulate(world, BestPacer(world, strategies("eagle")), lengths, seed=1).seconds
+    by_running = list(zip(second.running, (s.count for s in second.strategies), strict=True))
+    assert max(k for running, k in by_running if running > 64) <= 2 < 5 <= max(k for running, k in by_running if running <= 8), "deeper in the tail"
+
+
+@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 0.0), (2.5e-4, 5e-3), (2e-3, 5e-2)])
+def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token, switch_seconds):
+    world = World({"bad": head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)})
+    for requests, mean in ((256, 300), (16, 300), (64, 100)):
+        lengths = long_tailed(requests, mean)
+        paced, plain = simulate(world, make_pacer("bad"), lengths), simulate(world, FixedPacer(PLAIN), lengths)
+        assert paced.seconds < 1.02 * plain.seconds, (requests, mean)
+        assert any(strategy.count for strategy in paced.strategies), "it was given a chance"
+
+
+def test_a_slow_machine_for_verification_stays_plain():
+    """Where verifying k tokens costs k steps, as on a CPU, nothing but an excellent drafter pays."""
+    world = World({"history": head(0.3, seconds_per_token=1e-6)}, weights_seconds=1e-5, token_seconds=1e-3)
+    lengths = long_tailed(64, 200)
+    paced, plain = simulate(world, make_pacer("history"), lengths), simulate(world, FixedPacer(PLAIN), lengths)
+    assert paced.seconds < 1.02 * plain.seconds
+    assert sum(s is PLAIN or s == PLAIN for s in paced.strategies) > 0.95 * len(paced.strategies)
+
+
+@pytest.mark.parametrize("running", [1, 8, 64])
+def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
+    collapse = 400
+    world = World({"eagle": SimulatedDrafter(lambda d, context, step: 0.85 if step < collapse else 0.0, lambda k, bucket: 2.5e-4 * k)})
+    outcome = simulate(world, make_pacer("eagle"), [4000] * running)
+    assert all(s.count for s in outcome.strategies[collapse - 50 : collapse]), "it was worth speculating"
+    after = outcome.strategies[collapse:]
+    left = next(i for i, strategy in enumerate(after) if strategy == PLAIN)
+    assert left <= ALARM_STEPS + 2 * LOOK_EVERY + 8, left
+    assert sum(s.count > 0 for s in after) < 0.06 * len(after), "and it is not believed again soon"
+
+
+def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
+    """The model is wrong by a factor of three; the guard goes by what was measured."""
+
+    class Misled(AdaptivePacer):
+        def _expected_rates(self, moment, hope=""):
+            rates = super()._expected_rates(moment, hope)
+            return {s: rate * (3.0 if s.count else 1.0) for s, rate in rates.items()}
+
+    world = World({"bad": head(0.0, seconds_per_token=4e-4)})  # at best a tenth slower than plain decoding
+    pacer = Misled(PacingSettings(BUCKETS, tuple(strategies("bad"))))
+    outcome = simulate(world, pacer, [3000] * 4)
+    longest, current = 0, 0
+    for decision in outcome.decisions:
+        current = current + 1 if decision.strategy.count else 0
+        longest = max(longest, current)
+    assert 0 < longest <= GUARD_STEPS + 3 * LOOK_EVERY
+    assert any(decision.reason == "guard" for decision in outcome.decisions)
+
+
+def test_a_drafter_that_improves_is_taken_up_again():
+    world = World({"eagle": SimulatedDrafter(lambda d, context, step: 0.0 if step < 600 else 0.8, lambda k, bucket: 2.5e-4 * k)})
+    outcome = simulate(world, make_pacer("eagle"), [6000] * 4)
+    taken_up = next(i for i in range(600, len(outcome.strategies)) if all(s.count for s in outcome.strategies[i : i + 40]))
+    assert taken_up < 600 + 1200
+
+
+def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
+    drafters = {"eagle": head(0.6), "history": SimulatedDrafter(lambda d, context, step: 0.95 if context > 1024 else 0.3)}
+    outcome = simulate(World(drafters), make_pacer("eagle", "history"), [4000] * 8)
+    named = [s.drafter for s in outcome.strategies]
+    assert named[100:180].count("eagle") > 70, "while contexts are short"
+    assert named[-100:].count("history") > 90, "when they are long"
+
+
+def test_no_thrash_at_a_boundary():
+    """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every step."""
+    world = World({"eagle": head(0.12, seconds_per_token=1e-5)})
+    steady = simulate(world, make_pacer("eagle"), [3000] * 8)
+    assert steady.switches < len(steady.strategies) / 60, steady.switches
+
+    pacer, switches, last = make_pacer("eagle"), 0, PLAIN
+    moments = [Moment(running, 300.0) for running in (8, 9)]
+    rng = random.Random(0)
+    for step in range(2000):
+        moment = moments[step % 2]
+        decision = pacer.choose(moment)
+        k = decision.strategy.count
+        accepted = [sum(rng.random() < 0.12 for _ in range(moment.running)) if d == 0 else 0 for d in range(k)]
+        seconds = world.verify_seconds(moment.running, k + 1, 300.0) * (1 + 0.02 * rng.gauss(0, 1))
+        pacer.observe(
+            Observation(
+                decision, moment.running, 300.0, 1e-5 * k, seconds, moment.running + sum(accepted), moment.running if k else 0, tuple(accepted)
+            )
+        )
+        switches += decision.strategy != last
+        last = decision.strategy
+    assert switches < 2000 / 40, switches
+
+
+def test_choices_are_a_function_of_what_was_recorded():
+    """The same inputs give the same choices, on any rank; another seed tries at other times."""
+    world, lengths = World({"x": head(0.3), "y": head(0.0)}), long_tailed(64, 400)
+    outcome = simulate(world, make_pacer("x", "y", seed=3), lengths)
+
+    def replay(seed: int) -> list[Strategy]:
+        pacer, chosen, decisions = make_pacer("x", "y", seed=seed), [], []
+        theirs = {}
+        for event in outcome.events:
+            if isinstance(event, Moment):
+                decisions.append(pacer.choose(event))
+                theirs[id(outcome.decisions[len(chosen)])] = decisions[-1]
+                chosen.append(decisions[-1].strategy)
+            else:
+                recorded = Observation(**{**event.__dict__, "decision": theirs[id(event.decision)]})
+                pacer.observe(recorded)
+        return chosen
+
+    assert replay(3) == outcome.strategies
+    assert replay(4) != outcome.strategies
+
+
+def test_what_was_learnt_can_be_kept():
+    world, lengths = World({"eagle": head(0.8)}), long_tailed(64, 200)
+    pacer = make_pacer("eagle")
+    simulate(world, pacer, lengths)
+    resumed = make_pacer("eagle")
+    resumed.load_state(json.loads(json.dumps(pacer.state())))
+    early = simulate(world, resumed, lengths).strategies[:8]
+    assert all(strategy.count for strategy in early), "it starts from what it knew"
+
+
+def test_only_what_fits_is_chosen():
+    world, pacer = World({"eagle": head(0.9)}), make_pacer("eagle")
+    moment = Moment(4, 100.0, max_queries=4)
+    deepest = 0
+    for _ in range(300):
+        decision = pacer.choose(moment)
+        k = decision.strategy.count
+        deepest = max(deepest, k)
+        pacer.observe(Observation(decision, 4, 100.0, 2.5e-4 * k, world.verify_seconds(4, k + 1, 100.0), 4 * (k + 1), 4 if k else 0, (4,) * k))
+    assert deepest == 3
+    assert pacer.choose(Moment(4, 100.0, max_queries=1)).strategy == PLAIN

@@ -1,0 +1,251 @@
+"""The engine under a pacer: the same bits as without one, times and traces that add up, memory and training respected."""
+
+import threading
+
+import pytest
+import torch
+
+from paceline.bench.oracle import OracleDrafter
+from paceline.config import ConfigError, load_config
+from paceline.drafting.history import HistoryDrafter
+from paceline.engine.capture_guard import CaptureGuard
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.graph_memory import LARGE_STEP, GraphMemory
+from paceline.engine.graphs import buckets_up_to
+from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
+from paceline.pacing.store import load_pacing, save_pacing
+from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Strategy
+from paceline.pacing.trace import append_trace, cut_trace, read_trace
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.report.pace_page import render, write_page
+from paceline.types import Completion
+from tests.engine.test_engine import bits, grouped_requests
+
+CONFIG = DecoderConfig("llama", 97, 32, 64, 2, 2, 1, 16, 256, eos_token_ids=(2,))
+COUNTS = (1, 3, 7)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Decoder:
+    return Decoder(CONFIG).initialise(0)
+
+
+REQUESTS = grouped_requests(prompts=5, samples=3, longest=60)
+
+
+def make_engine(policy: Decoder, pacer=None, steps_ahead: int = 0) -> tuple[Engine, OracleDrafter]:
+    oracle = OracleDrafter(REQUESTS, [0.9, 0.7])
+    engine = Engine(policy, EngineSettings(max_running=8, kv_tokens=2048), drafters=[HistoryDrafter(bank_entries=16), oracle], pacer=pacer)
+    engine.steps_ahead = steps_ahead
+    return engine, oracle
+
+
+def run(engine: Engine) -> dict[str, Completion]:
+    engine.submit(REQUESTS)
+    done = {completion.request.id: completion for completion in engine.completions()}
+    assert len(done) == len(REQUESTS) and engine.pool.used == 0
+    return done
+
+
+def make_pacer(seed: int = 0) -> AdaptivePacer:
+    strategies = tuple(Strategy(name, count) for name in ("history", "oracle") for count in COUNTS)
+    return AdaptivePacer(PacingSettings(tuple(buckets_up_to(8)), strategies, seed))
+
+
+@pytest.fixture(scope="module")
+def plain(policy) -> dict[str, Completion]:
+    return run(make_engine(policy)[0])
+
+
+def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(policy, plain):
+    for name in ("history", "oracle"):
+        for count in COUNTS:
+            engine, oracle = make_engine(policy, FixedPacer(Strategy(name, count)))
+            oracle.learn(plain.values())
+            assert bits(run(engine)) == bits(plain), (name, count)
+    for steps_ahead in (0, 4):
+        engine, oracle = make_engine(policy, make_pacer(), steps_ahead)
+        oracle.learn(plain.values())
+        for _ in range(3):
+            assert bits(run(engine)) == bits(plain)
+        stats = engine.take_stats()
+        assert "plain" in stats.strategies and any(s.startswith("oracle") for s in stats.strategies), "it chose, and it changed its mind"
+
+
+def test_the_trace_adds_up(policy, plain):
+    engine, oracle = make_engine(policy, make_pacer())
+    oracle.learn(plain.values())
+    run(engine)
+    stats = engine.take_stats()
+    assert sum(row.steps for row in stats.trace) == len(stats.running) == len(stats.strategies)
+    assert sum(row.rows for row in stats.trace) == sum(stats.running)
+    assert sum(row.tokens for row in stats.trace) == sum(len(c.tokens) for c in plain.values())
+    assert all(row.seconds > 0 and row.realised > 0 for row in stats.trace)
+    assert [str(row.decision.strategy) for row in stats.trace for _ in range(row.steps)] == stats.strategies
+    assert sum(row.seconds for row in stats.trace) == pytest.approx(sum(stats.step_seconds), rel=0.5)
+
+
+def test_an_oracle_is_as_right_as_it_was_asked_to_be(policy, plain):
+    engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 2)))
+    oracle.learn(plain.values())
+    for _ in range(2):
+        run(engine)
+    drafts = engine.take_stats().drafts["oracle"]
+    first = drafts.accepted_at[0] / drafts.drafts
+    assert first == pytest.approx(0.9, abs=0.06) and drafts.accepted_at[1] / drafts.accepted_at[0] == pytest.approx(0.7, abs=0.1)
+
+
+class Recorder:
+    """A pacer that keeps what it is told."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.seen = strategy, []
+
+    def choose(self, moment: Moment) -> Decision:
+        return Decision(self.strategy, moment.running, moment.context)
+
+    def observe(self, observation: Observation) -> None:
+        self.seen.append(observation)
+
+
+def test_observations_say_what_the_step_did(policy, plain):
+    recorder = Recorder(Strategy("oracle", 3))
+    engine, oracle = make_engine(policy, recorder)
+    oracle.learn(plain.values())
+    run(engine)
+    assert sum(o.tokens for o in recorder.seen) == sum(len(c.tokens) for c in plain.values())
+    for o in recorder.seen:
+        assert len(o.accepted_at) == 3 and o.drafts >= o.accepted_at[0] >= o.accepted_at[1] >= o.accepted_at[2] >= 0
+        assert o.tokens == o.drafts + sum(o.accepted_at) and o.draft_seconds > 0 and o.verify_seconds > 0
+        assert 1 <= o.context <= 256
+    assert recorder.seen[0].disturbed and any(not o.disturbed for o in recorder.seen), "a prefill is in the first one's time"
+
+
+def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tmp_path):
+    pacer = make_pacer()
+    engine, oracle = make_engine(policy, pacer)
+    oracle.learn(plain.values())
+    run(engine)
+    save_pacing(tmp_path / "pacing.json", pacer, "this machine")
+    again, elsewhere = make_pacer(), make_pacer()
+    assert load_pacing(tmp_path / "pacing.json", again, "this machine") and not load_pacing(tmp_path / "pacing.json", elsewhere, "another")
+    assert again.state() == pacer.state() != elsewhere.state()
+    assert not load_pacing(tmp_path / "missing.json", make_pacer(), "x") and not load_pacing(tmp_path / "pacing.json", FixedPacer(PLAIN), "x")
+
+
+def test_trace_files_and_the_page(policy, plain, tmp_path):
+    engine, oracle = make_engine(policy, make_pacer())
+    oracle.learn(plain.values())
+    path = tmp_path / "trace.jsonl"
+    for step in (1, 2, 3):
+        run(engine)
+        rows = engine.take_stats().trace
+        append_trace(path, step, rows)
+    read = read_trace(path)
+    assert sorted(read) == [1, 2, 3] and [(r.steps, r.tokens, r.seconds) for r in read[3]] == [(r.steps, r.tokens, r.seconds) for r in rows]
+    assert write_page(path, tmp_path / "page.html", "a <run>") == 3
+    page = (tmp_path / "page.html").read_text()
+    assert "a &lt;run&gt;" in page and page.count("<rect") == len(rows) and page.count("<polyline") == 3
+    assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
+    with path.open("a") as file:
+        file.write('{"step": 4, "strat')
+    cut_trace(path, 2)
+    assert sorted(read_trace(path)) == [1, 2]
+    with pytest.raises(ValueError, match="has steps 1 to 2"):
+        write_page(path, tmp_path / "page.html", "run", 9)
+    with pytest.raises(FileNotFoundError, match="holds no trace"):
+        write_page(tmp_path / "none.jsonl", tmp_path / "page.html", "run")
+    assert "<svg" in render("t", 1, read[1])
+
+
+def test_a_budget_in_bytes_is_a_limit_on_tokens_per_step():
+    memory = GraphMemory(CONFIG, 4, 2, budget=0)
+    assert memory.max_queries(256) > 1000, "no budget, no limit"
+    memory = GraphMemory(CONFIG, 4, 2, budget=1_000_000)
+    deep = [memory.max_queries(bucket) for bucket in (1, 8, 64, 512, 10**6)]
+    assert deep == sorted(deep, reverse=True) and deep[0] > deep[-1] == 1, "deep for small batches, plain always"
+    estimated = memory.max_queries(8)
+    memory.note(LARGE_STEP, 4 * int(LARGE_STEP * memory.bytes_per_token), 0)
+    assert memory.max_queries(8) == pytest.approx(estimated / 4, abs=1), "what was measured counts"
+    memory.note(LARGE_STEP // 2, 0, 1000)
+    assert memory.graph_bytes == 1000 and memory.largest == LARGE_STEP
+
+
+def test_a_fixed_strategy_that_does_not_fit_runs_plain(policy, plain):
+    engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 7)))
+    oracle.learn(plain.values())
+    engine.runner.memory.budget = int(20 * engine.runner.memory.bytes_per_token)
+    assert bits(run(engine)) == bits(plain)
+    stats = engine.take_stats()
+    for running, strategy in zip(stats.running, stats.strategies, strict=True):
+        assert strategy == ("oracle:7" if running <= 2 else "plain")
+
+
+def test_capture_and_training_keep_apart():
+    guard, order = CaptureGuard(), []
+    with guard.training():
+        assert not guard.begin_capture(), "never while somebody trains"
+    assert guard.begin_capture() and not guard.begin_capture()
+
+    def train() -> None:
+        with guard.training():
+            order.append("training")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive() and not order, "training waits for the capture"
+    order.append("captured")
+    guard.end_capture()
+    thread.join(5)
+    assert order == ["captured", "training"] and guard.begin_capture()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.pacing=fixed"], "pacing = 'fixed' takes one drafter"),
+        (["rollout.speculation.max_running=4"], "max_running = 4 applies to pacing = 'fixed' only"),
+        (["rollout.speculation.drafters=[history,history]"], "each drafter once"),
+        (["rollout.speculation.drafter=history"], "Did you mean 'rollout.speculation.drafters'"),
+        (["rollout.speculation.drafters=[eagel]"], "must be one of history, eagle, draft_model"),
+    ],
+)
+def test_recipes_that_make_no_sense_say_so(overrides, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        load_config(None, overrides)
+
+
+def test_the_recipe_makes_the_pacer(policy):
+    from paceline.backends.native import counts_up_to, make_pacer
+
+    config = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]).rollout.speculation
+    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5)
+    assert pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6)) and pacer.settings.seed == 5
+    assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
+    fixed = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]).rollout.speculation
+    assert make_pacer(fixed, [HistoryDrafter()], 8, 0).choose(Moment(8)).strategy == Strategy("history", 7)
+
+
+@pytest.mark.gpu
+def test_graph_memory_is_measured_and_kept_to_its_budget():
+    config = DecoderConfig("qwen3", 32768, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
+    policy = Decoder(config, torch.bfloat16, "cuda").initialise(0)
+    oracle = OracleDrafter(REQUESTS, [0.9])
+    settings = EngineSettings(max_running=8, kv_tokens=4096, deterministic=True, graph_memory=16_000_000)
+    engine = Engine(policy, settings, drafters=[oracle], pacer=FixedPacer(PLAIN))
+    plain = run(engine)
+    oracle.learn(plain.values())
+    for count in (1, 3, 7, 15):
+        engine.pacer = FixedPacer(Strategy("oracle", count))
+        assert bits(run(engine)) == bits(plain)
+    strategies = set(engine.take_stats().strategies)
+    assert {"plain", "oracle:1"} < strategies
+    assert max(key.bucket * key.queries for key in engine.runner.captured) <= 16_000_000 / (4 * config.vocab_size)
+    assert 0 < engine.runner.memory.pool_bytes <= 2 * 16_000_000
+    with engine.runner.guard.training():
+        captured = dict(engine.runner.captured)
+        engine.pacer = FixedPacer(Strategy("oracle", 2))
+        assert bits(run(engine)) == bits(plain), "without graphs, and the same"
+        assert engine.runner.captured == captured

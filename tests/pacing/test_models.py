@@ -1,0 +1,137 @@
+"""What the pacer believes: times that are monotone and interpolate, acceptance that follows what is seen."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.pacing.acceptance import WINDOW_DRAFTS, AcceptanceModel, emitted_by_count
+from paceline.pacing.cost import CostModel, context_class, monotone
+from tests.pacing.world import BUCKETS, SimulatedDrafter, World
+
+QUERIES = (1, 2, 4, 8, 16)
+points = st.lists(
+    st.tuples(st.sampled_from(BUCKETS), st.sampled_from(QUERIES), st.sampled_from((100, 700, 3000)), st.floats(1e-3, 1.0)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(points)
+def test_time_is_positive_finite_and_monotone_whatever_was_measured(measured):
+    cost = CostModel(BUCKETS, QUERIES)
+    for bucket, queries, context, seconds in measured:
+        cost.note_verify(bucket, queries, context, seconds)
+    for context in (100, 3000):
+        table = np.array([cost.verify(bucket, context) for bucket in BUCKETS])
+        assert np.isfinite(table).all() and (table > 0).all()
+        assert (np.diff(table, axis=0) >= -1e-12).all() and (np.diff(table, axis=1) >= -1e-12).all()
+
+
+def test_monotone_leaves_a_monotone_table_alone():
+    table = np.cumsum(np.cumsum(np.random.default_rng(0).random((5, 4)), axis=0), axis=1)
+    assert np.allclose(monotone(table), table)
+
+
+def test_unmeasured_points_follow_the_roofline():
+    """A few measurements of a machine predict the rest of it within a few percent."""
+    world, cost = World({}), CostModel(BUCKETS, QUERIES)
+    for bucket in (1, 8, 64, 128, 256):
+        for queries in (1, 4):
+            for context in (200, 1200):
+                cost.note_verify(bucket, queries, context, world.verify_seconds(bucket, queries, context), 8)
+    for running in (1, 3, 16, 30, 100):
+        for context in (300, 2500):
+            predicted = cost.verify(running, context)[:4]
+            true = [world.verify_seconds(running, queries, context) for queries in QUERIES[:4]]
+            assert np.allclose(predicted, true, rtol=0.12), (running, context)
+
+
+def test_estimates_follow_a_change_and_shrug_off_outliers():
+    cost = CostModel(BUCKETS, QUERIES)
+    for _ in range(10):
+        cost.note_verify(8, 1, 100, 0.010, 16)
+    cost.note_verify(8, 1, 100, 0.200, 1)
+    assert cost.verify(8, 100)[0] < 0.0102
+    for _ in range(20):
+        cost.note_verify(8, 1, 100, 0.020, 16)
+    assert cost.verify(8, 100)[0] == pytest.approx(0.020, rel=0.02)
+
+
+def test_drafters_have_times_of_their_own():
+    cost = CostModel(BUCKETS, QUERIES)
+    assert cost.draft("eagle", [1, 7], 8).tolist() == [0, 0]
+    cost.note_draft("eagle", 3, 8, 3e-3)
+    assert np.allclose(cost.draft("eagle", [1, 3, 7], 4), 3e-3) and np.allclose(cost.draft("eagle", [3, 7], 4, at_worst=True), [3e-3, 7e-3])
+    cost.note_draft("eagle", 7, 8, 7e-3)
+    assert np.allclose(cost.draft("eagle", [3, 5, 15], 8), [3e-3, 5e-3, 15e-3])
+    cost.note_switch("eagle", 0.02)
+    assert cost.switch("eagle") == pytest.approx(0.02) and cost.switch("history") == 0
+
+
+def test_acceptance_is_found_at_every_depth_and_leant_on_beyond():
+    true = [0.9, 0.7, 0.5]
+    model, rng = AcceptanceModel(7), np.random.default_rng(0)
+    for _ in range(200):
+        survivors = np.cumprod(rng.random((8, 3)) < true, axis=1).sum(0).tolist()
+        model.note(0, 8, survivors, 1)
+    assert np.allclose(model.rates(0)[:3], true, atol=0.12)
+    assert np.allclose(model.rates(0)[3:], model.rates(0)[2], atol=0.02), "untried depths lean on the one before"
+    assert model.emitted(0)[3] == pytest.approx(1 + 0.9 + 0.63 + 0.315, abs=0.25)
+    assert np.allclose(emitted_by_count(np.array([0.5, 0.5])), [1, 1.5, 1.75])
+
+
+def test_nobody_is_believed_before_having_shown_something():
+    model = AcceptanceModel(3)
+    assert model.emitted(0).tolist() == [1, 1, 1, 1]
+    model.note(0, 16, (0, 0, 0), 1)
+    assert model.emitted(0)[3] == 1.0
+
+
+def test_acceptance_follows_the_policy():
+    model = AcceptanceModel(2)
+    for _ in range(100):
+        model.note(0, 8, (8, 8), 1)
+    assert model.rates(0)[0] > 0.97
+    for _ in range(4 * WINDOW_DRAFTS // 8):
+        model.note(0, 8, (0, 0), 1)
+    assert model.rates(0)[0] < 0.05
+
+
+def test_context_classes_differ_and_a_new_one_starts_from_all():
+    model = AcceptanceModel(1)
+    for _ in range(100):
+        model.note(0, 8, (2,), 1)
+        model.note(2, 8, (7,), 1)
+    short, long, unseen = (model.rates(c)[0] for c in (0, 2, 3))
+    assert short == pytest.approx(0.25, abs=0.05) and long == pytest.approx(0.875, abs=0.05) and short < unseen < long
+    assert [context_class(n) for n in (0, 511, 512, 1023, 1024, 5000)] == [0, 0, 1, 1, 2, 4]
+
+
+def test_what_is_known_survives_as_json():
+    rng = random.Random(0)
+    cost, acceptance = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
+    for _ in range(50):
+        cost.note_verify(rng.choice(BUCKETS), rng.choice(QUERIES), rng.randrange(4000), rng.random())
+        cost.note_draft("eagle", rng.choice((1, 3)), rng.choice(BUCKETS), rng.random())
+        acceptance.note(rng.randrange(3), 8, (6, 3, 1), 1)
+    cost.note_switch("eagle", 0.1)
+    again, acceptance_again = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
+    again.load_state(json.loads(json.dumps(cost.state())))
+    acceptance_again.load_state(json.loads(json.dumps(acceptance.state())))
+    assert np.allclose(again.verify(7, 900), cost.verify(7, 900), rtol=0.02) and again.switch("eagle") == cost.switch("eagle")
+    assert np.array_equal(again.draft("eagle", [1, 2, 9], 7), cost.draft("eagle", [1, 2, 9], 7))
+    assert np.array_equal(acceptance_again.rates(1), acceptance.rates(1))
+
+
+def test_the_simulated_world_is_what_it_says():
+    """The oracle the pacer is measured against: simulated acceptance gives the closed form's rate."""
+    from paceline.pacing.strategy import FixedPacer, Strategy
+    from tests.pacing.world import simulate
+
+    world = World({"d": SimulatedDrafter(lambda depth, context, step: 0.7)}, attention_seconds=0.0)
+    outcome = simulate(world, FixedPacer(Strategy("d", 3)), [3000] * 16)
+    tokens = 3000 * 16
+    assert tokens / outcome.seconds == pytest.approx(world.rate(Strategy("d", 3), 16, 0, 0), rel=0.03)
