@@ -55,6 +55,12 @@ def test_the_engine_passes(policies, verify, drafter):
     assert deepest or drafter == "history", "tokens deep inside accepted runs are tested"
 
 
+def test_nothing_is_certified_where_nothing_can_be_tested():
+    sure = ReferenceSubject(always([1.0 - 1e-9, 1e-9]), always([1.0 - 1e-9, 1e-9], torch.float64))
+    certificate = certify(sure, [(1, 1)], replace(SMALL, further=()), {})
+    assert not certificate.passed and not failed(certificate) and "no frequency could be tested" in certificate.table()
+
+
 def test_the_reference_passes(policies):
     assert certify(ReferenceSubject(*policies), PROMPTS, SMALL, {}).passed
 

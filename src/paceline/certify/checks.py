@@ -110,8 +110,16 @@ def check_frequencies(
             part = tokens.where(mask_N)
             result = test_frequencies(part.probabilities_NB, part.observed_N, _strata(tokens, mask_N))
             place = "every token" if not opened.step_starts else "first of a step" if depth == 0 else f"after {depth} accepted"
-            checks.append(Check(f"{label}: {place}", None, _told(result, uncertain), result.p_value))
+            checks.append(_frequency_check(f"{label}: {place}", result, uncertain))
     return checks
+
+
+def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
+    told = f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, expected {100 * result.expected_top:.2f}%"
+    if result.p_value == 1.0 and not result.degrees:
+        return Check(name, None, f"{told}: too little randomness to test", promised=False)
+    left_out = f", {uncertain} left out" if uncertain else ""
+    return Check(name, None, f"{told} (5 sigma: {100 * result.resolution:.2f}%{left_out})", result.p_value)
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
@@ -119,12 +127,6 @@ def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
     context_N = tokens.context_N[mask_N]
     _, index_N, count_C = context_N.unique(return_inverse=True, return_counts=True)
     return torch.where(count_C[index_N] >= SAME_CONTEXT, index_N + 3, _previous_top(tokens.observed_N, tokens.place_N)[mask_N])
-
-
-def _told(result: FrequencyTest, uncertain: int) -> str:
-    share = f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, expected {100 * result.expected_top:.2f}%"
-    left_out = f", {uncertain} left out" if uncertain else ""
-    return f"{share} (5 sigma: {100 * result.resolution:.2f}%{left_out})"
 
 
 def _depths(completions: list[Completion], opened: Opened) -> torch.Tensor:
