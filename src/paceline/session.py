@@ -119,14 +119,6 @@ def policy_shape(config: Config, folder: Path) -> DecoderConfig:
     return widened_config(shape, named_shape(config.policy.widen)) if config.policy.widen else shape
 
 
-def held_out_prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
-    """Prompts of the recipe's task in the tokens of the policy in `folder`, for measuring without the rest of a session."""
-    task = make_task(config.task, load_tokenizer(folder), folder)
-    prompts = [task.prompts.encode(problem) for problem in task.held_out[:count]]
-    task.close()
-    return prompts
-
-
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)

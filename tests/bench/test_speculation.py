@@ -3,18 +3,19 @@
 import pytest
 
 from paceline.bench.setup import recipe_engine, recipe_policy, recipe_requests
-from paceline.bench.speculation import bench_speculation
+from paceline.bench.speculation import bench_speculation, choose_long
 from paceline.config import load_config
 from paceline.pacing.strategy import Strategy
 
 
 def test_strategies_generate_the_same_and_figures_add_up():
-    config = load_config("default", ["rollout.max_tokens=16", "task.train_problems=8"])
+    config = load_config("default", ["rollout.max_tokens=24", "task.train_problems=8"])
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, 10)
-    alone = recipe_engine(config, policy, requests, max_running=3)
+    candidates = recipe_requests(config, prompts, 24)
+    alone = recipe_engine(config, policy, candidates, max_running=3)
+    requests = choose_long(alone, candidates, 9)
     engines = [recipe_engine(config, policy, requests, 3, "history", verify) for verify in ("shared-noise", "rejection")]
-    points = bench_speculation(alone, engines, requests, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1)
+    points = bench_speculation(alone, engines, requests, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1, rounds=3)
     classical = [p for p in points if p.strategy.endswith("rejection")]
     points = [p for p in points if p not in classical]
     assert [p.strategy for p in points] == ["plain", "plain, seated", "history:2", "history:4"] * 2
@@ -24,5 +25,5 @@ def test_strategies_generate_the_same_and_figures_add_up():
         assert p.tokens_per_second.median == pytest.approx(p.batch * p.accept_length / p.step_ms.median * 1e3)
         assert len(p.accepted_at) == (int(p.strategy[-1]) if p.strategy.startswith("history") else 0)
         assert p.accept_length == pytest.approx(1 + sum(p.accepted_at))
-    with pytest.raises(ValueError, match="a batch of 4 wants 12 requests"):
-        bench_speculation(alone, engines, requests, [4], [], repeats=1)
+    with pytest.raises(ValueError, match="25 requests are wanted; there are 24"):
+        choose_long(alone, candidates, 25)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from paceline.certify.native import NativeSubject, ReferenceSubject, disturbed, drafter_maker
 from paceline.certify.run import Certificate, Plan, certify
 from paceline.cli import app
+from paceline.config import SpeculationConfig
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine import step
 from paceline.kernels import rejection
@@ -35,7 +36,7 @@ def policies() -> tuple[Decoder, Decoder]:
 def subject(policies, verify: str, drafter: str = "disturbed", tokens: int = 2) -> NativeSubject:
     policy, exact = policies
     if drafter != "disturbed":
-        return NativeSubject(policy, exact, drafter_maker(drafter, policy), tokens, verify)
+        return NativeSubject(policy, exact, drafter_maker(drafter, policy, SpeculationConfig()), tokens, verify)
     model = disturbed(policy, 0.4)
     return NativeSubject(policy, exact, lambda: DraftModel(model), tokens, verify)
 
@@ -52,6 +53,12 @@ def test_the_engine_passes(policies, verify, drafter):
     assert certificate.passed, certificate.table()
     deepest = [check for check in certificate.checks if "after 2 accepted" in check.name and check.p_value is not None]
     assert deepest or drafter == "history", "tokens deep inside accepted runs are tested"
+
+
+def test_nothing_is_certified_where_nothing_can_be_tested():
+    sure = ReferenceSubject(always([1.0 - 1e-9, 1e-9]), always([1.0 - 1e-9, 1e-9], torch.float64))
+    certificate = certify(sure, [(1, 1)], replace(SMALL, further=()), {})
+    assert not certificate.passed and not failed(certificate) and "no frequency could be tested" in certificate.table()
 
 
 def test_the_reference_passes(policies):

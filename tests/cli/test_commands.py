@@ -1,9 +1,9 @@
 """The command line as a person uses it: help at once, errors with a way out, every command once."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -28,10 +28,11 @@ def test_help_needs_no_torch():
     code = "import sys, paceline.cli; assert 'torch' not in sys.modules, 'torch was imported'"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     times = []
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(3):  # the process's own time: others may keep the machine busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True).returncode == 0
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 1.0, f"--help took {min(times):.2f} s"
 
 

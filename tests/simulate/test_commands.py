@@ -34,6 +34,8 @@ def test_a_sweep_takes_several_words(tmp_path):
     said = invoke(*SMALL, "--sweep", "k=0,3", "gpus=1,2", "--html", str(tmp_path / "s.html"))
     rows = [line.split() for line in said.splitlines() if re.match(r"\s+[03]\s+[12]\s", line)]
     assert [row[:2] for row in rows] == [["0", "1"], ["0", "2"], ["3", "1"], ["3", "2"]]
+    longer = invoke(*SMALL, "-k", "0", "--sweep", "mean_length=100,400").splitlines()
+    assert float(longer[2].split()[1]) > float(longer[1].split()[1]) > 0
     assert rows[0][4] == "1.00" and float(rows[2][4]) > 1
     assert (tmp_path / "s.html").read_text().count("<svg") == 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
 
@@ -49,6 +51,7 @@ def test_a_recipe_is_a_starting_point():
         (["--hardware", "h300"], "neither a shipped profile"),
         (["--model", "nothing"], "neither a built-in shape"),
         (["--sweep", "colour=red"], "KEY of model"),
+        (["--lengths", "fixed:9", "--sweep", "mean_length=5,6"], "needs log-normal lengths"),
         (["--lengths", "long"], "lognormal:MEAN,SIGMA,MIN,MAX"),
         (["--accept", "5@3"], "between 1 and 4"),
         (["-k", "many"], "paced:MAX"),

@@ -47,6 +47,8 @@ def test_longer_responses_and_a_better_drafter(run):
     assert longer.rollout_seconds > 6 and longer.changed.outcome.stages.train == pytest.approx(4.0)
     better = what_if(facts, "h200", WhatIf(k="3", accept="0.95"))
     assert better.rollout_seconds < 2.0
+    assert better.changed.scenario.speculation.acceptance.by_depth == (0.95,)
+    assert longer.changed.scenario.speculation.acceptance == facts.acceptance, "what was not changed stays measured"
     assert better.changed.outcome.provenance["training"].source == "measured"
     moved = what_if(facts, "h200", WhatIf(hardware="b200"))
     assert moved.changed.outcome.provenance["training"].source == "assumed", "another device's learning was not measured"

@@ -39,9 +39,9 @@ def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
     monkeypatch.setattr("paceline.simulate.measure_steps.NEW_TOKENS", 6)
     notes = []
     bench = StepBench(_tiny_folder(), torch.device("cpu"), math.inf, notes.append)
-    bench.decode([(2, 8, 0), (2, 8, 3)])
+    bench.decode([(2, 8, 0), (2, 8, 3)], seen=((2, 8, 0),))
     bench.rollout(3, 8, 20, 32)
-    assert [(p.rows, p.queries, p.prefill) for p in bench.steps] == [(2, 1, 0), (2, 1, 8), (2, 4, 0)]
+    assert [(p.rows, p.queries, p.prefill, p.use) for p in bench.steps] == [(2, 1, 0, "fit"), (2, 1, 8, "held-out"), (2, 4, 0, "held-out")]
     assert all(p.seconds > 0 for p in (*bench.steps, *bench.rollouts))
     bench.deadline = 0.0
     bench.decode([(2, 8, 0)])

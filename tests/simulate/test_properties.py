@@ -97,6 +97,14 @@ def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_token
     assert outcome.step_seconds > 0 and outcome.rollout_seconds > 0
 
 
+@pytest.mark.parametrize("lag", [2, 3])
+def test_the_lag_is_a_bound_when_short_responses_overtake_long_ones_for_many_steps(lag):
+    """Updates filled with short responses must not leave more long ones behind than later updates can take."""
+    long_tail = Workload(16, 8, 64, Lengths(1000, 1.2, 4, 2000))
+    asked = scenario(mode="async", lag=lag, gpus=24, train_share=0.75, workload=long_tail, steps=10, max_running=64, speculation=Speculation())
+    assert simulate(asked).max_lag == lag
+
+
 @pytest.mark.parametrize("changes", [dict(gpus=8), dict(speculation=Speculation((0, 1, 2, 3), Acceptance((0.9,))))])
 def test_more_of_a_good_thing_is_not_slower(changes):
     assert simulate(scenario(**changes)).rollout_seconds <= simulate(scenario()).rollout_seconds * 1.001

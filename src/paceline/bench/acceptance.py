@@ -7,17 +7,19 @@ Expected, per token, along texts that the policy wrote, from the probabilities p
                     exponential clocks (Daliri, Musco, Suresh 2024, arXiv 2408.07978, section 3)
     greedy draft    p(argmax q): the drafter proposes its most likely token
 
-Realised, in the engine: the share of first proposals accepted, and tokens per step.
+Realised, in the engine: the share accepted of the proposals that were looked at, and tokens per step; a response's last step, which its end cuts
+short, does not count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Listing
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
-from paceline.backends.base import DraftStats
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.sequence import Sequence
 from paceline.engine.step import Verify
 from paceline.learning.batch import pack, training_sequence
 from paceline.pacing.strategy import FixedPacer, Strategy
@@ -44,25 +46,46 @@ class AcceptancePoint:
         return asdict(self)
 
 
-def bench_acceptance(policy: Decoder, draft: Decoder, requests: Sequence[Request], tokens: int) -> AcceptancePoint:
+def bench_acceptance(policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int) -> AcceptancePoint:
     """`tokens` proposed per step in the engine. The requests must not truncate."""
     completions, shared = _run(policy, draft, requests, tokens, Verify.SHARED_NOISE)
     _, rejection = _run(policy, draft, requests, tokens, Verify.REJECTION)
+    if not len(shared) or not len(rejection):
+        raise ValueError("every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer tokens")
     columns = _expected(policy, draft, completions)
     tv, shared_chance, greedy = columns.mean(1).tolist()
     bound = float(((1 - columns[0]) / (1 + columns[0])).mean())
-    first = [stats.accepted_at[0] / stats.drafts for stats in (rejection, shared)]
-    return AcceptancePoint(columns.shape[1], tv, 1 - tv, shared_chance, bound, greedy, *first, rejection.accept_length, shared.accept_length)
+    return AcceptancePoint(
+        columns.shape[1], tv, 1 - tv, shared_chance, bound, greedy,
+        realised_rejection=_realised(rejection, tokens),
+        realised_shared_noise=_realised(shared, tokens),
+        accept_length_rejection=float(rejection.mean()),
+        accept_length_shared_noise=float(shared.mean()),
+    )  # fmt: skip
 
 
-def _run(policy: Decoder, draft: Decoder, requests: Sequence[Request], tokens: int, verify: Verify) -> tuple[list[Completion], DraftStats]:
+def _realised(gains: torch.Tensor, tokens: int) -> float:
+    """Of the proposals that were looked at: those up to the first that was not accepted."""
+    return float((gains - 1).sum() / gains.clamp(max=tokens).sum())
+
+
+def _run(policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int, verify: Verify) -> tuple[list[Completion], torch.Tensor]:
+    """What was written, and how many tokens each step but the last of every response gave."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests)
     running = min(64, len(requests))
     settings = EngineSettings(max_running=running, kv_tokens=running * (longest + 64), max_length=longest, verify=verify)
     engine = Engine(policy, settings, drafters=[DraftModel(draft)], pacer=FixedPacer(Strategy(DraftModel.name, tokens), running))
+    gains: dict[str, list[int]] = {request.id: [] for request in requests}
+
+    def note(sequences: list[Sequence], lengths: np.ndarray, gained: np.ndarray) -> None:
+        for sequence, new in zip(sequences, gained.tolist(), strict=True):
+            if new:
+                gains[sequence.request.id].append(new)
+
+    engine.outcomes.observer = note
     engine.submit(requests)
     completions = list(engine.completions())
-    return completions, engine.take_stats().drafts[DraftModel.name]
+    return completions, torch.tensor([new for steps in gains.values() for new in steps[:-1]], dtype=torch.float64)
 
 
 @torch.inference_mode()

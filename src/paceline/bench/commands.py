@@ -10,6 +10,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of r
 
 ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
 PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
+CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -68,6 +69,35 @@ def rollout(
 
 
 @app.command()
+def acceptance(
+    recipe: Annotated[str, typer.Argument(help="whose policy, prompts and sampling settings are measured")] = "default",
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="section.key=value, such as policy.path=FOLDER rollout.max_tokens=256")] = None,
+    draft: Annotated[str, typer.Option(help="the draft model's folder; default: the policy with noise on its weights")] = "",
+    disturbance: Annotated[float, typer.Option(help="without --draft: that noise, in standard deviations of each matrix")] = 0.2,
+    tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
+    requests: Annotated[int, typer.Option(help="responses that are sampled", min=1)] = 32,
+    json_file: JsonOption = None,
+) -> None:
+    """Shared noise against rejection with the same draft model: expected per token, and realised."""
+    from paceline.bench.acceptance import bench_acceptance
+    from paceline.bench.setup import bench_policy, describe, recipe_policy, recipe_requests
+    from paceline.certify.native import disturbed
+    from paceline.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    policy, prompts = recipe_policy(config)
+    draft_model = bench_policy(_model(draft), policy.device) if draft else disturbed(policy, disturbance)
+    p = bench_acceptance(policy, draft_model, recipe_requests(config, prompts, requests), tokens)
+    typer.echo(f"{p.positions} positions, mean TV {p.mean_tv:.3f}; a greedy draft would be accepted {p.greedy_draft:.3f} of the time")
+    typer.echo(f"{'':<14}{'expected per token':>20}{'realised per token':>20}{'accept length':>15}")
+    typer.echo(f"{'rejection':<14}{p.rejection:>20.3f}{p.realised_rejection:>20.3f}{p.accept_length_rejection:>15.2f}")
+    typer.echo(f"{'shared noise':<14}{p.shared_noise:>20.3f}{p.realised_shared_noise:>20.3f}{p.accept_length_shared_noise:>15.2f}")
+    typer.echo(f"shared noise never accepts less than {p.shared_noise_bound:.3f} here")
+    drafter = draft or f"the policy disturbed by {disturbance}"
+    _write(json_file, {"recipe": recipe, "overrides": overrides, "draft": drafter, "tokens": tokens, **describe(policy.device), "point": p.record()})
+
+
+@app.command()
 def speculation(
     recipe: Annotated[str, typer.Argument(help="whose policy, prompts and sampling settings are measured")] = "default",
     overrides: Annotated[Optional[list[str]], typer.Argument(help="section.key=value, such as policy.path=FOLDER policy.widen=8b")] = None,
@@ -81,69 +111,26 @@ def speculation(
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
     from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation, requests_for
+    from paceline.bench.speculation import bench_speculation, choose_long, requests_for
     from paceline.config import load_config
     from paceline.pacing.strategy import Strategy
 
     config = load_config(recipe, overrides or [])
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
-    requests = recipe_requests(config, prompts, requests_for(max(sizes), rounds))
-    alone = recipe_engine(config, policy, requests, max(sizes))
+    candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))
+    alone = recipe_engine(config, policy, candidates, max(sizes))
+    requests = choose_long(alone, candidates, requests_for(max(sizes), rounds))
     engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
     points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
-    typer.echo(f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'accept':>7} {'tok/s [low, high]':>34} {'ratio':>6} {'same':>6}")
+    typer.echo(
+        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
+    )
     for p in points:
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
-        typer.echo(f"{p.batch:>6} {p.strategy:>18} {p.step_ms!s:>26} {p.accept_length:>7.2f} {speed:>34} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+        costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
     _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
-
-
-@app.command()
-def acceptance(
-    model: ModelOption = "builtin",
-    draft: Annotated[str, typer.Option(help="the draft model's folder; default: the model with noise on its weights")] = "",
-    disturbance: Annotated[float, typer.Option(help="without --draft: that noise, in standard deviations of each matrix")] = 0.2,
-    tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
-    requests: Annotated[int, typer.Option(help="responses to held-out prompts of the recipe's task")] = 32,
-    new: Annotated[int, typer.Option(help="new tokens at most")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
-    recipe: Annotated[str, typer.Option(help="where prompts come from")] = "default",
-    json_file: JsonOption = None,
-) -> None:
-    """Shared noise against rejection with the same draft model: expected per token, and realised."""
-    from paceline.bench.acceptance import bench_acceptance
-    from paceline.bench.setup import bench_device, bench_policy, describe
-    from paceline.certify.native import disturbed
-    from paceline.config import load_config
-    from paceline.session import held_out_prompts, policy_folder
-    from paceline.types import Purpose, Request, SamplingParams, request_seed
-
-    device = bench_device()
-    policy = bench_policy(_model(model), device)
-    drafting = bench_policy(_model(draft), device) if draft else disturbed(policy, disturbance)
-    prompts = held_out_prompts(load_config(recipe), policy_folder(model.partition("@")[0]), requests)
-    wanted = [
-        Request(str(i), prompts[i % len(prompts)], request_seed(Purpose.EVAL, 0, 0, "acceptance", i, 0), SamplingParams(temperature, new))
-        for i in range(requests)
-    ]
-    point = bench_acceptance(policy, drafting, wanted, tokens)
-    typer.echo(f"{point.positions} positions, mean TV {point.mean_tv:.3f}; a greedy draft would be accepted {point.greedy_draft:.3f} of the time")
-    typer.echo(f"{'':<14}{'expected per token':>20}{'first token realised':>22}{'accept length':>15}")
-    typer.echo(f"{'rejection':<14}{point.rejection:>20.3f}{point.realised_rejection:>22.3f}{point.accept_length_rejection:>15.2f}")
-    typer.echo(f"{'shared noise':<14}{point.shared_noise:>20.3f}{point.realised_shared_noise:>22.3f}{point.accept_length_shared_noise:>15.2f}")
-    typer.echo(f"shared noise never accepts less than {point.shared_noise_bound:.3f} here")
-    _write(
-        json_file,
-        {
-            "model": model,
-            "draft": draft or f"disturbed by {disturbance}",
-            "temperature": temperature,
-            "tokens": tokens,
-            **describe(device),
-            "point": point.record(),
-        },
-    )
 
 
 @app.command()

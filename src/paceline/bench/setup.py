@@ -31,7 +31,7 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
     folder, _, wide = model.partition("@")
     if not Path(folder).is_dir():
-        raise ValueError(f"--model {model!r} is neither a folder, FOLDER@SHAPE (widened to that shape) nor a named shape ({', '.join(SHAPES)})")
+        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder")
     if wide:
         return load_widened(folder, wide, dtype, device)
     return load_policy(model, dtype, device)

@@ -1,19 +1,21 @@
 """`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
 
-Real prompts, real lengths: acceptance on random weights means nothing. The batch is kept full by requests that wait, and only
-steps with a full batch count; a first batch, which compiles and captures, does not. Each strategy generates the same
-requests with the same seeds, so the share of identical completions can be reported: all of them in deterministic mode and on a
-CPU; in the fast GPU mode kernels round differently at different sizes.
+Real prompts and real responses: acceptance on random weights means nothing. Only steps in which the whole batch runs count, and
+only those that no prefill or capture disturbs, so requests whose plain responses are long are chosen: they are also the ones that
+speculation is for. Each strategy generates the same requests with the same seeds, so the share of completions that are plain
+decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at
+different sizes, and rejection samples the same distribution, not the same tokens.
 """
 
+import statistics
 from dataclasses import asdict, dataclass
 
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine
-from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
+from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
 from paceline.types import Completion, Request
 
-MIN_REQUESTS = 8
+MIN_REQUESTS = 8  # a small batch gets more rounds, because acceptance is estimated from what it generates
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,10 @@ class SpeculationPoint:
     batch: int
     strategy: str
     step_ms: Spread  # over repeats, the median full-batch step
+    draft_share: float  # of the step
     accept_length: float  # tokens emitted per row and step, the policy's own included
     accepted_at: tuple[float, ...]  # share of drafts whose first i + 1 tokens were all accepted
-    tokens_per_second: Spread  # of full-batch steps
+    tokens_per_second: Spread
     ratio: float  # to plain decoding at the same batch
     identical: float  # share of completions equal to plain decoding's
 
@@ -31,75 +34,92 @@ class SpeculationPoint:
         return asdict(self)
 
 
+def requests_for(batch: int, rounds: int) -> int:
+    return max(batch * rounds, MIN_REQUESTS)
+
+
+def choose_long(alone: Engine, candidates: list[Request], count: int) -> list[Request]:
+    """Those whose plain responses are longest, longest first."""
+    if len(candidates) < count:
+        raise ValueError(f"{count} requests are wanted; there are {len(candidates)} to choose from")
+    alone.pacer = None
+    alone.submit(candidates)
+    lengths = {completion.request.id: len(completion.tokens) for completion in alone.completions()}
+    return sorted(candidates, key=lambda request: -lengths[request.id])[:count]
+
+
 def bench_speculation(
-    alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int = 3
+    alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int
 ) -> list[SpeculationPoint]:
-    """`rounds` requests per row of the batch, in order. Ratios are to plain decoding on `alone`, which has no drafter; each of
-    `engines` (they differ in how they verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
+    """Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they verify) also
+    decodes plainly, because a drafter that follows the policy costs a little even then."""
     points = []
     for batch in batches:
-        count = requests_for(batch, rounds)
-        if len(requests) < count:
-            raise ValueError(f"a batch of {batch} wants {count} requests; there are {len(requests)}")
-        wanted = requests[:count]
+        wanted = requests[: requests_for(batch, rounds)]
         plain = _runs(alone, wanted, batch, PLAIN, repeats)
         points.append(_point(batch, "plain", plain, plain))
         for number, engine in enumerate(engines):
             for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
-                runs = _runs(engine, wanted, batch, strategy, repeats)
                 name = str(strategy) if strategy.count else "plain, seated"
-                points.append(_point(batch, name if engine.settings.verify == "shared-noise" else f"{name} {engine.settings.verify}", runs, plain))
+                if engine.settings.verify != "shared-noise":
+                    name = f"{name} {engine.settings.verify}"
+                points.append(_point(batch, name, _runs(engine, wanted, batch, strategy, repeats), plain))
     return points
 
 
-def requests_for(batch: int, rounds: int) -> int:
-    """A small batch gets more rounds, because acceptance is estimated from what it generates."""
-    return max(batch * rounds, MIN_REQUESTS)
+class RecordingPacer(FixedPacer):
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.observations: list[Observation] = []
+
+    def observe(self, observation: Observation) -> None:
+        self.observations.append(observation)
 
 
 @dataclass(frozen=True)
 class _Run:
     step_ms: float
-    tokens_per_second: float
+    draft_share: float
     accept_length: float
     accepted_at: tuple[float, ...]
+    tokens_per_second: float
     completions: dict[str, Completion]
 
 
 def _runs(engine: Engine, requests: list[Request], batch: int, strategy: Strategy, repeats: int) -> list[_Run]:
-    _run(engine, requests[:batch], batch, strategy)  # compiles and captures
+    _generate(engine, requests[:batch], batch, RecordingPacer(strategy))  # compiles and captures
     return [_run(engine, requests, batch, strategy) for _ in range(repeats)]
 
 
 def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
-    """The engine takes `batch` requests at a time: the others are submitted as these finish."""
-    engine.pacer = FixedPacer(strategy, batch)
-    engine.take_stats()
-    waiting, done = list(requests[batch:]), {}
-    engine.submit(requests[:batch])
-    for completion in engine.completions():
-        done[completion.request.id] = completion
-        if waiting:
-            engine.submit([waiting.pop(0)])
-    stats = engine.take_stats()
-    full = sorted(
-        seconds
-        for seconds, running, ran in zip(stats.step_seconds, stats.running, stats.strategies, strict=True)
-        if running == batch and ran == str(strategy)
-    )
-    step = full[len(full) // 2]  # a step that waited for a prefill is no step of this strategy
-    drafts = stats.drafts.get(strategy.drafter)
-    accept_length = drafts.accept_length if drafts else 1.0
-    accepted_at = tuple(count / drafts.drafts for count in drafts.accepted_at) if drafts else ()
-    return _Run(step * 1e3, batch * accept_length / step, accept_length, accepted_at, done)
+    pacer = RecordingPacer(strategy)
+    completions = _generate(engine, requests, batch, pacer)
+    full = [o for o in pacer.observations if o.running == batch and o.decision.strategy == strategy and not o.disturbed]
+    if not full:
+        raise ValueError(f"no undisturbed step with {batch} requests running: responses are too short for this batch, or it does not fit")
+    step = statistics.median(o.seconds for o in full)
+    accept_length = sum(o.tokens for o in full) / (batch * len(full))
+    drafts = sum(o.drafts for o in full)
+    accepted_at = tuple(sum(o.accepted_at[i] for o in full) / drafts for i in range(strategy.count)) if drafts else ()
+    draft_share = sum(o.draft_seconds for o in full) / sum(o.seconds for o in full)
+    return _Run(step * 1e3, draft_share, accept_length, accepted_at, batch * accept_length / step, completions)
+
+
+def _generate(engine: Engine, requests: list[Request], batch: int, pacer: RecordingPacer) -> dict[str, Completion]:
+    """A batch at a time, so that prefills come before its steps and not between them."""
+    engine.pacer = pacer
+    done = {}
+    for start in range(0, len(requests), batch):
+        engine.submit(requests[start : start + batch])
+        done |= {completion.request.id: completion for completion in engine.completions()}
+    return done
 
 
 def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
     speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
-    expected = plain[0].completions
-    same = sum(completion.tokens == expected[name].tokens for name, completion in runs[0].completions.items())
-    last = runs[-1]
+    expected, last = plain[0].completions, runs[-1]
+    same = sum(completion.tokens == expected[name].tokens for name, completion in last.completions.items())
     return SpeculationPoint(
-        batch, name, Spread.of([run.step_ms for run in runs]), last.accept_length, last.accepted_at, speed,
+        batch, name, Spread.of([run.step_ms for run in runs]), last.draft_share, last.accept_length, last.accepted_at, speed,
         speed.median / reference.median, same / len(expected),
     )  # fmt: skip

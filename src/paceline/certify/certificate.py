@@ -42,7 +42,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks if check.promised)
+        """Without a single frequency that could be tested there is nothing to certify."""
+        return all(check.passed for check in self.checks if check.promised) and any(check.p_value is not None for check in self.checks)
 
     def table(self) -> str:
         width = max(len(check.name) for check in self.checks)
@@ -52,7 +53,8 @@ class Certificate:
             p_value = "" if check.p_value is None else f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
             lines.append(f"{word:<7}{check.name:<{width}}  {p_value}{check.detail}")
         failed = sum(1 for check in self.checks if check.promised and not check.passed)
-        verdict = "PASSED" if self.passed else f"FAILED: {failed} of {len(self.checks)} checks"
+        why = f"{failed} of {len(self.checks)} checks" if failed else "no frequency could be tested; take more samples or a policy that is less sure"
+        verdict = "PASSED" if self.passed else f"FAILED: {why}"
         return "\n".join([*lines, "", f"{verdict} ({self.seconds:.0f} s; a sound backend fails once in {1 / ALPHA:.0f} times)"])
 
     def json(self) -> str:

@@ -9,7 +9,7 @@ from paceline.certify.certificate import Check
 from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.statistics import FrequencyTest, test_frequencies
 from paceline.certify.subject import Opened, Subject
-from paceline.learning.batch import micro_batches, training_sequence
+from paceline.learning.batch import TrainingSequence, micro_batches
 from paceline.learning.logprobs import token_logprobs
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
@@ -60,7 +60,7 @@ def check_parity(policy: Decoder, completions: list[Completion], name: str) -> C
     """The logprobs that came with the tokens against a learner's forward pass over the same text."""
     differences = []
     with torch.inference_mode():
-        for batch in micro_batches([training_sequence(c) for c in completions if c.tokens], 4096, policy.device):
+        for batch in micro_batches([_text(c) for c in completions if c.tokens], 4096, policy.device):
             logprobs_R, _ = token_logprobs(policy, batch)
             differences.append((logprobs_R.double() - batch.rollout_logprobs_R).abs())
     difference_R = torch.cat(differences)
@@ -68,6 +68,12 @@ def check_parity(policy: Decoder, completions: list[Completion], name: str) -> C
     limit_largest, limit_mean = PARITY_LIMITS[policy.dtype]
     detail = f"differ by {largest:.1e} at most and {mean:.1e} on average over {len(difference_R)} tokens (allowed: {limit_largest:g}, {limit_mean:g})"
     return Check(name, largest <= limit_largest and mean <= limit_mean, detail)
+
+
+def _text(completion: Completion) -> TrainingSequence:
+    """As a learner sees it; truncated samples too, since what is compared is the full vocabulary's logprob."""
+    prompt, temperature = completion.request.prompt, completion.request.sampling.temperature or 1.0
+    return TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature)
 
 
 def describe(sampling: SamplingParams) -> str:
@@ -104,8 +110,16 @@ def check_frequencies(
             part = tokens.where(mask_N)
             result = test_frequencies(part.probabilities_NB, part.observed_N, _strata(tokens, mask_N))
             place = "every token" if not opened.step_starts else "first of a step" if depth == 0 else f"after {depth} accepted"
-            checks.append(Check(f"{label}: {place}", None, _told(result, uncertain), result.p_value))
+            checks.append(_frequency_check(f"{label}: {place}", result, uncertain))
     return checks
+
+
+def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
+    told = f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, expected {100 * result.expected_top:.2f}%"
+    if result.p_value == 1.0 and not result.degrees:
+        return Check(name, None, f"{told}: too little randomness to test", promised=False)
+    left_out = f", {uncertain} left out" if uncertain else ""
+    return Check(name, None, f"{told} (5 sigma: {100 * result.resolution:.2f}%{left_out})", result.p_value)
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
@@ -113,12 +127,6 @@ def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
     context_N = tokens.context_N[mask_N]
     _, index_N, count_C = context_N.unique(return_inverse=True, return_counts=True)
     return torch.where(count_C[index_N] >= SAME_CONTEXT, index_N + 3, _previous_top(tokens.observed_N, tokens.place_N)[mask_N])
-
-
-def _told(result: FrequencyTest, uncertain: int) -> str:
-    share = f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, expected {100 * result.expected_top:.2f}%"
-    left_out = f", {uncertain} left out" if uncertain else ""
-    return f"{share} (5 sigma: {100 * result.resolution:.2f}%{left_out})"
 
 
 def _depths(completions: list[Completion], opened: Opened) -> torch.Tensor:

@@ -8,10 +8,11 @@ import typer
 
 def certify(
     policy: Annotated[str, typer.Argument(help="a Hugging Face folder, or `builtin`")] = "builtin",
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(help="section.key=value of the recipe, such as rollout.speculation.eagle_path=FOLDER")
+    ] = None,
     backend: Annotated[str, typer.Option(help="native or reference")] = "native",
-    drafter: Annotated[
-        str, typer.Option(help="disturbed (the policy with noise on its weights), history, eagle:FOLDER or draft_model:FOLDER")
-    ] = "disturbed",
+    drafter: Annotated[str, typer.Option(help="disturbed (the policy with noise on its weights), history, eagle or draft_model")] = "disturbed",
     tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
     verify: Annotated[str, typer.Option(help="shared-noise or rejection")] = "shared-noise",
     precision: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: float32 on a CPU, bfloat16 on a GPU")] = "",
@@ -25,32 +26,26 @@ def certify(
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
     from dataclasses import replace
 
-    import torch
-
-    from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker
+    from paceline.bench.setup import recipe_policy
+    from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
     from paceline.certify.run import QUICK, Plan
     from paceline.certify.run import certify as run
     from paceline.config import load_config
     from paceline.engine.step import Verify
-    from paceline.policy.huggingface import load_policy
-    from paceline.session import held_out_prompts, policy_dtype, policy_folder, prepare_device
 
     if backend not in ("native", "reference"):
         raise ValueError(f"--backend {backend!r}: must be native or reference")
     if verify not in (Verify.SHARED_NOISE, Verify.REJECTION):
         raise ValueError(f"--verify {verify!r}: must be {Verify.SHARED_NOISE} or {Verify.REJECTION}")
-    config = load_config(recipe, [f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
-    device, folder = prepare_device(config), policy_folder(config.policy.path)
-    model = load_policy(folder, policy_dtype(config, device), device)
-    exact = load_policy(folder, torch.float64 if device.type == "cpu" else torch.float32, device)
-    prompts = held_out_prompts(config, folder, 8)
+    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
+    model, prompts = recipe_policy(config)
     if backend == "reference":
-        subject = ReferenceSubject(model, exact)
-        settings = {}
+        subject, settings = ReferenceSubject(model, widest(model)), {}
     else:
-        subject = NativeSubject(model, exact, drafter_maker(drafter, model), tokens, verify, deterministic)
+        make_drafter = drafter_maker(drafter, model, config.rollout.speculation)
+        subject = NativeSubject(model, widest(model), make_drafter, tokens, verify, deterministic)
         settings = {"drafter": drafter, "tokens": str(tokens), "verify": verify, "deterministic": str(deterministic).lower()}
-    settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch."), **settings, "device": device.type}
+    settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch."), **settings, "device": model.device.type}
     plan = replace(QUICK if quick else Plan(), seed=seed)
     certificate = run(
         subject, prompts, replace(plan, samples=samples) if samples else plan, settings, lambda what: typer.echo(f"... {what}", err=True)

@@ -2,27 +2,25 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from paceline.backends.drafters import make_drafter
 from paceline.backends.reference import ReferenceBackend
 from paceline.certify.subject import Opened
+from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import load_eagle
-from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import Verify
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import load_policy
 
 DISTURBANCE = 0.2  # of a disturbed copy's matrices, in their own standard deviations: accepted often, rejected often
 KV_TOKENS = 65536
+DRAFTERS = ("history", "eagle", "draft_model")
 
 
 class NativeSubject:
@@ -65,20 +63,19 @@ class ReferenceSubject:
         return Opened(ReferenceBackend(self.policy, max_running))
 
 
-def drafter_maker(name: str, policy: Decoder) -> Callable[[], Drafter]:
-    """`disturbed`: the policy itself with noise on its weights, so that no drafter need be there; `history`; `eagle:FOLDER`; `draft_model:FOLDER`."""
-    kind, _, folder = name.partition(":")
-    if kind == "disturbed" and not folder:
+def drafter_maker(name: str, policy: Decoder, settings: SpeculationConfig) -> Callable[[], Drafter]:
+    """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter need be there."""
+    if name == "disturbed":
         model = disturbed(policy)
         return lambda: DraftModel(model)
-    if kind == "history" and not folder:
-        return HistoryDrafter
-    if kind == "eagle" and folder:
-        return lambda: EagleDrafter(load_eagle(folder, policy, policy.dtype, policy.device))
-    if kind == "draft_model" and folder:
-        model = load_policy(Path(folder), policy.dtype, policy.device)
-        return lambda: DraftModel(model)
-    raise ValueError(f"--drafter {name!r}: must be disturbed, history, eagle:FOLDER or draft_model:FOLDER")
+    if name not in DRAFTERS:
+        raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(DRAFTERS)}")
+    return lambda: make_drafter(name, policy, settings)
+
+
+def widest(policy: Decoder) -> Decoder:
+    """The very same weights in double precision, in single on a GPU."""
+    return copy.deepcopy(policy).to(torch.float64 if policy.device.type == "cpu" else torch.float32)
 
 
 @torch.no_grad()

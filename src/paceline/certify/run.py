@@ -19,7 +19,7 @@ class Plan:
     """How much is sampled: completions of `max_tokens` for each of `contexts` contexts, `samples` at temperature 1 and `fewer` otherwise."""
 
     contexts: int = 2
-    samples: int = 2000
+    samples: int = 3000
     fewer: int = 250
     further: tuple[SamplingParams, ...] = (
         SamplingParams(0.7), SamplingParams(1.5), SamplingParams(1.0, top_k=5), SamplingParams(1.2, top_p=0.9), SamplingParams(0.0),

@@ -178,7 +178,8 @@ def measure(
         share = 1.0 if number == len(names) - 1 else 0.7
         bench = StepBench(model, device, start + share * seconds, typer.echo)
         if number == 0:
-            bench.decode([(4, 128, 0), (24, 128, 0), (96, 128, 0), (192, 128, 0), (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)])
+            plain = [(2, 128, 0), (8, 128, 0), (32, 128, 0), (96, 128, 0), (192, 128, 0)]
+            bench.decode([*plain, (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)], seen=(plain[0], plain[-1]))
             bench.rollout(96, 128, 256, 1024)
         else:
             bench.decode([(1, 128, 0), (32, 128, 0), (128, 128, 0)])

@@ -107,7 +107,8 @@ class WhatIf:
     max_running: int | None = None
 
 
-def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages: GivenStages | None = None) -> Scenario:
+def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages: GivenStages | None = None, own_acceptance: bool = True) -> Scenario:
+    """`own_acceptance`: what the run's drafter reached, where it had one; otherwise what the flags say."""
     scenario = build(flags)
     lengths = facts.lengths
     if length_scale != 1.0:
@@ -117,7 +118,7 @@ def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages
             lengths, mean=lengths.mean * length_scale, high=round(lengths.high * length_scale), observed=observed, origin=origin
         )
     speculation = scenario.speculation
-    if facts.acceptance is not None and flags.accept == Flags().accept:
+    if facts.acceptance is not None and own_acceptance:
         speculation = dataclasses.replace(speculation, acceptance=facts.acceptance)
     return dataclasses.replace(
         scenario,
@@ -161,7 +162,7 @@ def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
     scaled = dataclasses.replace(measured, train=learn)
     if change.model is not None or change.hardware is not None:
         scaled = GivenStages()  # another model or device: nothing of the run's learning carries over
-    changed = ask(scenario_of(facts, flags, change.length_scale, scaled))
+    changed = ask(scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None))
     return RunAnswer(facts, base, changed, facts.rollout_seconds / base.outcome.rollout_seconds)
 
 

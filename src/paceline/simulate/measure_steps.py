@@ -10,7 +10,7 @@ from paceline.bench.setup import bench_policy, bench_requests
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
-from paceline.simulate.points import RolloutPoint, StepPoint
+from paceline.simulate.points import FIT, HELD_OUT, RolloutPoint, StepPoint
 from paceline.simulate.workload import Lengths
 
 NEW_TOKENS = 48
@@ -29,8 +29,8 @@ class StepBench:
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
-    def decode(self, points: list[tuple[int, int, int]]) -> None:
-        """(rows, prompt tokens, draft tokens), neighbours with the same prompt and depth share an engine."""
+    def decode(self, points: list[tuple[int, int, int]], seen: tuple[tuple[int, int, int], ...] = ()) -> None:
+        """(rows, prompt tokens, draft tokens); those with the same prompt and depth share an engine. A fit may look at those in `seen`."""
         for prompt, k in dict.fromkeys((prompt, k) for _, prompt, k in points):
             batches = [rows for rows, p, depth in points if (p, depth) == (prompt, k)]
             length = prompt + NEW_TOKENS * 2 + 2
@@ -41,14 +41,14 @@ class StepBench:
                 if self.late:
                     self.note(f"out of time before {self.model} batch {rows}, prompt {prompt}, k {k}")
                     return
-                self._decode_point(engine, rows, prompt, k)
+                self._decode_point(engine, rows, prompt, k, FIT if (rows, prompt, k) in seen else HELD_OUT)
 
-    def _decode_point(self, engine: Engine, rows: int, prompt: int, k: int) -> None:
+    def _decode_point(self, engine: Engine, rows: int, prompt: int, k: int, use: str) -> None:
         self._seconds(engine, [NEW_TOKENS + 1] * rows, prompt)  # compiles and captures
         short = self._seconds(engine, [1] * rows, prompt)
         long = self._seconds(engine, [NEW_TOKENS + 1] * rows, prompt)
         seconds = (long - short) / NEW_TOKENS
-        self.steps.append(StepPoint(self.model, rows, prompt + NEW_TOKENS // 2, seconds, k + 1))
+        self.steps.append(StepPoint(self.model, rows, prompt + NEW_TOKENS // 2, seconds, k + 1, use=use))
         if not k:
             self.steps.append(StepPoint(self.model, rows, 0, short, 1, prompt))
         self.note(f"{self.model} batch {rows} prompt {prompt} k {k}: step {seconds * 1e3:.3f} ms, prefill and first token {short * 1e3:.1f} ms")

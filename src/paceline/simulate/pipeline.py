@@ -144,6 +144,8 @@ class Pipeline:
 
     def _note_ready(self, key: int, count: int) -> None:
         self.ready_by_key[key] = self.ready_by_key.get(key, 0) + count
+        if not self.ready_by_key[key]:
+            del self.ready_by_key[key]
 
     def _finished(self, requests: list[Request], time: float) -> None:
         for request in requests:
@@ -158,14 +160,11 @@ class Pipeline:
     def _try_update(self, time: float) -> None:
         if self.updating:
             return
-        if self.schedule.take == "batch":
-            if self.ready_by_key.get(self.version, 0) < self.batch_size:
-                return
-        else:
-            oldest = min(self.outstanding_versions, default=self.version)
-            if len(self.ready) < self.batch_size or oldest < self.version - self.schedule.lag + 1:
-                return  # whoever is still running would be too old for the update after this one
+        if not (self._batch_is_ready() if self.schedule.take == "batch" else self._nobody_becomes_too_old()):
+            return
         taken = [heapq.heappop(self.ready)[2] for _ in range(self.batch_size)]
+        for request in taken:
+            self._note_ready(request.batch if self.schedule.take == "batch" else request.version, -1)
         self.updating = True
         trained = time + self.stages.logprob + self.stages.train
         record = StepRecord(
@@ -179,6 +178,27 @@ class Pipeline:
             generated_tokens=sum(request.done for request in taken),
         )
         self._at(trained, "trained", record)
+
+    def _batch_is_ready(self) -> bool:
+        return self.ready_by_key.get(self.version, 0) == self.batch_size
+
+    def _nobody_becomes_too_old(self) -> bool:
+        """May update u = `version` take the oldest ready responses now?
+
+        A response that began at version v must be learned from in update v + lag at the latest. So once this update has taken
+        its share, those due by update u + i must fit into the i updates left, for every i: the feasibility of an earliest-
+        deadline-first schedule. If they do not, the update waits for old responses that still run.
+        """
+        if len(self.ready) < self.batch_size:
+            return False
+        left = dict(self.outstanding_versions)
+        share = self.batch_size
+        for version in sorted(self.ready_by_key):
+            taken = min(share, self.ready_by_key[version])
+            share -= taken
+            left[version] = left.get(version, 0) + self.ready_by_key[version] - taken
+        lag = self.schedule.lag
+        return all(sum(n for version, n in left.items() if version + lag <= self.version + i) <= i * self.batch_size for i in range(lag + 1))
 
     # -- requests to replicas ---------------------------------------------------------------------------------------
 

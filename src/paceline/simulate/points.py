@@ -135,9 +135,9 @@ def load_measurements(path: Path) -> Measurements:
 
 
 def merged(parts: list[Measurements]) -> Measurements:
-    """All points of several files of one kind of device; the last one's description."""
+    """All points of several files of one kind of device; the first one's description."""
     points = {name: tuple(point for part in parts for point in getattr(part, name)) for name in (*KINDS, "notes")}
-    return replace(parts[-1], **points)
+    return replace(parts[0], **points)
 
 
 def write_measurements(measurements: Measurements, path: Path) -> None:

@@ -137,8 +137,10 @@ class Sweep:
             except ValueError:
                 raise ValueError(f"--sweep {key}={value}: not a number") from None
             if key == "mean_length":
-                _, sigma, low, high = Lengths.parse(flags.lengths), *flags.lengths.partition(":")[2].split(",")[1:]
-                changes["lengths"] = f"lognormal:{converted},{sigma},{low},{high}"
+                kind, _, numbers = flags.lengths.partition(":")
+                if kind != "lognormal":
+                    raise ValueError(f"--sweep mean_length needs log-normal lengths, not --lengths {flags.lengths!r}")
+                changes["lengths"] = f"lognormal:{converted},{numbers.partition(',')[2]}"
             else:
                 changes[key] = converted
         return dataclasses.replace(flags, **changes)

@@ -8,7 +8,7 @@ from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Preci
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.questions import ask
-from paceline.simulate.scenario import Scenario
+from paceline.simulate.scenario import Scenario, simulate
 from paceline.simulate.speculation import Acceptance, Speculation, eagle
 from paceline.simulate.step_cost import StepCost
 from paceline.simulate.svg import Line, line_chart
@@ -31,6 +31,13 @@ def speedup(cost: StepCost, rows: int, k: int, accept: float) -> float:
 
 
 def projection() -> Section:
+    """The whole section; its asynchronous part simulates 2,048 devices."""
+    checks, remarks = asynchronous_part()
+    section = synchronous_part()
+    return dataclasses.replace(section, checks=(*section.checks, *checks), remarks=(*section.remarks, *remarks))
+
+
+def synchronous_part() -> Section:
     narrow, wide = cost_of(Parallelism(8, 8)), cost_of(Parallelism(8, 64))
     curves = {k: [speedup(narrow, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()}
     wide_curves = {k: [speedup(wide, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()}
@@ -39,16 +46,16 @@ def projection() -> Section:
     best = min(ROWS, key=lambda rows: abs(speedup(narrow, rows, 3, 3.0) / first[1] - 1))
     holds = [rows for rows in ROWS if fits[rows] <= 0.10]
     share = (1 - 1 / first[2]) / (1 - 1 / first[1])
-    by_share = {share: ask(_async(share)) for share in (0.25, 0.375, 0.5)}
-    train_share = min(by_share, key=lambda x: abs(by_share[x].step_speedup - 2.5))
-    asynchronous = by_share[train_share]
+    whole = {k: _whole_rollout(k, accept) for k, (accept, _, _) in PUBLISHED.items()}
     checks = (
         Check(f"k = 3, accept 3: rollout, {best} rows on 8 GPUs", first[1], speedup(narrow, best, 3, 3.0), "x", FIT),
         Check(f"k = 7, accept 5: rollout, {best} rows on 8 GPUs", PUBLISHED[7][1], speedup(narrow, best, 7, 5.0), "x", PREDICTION),
+        *(
+            Check(f"k = {k}, accept {accept:g}: a whole rollout on 2,048 GPUs", published, whole[k], "x", PREDICTION)
+            for k, (accept, published, _) in PUBLISHED.items()
+        ),
         Check(f"k = 3: step, generation {100 * share:.0f}% of it", first[2], 1 / (share / first[1] + 1 - share), "x", FIT),
         Check("k = 7: step, the same share", PUBLISHED[7][2], 1 / (share / PUBLISHED[7][1] + 1 - share), "x", PREDICTION),
-        Check("async on 2,048: rollout (k = 7, accept 5 assumed)", 3.5, asynchronous.rollout_speedup, "x", PREDICTION),
-        Check(f"async on 2,048: step, {100 * train_share:.0f}% of the devices learn", 2.5, asynchronous.step_speedup, "x", FIT),
     )
     low, high = speedup(narrow, 4, 7, 5.0), speedup(narrow, 2048, 7, 5.0)
     needed = {rows: narrow.step(rows, 7, CONTEXT) / narrow.step(rows, 0, CONTEXT) for rows in (4, 64, 512)}
@@ -61,13 +68,13 @@ def projection() -> Section:
         f"k = 7 gives {low:.2f}x at 4 rows; with many, verification is "
         f"arithmetic: {high:.2f}x at 2,048. A rollout passes through all of these, from full batch to tail. Experts over 64 GPUs make the low end "
         "flat (dashed).",
+        "So a whole simulated rollout (4,096 responses, log-normal with mean 8,192, 16 a replica at the start and one at the end) gains less than a "
+        f"batch of {best} does: {whole[3]:.2f}x and {whole[7]:.2f}x.",
         f"**Which acceptance it needs**: k = 7 pays only above an accept length of {needed[4]:.2f} (4 rows), {needed[64]:.2f} (64), "
         f"{needed[512]:.2f} (512).",
         f"Steps: their 1.70x and 1.96x both mean that generation is {100 * share:.0f}% of a step. Our own stage times (training at 40% of the data "
         "sheet on all 2,048 devices) would make it "
         f"{100 * _generation_share():.0f}%: the assumed utilisation of the learner is the term to doubt, and the share is taken from theirs.",
-        "Asynchronous: 4,096 responses, k = 7 and accept length 5 assumed; the share of devices that learn is chosen to meet the step figure, and "
-        "decides it: " + ", ".join(f"{100 * x:.0f}%: {by_share[x].step_speedup:.2f}x" for x in by_share) + ".",
     )
     lines = [Line(f"k = {k}, accept {PUBLISHED[k][0]:g}, EP 8", ROWS, tuple(curves[k])) for k in PUBLISHED]
     lines += [Line(f"k = {k}, EP 64", ROWS, tuple(wide_curves[k]), dashed=True) for k in PUBLISHED]
@@ -82,6 +89,23 @@ def projection() -> Section:
         remarks,
         {"simulator-235b-batch.svg": by_batch, "simulator-235b-acceptance.svg": _by_acceptance(narrow)},
     )
+
+
+def asynchronous_part() -> tuple[tuple[Check, ...], tuple[str, ...]]:
+    """The share of devices that learn is free, and the step figure sets it."""
+    by_share = {share: ask(_async(share)) for share in (0.25, 0.375, 0.5)}
+    train_share = min(by_share, key=lambda x: abs(by_share[x].step_speedup - 2.5))
+    answer = by_share[train_share]
+    checks = (
+        Check("async on 2,048: rollout (k = 7, accept 5 assumed)", 3.5, answer.rollout_speedup, "x", PREDICTION),
+        Check(f"async on 2,048: step, {100 * train_share:.0f}% of the devices learn", 2.5, answer.step_speedup, "x", FIT),
+    )
+    shares = ", ".join(f"{100 * share:.0f}%: {by_share[share].step_speedup:.2f}x" for share in by_share)
+    remark = (
+        "Asynchronous: 4,096 responses, k = 7 and accept length 5 assumed; the share of devices that learn is chosen to meet the step figure, and "
+        f"decides it: {shares}."
+    )
+    return checks, (remark,)
 
 
 def _by_acceptance(cost: StepCost) -> str:
@@ -113,8 +137,11 @@ def _async(train_share: float) -> Scenario:
     return dataclasses.replace(_scenario("async"), train_share=train_share)
 
 
-def _generation_share() -> float:
-    from paceline.simulate.scenario import simulate
+def _whole_rollout(k: int, accept: float) -> float:
+    speculation = Speculation((k,), Acceptance.from_accept_length(accept, k))
+    return ask(dataclasses.replace(_scenario("sync"), speculation=speculation)).rollout_speedup
 
+
+def _generation_share() -> float:
     plain = simulate(_scenario("sync").plain())
     return plain.rollout_seconds / plain.step_seconds
