@@ -261,7 +261,7 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
     """NaN weights are not the precision's fault: base precision fails as well, twice, and the run ends."""
     make = breaking_session("none", 1)
 
-    def poison(decoder, tokenizer, config):
+    def poison(decoder, tokenizer, config, plan=None):
         with torch.no_grad():
             next(decoder.parameters()).fill_(math.nan)
         return make(decoder, tokenizer, config)
