@@ -170,6 +170,11 @@ class RolloutConfig(Section):
     graph_memory_gb: float = Field(2.0, gt=0, description="for captured steps, logits included; limits how much a large batch may have proposed")
     sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
+    precision: Literal["bf16", "fp8", "fp8+kv"] = Field(
+        "bf16", description="bf16: the policy's own type; fp8: layer weights and activations in FP8; fp8+kv: and the KV cache"
+    )
+    base_precision_layers: int = Field(0, ge=0, description="with FP8: the first and last n layers keep their weights in the policy's own type")
+    kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
 
 
 # What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names wins.

@@ -49,6 +49,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     console.plan(session.plan)
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
+    learner.observe_attention = session.backend.attention_observer
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
     if run is not None:
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)

@@ -58,7 +58,7 @@ def test_pool_is_the_caches(tokens):
     cache = KVCache(shape, blocks_for(tokens) + 1, torch.bfloat16, torch.device("cpu"))
     per_token = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
     assert kv_pool_bytes(per_token, tokens) == cache.num_bytes == cache.storage_L2NBHD.nbytes
-    assert cache.shape[2] * BLOCK_SIZE >= tokens
+    assert cache.num_blocks * BLOCK_SIZE >= tokens
 
 
 def test_a_step_holds_its_logits():
@@ -73,3 +73,13 @@ def test_cpu_pool_has_room_for_everybody():
     assert Lengths.of(config, policy.config).request == 80
     assert cpu_kv_tokens(policy, config) == 8 * 80
     assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=123"])) == 123
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8+kv"])
+def test_fp8_weights_and_cache_are_planned(precision):
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    config, base = (load_config(None, ["rollout.max_running=24", f"rollout.precision={p}"]) for p in (precision, "bf16"))
+    engine = make_native(policy, config.rollout, 512, tokenizer=None)
+    planned, plain = (rollout_bytes(Decoder(policy.config, torch.float32, "meta"), c) for c in (config, base))
+    assert planned.rows - plain.rows == sum(matrix.values.nbytes for matrix in engine.reduced.weights.matrices)
+    assert kv_pool_bytes(planned.kv_token, 512) == engine.cache.num_bytes

@@ -16,6 +16,7 @@ import torch
 
 from paceline.pacing.strategy import Observation, Pacer
 from paceline.pacing.trace import TraceRow
+from paceline.policy.attention import AttentionObserver
 from paceline.types import Completion, Request
 
 BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
@@ -31,6 +32,7 @@ class RolloutStats:
     step_seconds: list[float] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)  # how each step ran: `plain`, or drafter and length such as `history:5`
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
+    precision: "PrecisionStats | None" = None  # None: the policy's own
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
 
     def note(self, observation: Observation) -> None:
@@ -43,6 +45,16 @@ class RolloutStats:
         if not self.trace or self.trace[-1].decision is not observation.decision:
             self.trace.append(TraceRow(observation.decision))
         self.trace[-1].note(observation)
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """A rollout below the policy's own precision."""
+
+    precision: str
+    quantise_seconds: float  # the last weight update's
+    kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
+    kv_base_layers: int  # whose keys and values went back to the policy's own type
 
 
 @dataclass
@@ -97,8 +109,12 @@ class Backend(Protocol):
 
     def take_stats(self) -> RolloutStats: ...
 
+    @property
+    def attention_observer(self) -> AttentionObserver | None:
+        """For the learner's forward passes, where this backend calibrates with what they compute."""
+
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """What the drafters have learned, for a checkpoint; empty where there are none."""
+        """What a checkpoint must keep beside the policy: what drafters have learned, and KV scales; empty where there is nothing."""
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
 

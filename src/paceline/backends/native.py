@@ -9,6 +9,7 @@ from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfi
 from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import buckets_up_to
+from paceline.kernels.fp8_format import E4M3
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
@@ -27,6 +28,9 @@ def make_native(
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,
+        precision=rollout.precision,
+        base_precision_layers=rollout.base_precision_layers,
+        kv_scales_per_head=rollout.kv_scales == "head",
         verify=rollout.speculation.verify,
         graph_memory=int(rollout.graph_memory_gb * 1e9),
     )
@@ -50,7 +54,8 @@ def counts_up_to(tokens: int) -> list[int]:
 def cpu_kv_tokens(policy: Decoder, config: Config) -> int:
     """Room for every running request at full length, or what CPU_BYTES hold if that is less; a GPU's pool is planned (`plan/`)."""
     shape, request = policy.config, Lengths.of(config, policy.config).request
-    fits = CPU_BYTES // token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, policy.dtype)
+    dtype = E4M3 if config.rollout.precision == "fp8+kv" else policy.dtype
+    fits = CPU_BYTES // token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     if config.rollout.kv_tokens:
         return config.rollout.kv_tokens
     if fits < request:

@@ -105,6 +105,8 @@ class ReferenceBackend:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
+    attention_observer = None
+
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return {}
 

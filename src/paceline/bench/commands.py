@@ -10,6 +10,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of r
 
 ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
 CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
+PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 
@@ -22,6 +23,7 @@ def decode(
     proposals: Annotated[str, typer.Option(help="proposed tokens that each step verifies, comma separated; 0: plain decoding")] = "0",
     repeats: int = 3,
     deterministic: bool = False,
+    precision: PrecisionOption = "bf16",
     json_file: JsonOption = None,
 ) -> None:
     """Time of one decode or verify step by batch size."""
@@ -31,11 +33,12 @@ def decode(
     device = bench_device()
     policy = bench_policy(_model(model), device)
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
-    points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts)
+    points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts, precision)
     typer.echo(f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}")
     for p in points:
         typer.echo(f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}")
-    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "points": [p.record() for p in points]})
+    how = {"model": model, "deterministic": deterministic, "precision": precision}
+    _write(json_file, {**how, **describe(device), "points": [p.record() for p in points]})
 
 
 @app.command()
@@ -48,6 +51,7 @@ def rollout(
     kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
     repeats: int = 2,
     deterministic: bool = False,
+    precision: PrecisionOption = "bf16",
     json_file: JsonOption = None,
 ) -> None:
     """Time of a whole long-tailed rollout."""
@@ -56,12 +60,12 @@ def rollout(
 
     device = bench_device()
     policy = bench_policy(_model(model), device)
-    point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic)
+    point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic, precision)
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
     typer.echo(f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s")
     typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
     typer.echo("mean step ms by running requests: " + ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items()))
-    _write(json_file, {"model": model, "deterministic": deterministic, **describe(device), "point": point.record()})
+    _write(json_file, {"model": model, "deterministic": deterministic, "precision": precision, **describe(device), "point": point.record()})
 
 
 @app.command()

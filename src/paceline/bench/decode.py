@@ -43,11 +43,20 @@ class DecodePoint:
 
 
 def bench_decode(
-    policy: Decoder, batches: list[int], prompt_tokens: int, new_tokens: int, repeats: int, deterministic: bool, proposals: Sequence[int] = (0,)
+    policy: Decoder,
+    batches: list[int],
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    deterministic: bool,
+    proposals: Sequence[int] = (0,),
+    precision: str = "bf16",
 ) -> list[DecodePoint]:
     longest = max(batches)
     kv_tokens = longest * (prompt_tokens + new_tokens + 64)
-    settings = EngineSettings(max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic)
+    settings = EngineSettings(
+        max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic, precision=precision
+    )
     engine = Engine(policy, settings, drafters=[NoDrafter()])
     return [_measure(engine, batch, count, prompt_tokens, new_tokens, repeats) for batch in batches for count in proposals]
 

@@ -52,11 +52,20 @@ class RolloutPoint:
 
 
 def bench_rollout(
-    policy: Decoder, lengths: Lengths, prompt_tokens: int, max_running: int, kv_tokens: int, repeats: int, deterministic: bool
+    policy: Decoder,
+    lengths: Lengths,
+    prompt_tokens: int,
+    max_running: int,
+    kv_tokens: int,
+    repeats: int,
+    deterministic: bool,
+    precision: str = "bf16",
 ) -> RolloutPoint:
     longest = max(lengths.values)
     kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
-    settings = EngineSettings(max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic)
+    settings = EngineSettings(
+        max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic, precision=precision
+    )
     engine = Engine(policy, settings)
     requests = bench_requests(list(lengths.values), prompt_tokens, policy.config.vocab_size)
     seconds: list[float] = []

@@ -12,6 +12,11 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._references = [0] * num_blocks
 
+    def resize(self, num_blocks: int) -> None:
+        """Starts over with another number of blocks."""
+        assert self.used == 0, f"{self.used} blocks are in use"
+        self.__init__(num_blocks)
+
     @property
     def free(self) -> int:
         return len(self._free)

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -26,33 +26,24 @@ from paceline.engine.blocks import BlockPool
 from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
-from paceline.engine.rows import MAX_STOP_IDS, NewRow, Rows, to_device
+from paceline.engine.refusal import refusal
+from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
+from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepVariant, Verify
 from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
+from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
+from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Completion, FinishReason, Request
 
 NO_PACER = Decision(PLAIN)
 RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    max_running: int = 256
-    kv_tokens: int = 65536
-    max_length: int = 0  # longest sequence; 0: the policy's own limit
-    prefill_tokens: int = 16384  # per chunk
-    steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of
-    admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
-    deterministic: bool = False
-    verify: str = "shared-noise"  # or "rejection"
-    graph_memory: int = 0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
 
 
 class Engine:
@@ -67,17 +58,18 @@ class Engine:
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
-        self.settings = settings
-        self.version = version
+        self.settings, self.version = settings, version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
         slots, device = settings.max_running, policy.device
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
+        self.reduced = RolloutPrecision(policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head)
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = KVCache(policy.config, self.pool.num_blocks, policy.dtype, device)
+        self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         followers = [drafter for drafter in drafters if drafter.captured_layers]
-        forward = PagedForward(policy, self.cache, settings.deterministic, {i for follower in followers for i in follower.captured_layers})
+        captured = {i for follower in followers for i in follower.captured_layers}
+        forward = PagedForward(policy, self.cache, settings.deterministic, captured, self.reduced.weights)
         self.runner = StepRunner(forward, self.rows, slots, followers, settings.graph_memory)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
@@ -104,8 +96,7 @@ class Engine:
         self.limit = np.zeros(slots + 1, dtype=np.int64)
         self.batch = Batch.of([], self.outcomes.tenancy)
         self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
-        self.paused = False
-        self.preemptions = 0
+        self.paused, self.preemptions = False, 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
 
@@ -117,7 +108,7 @@ class Engine:
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
             sequence = Sequence(request, self.arrivals, limit)
             self.arrivals += 1
-            problem = self._refusal(sequence)
+            problem = refusal(sequence, self._stop_ids(request), self.max_length, (self.pool.num_blocks - 1) * BLOCK_SIZE, self.tokenizer)
             if problem:
                 self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
             else:
@@ -135,6 +126,8 @@ class Engine:
                     self.timer.pause()
                 if self.paused:
                     return
+            if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
+                self._rebuild_cache()
             for sequence in self.scheduler.admit(nobody_runs=not self.running):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
@@ -164,7 +157,31 @@ class Engine:
         self._preempt_all()
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
+        if self.reduced.refresh():
+            self._rebuild_cache()
         self.version = version
+
+    @property
+    def precision(self) -> str:
+        return self.reduced.name
+
+    @property
+    def attention_observer(self) -> AttentionObserver | None:
+        return self.reduced.observer
+
+    def fall_back_to_base_precision(self) -> None:
+        self._preempt_all()
+        self.reduced.fall_back()
+        self._rebuild_cache()
+
+    def _rebuild_cache(self) -> None:
+        """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
+        longest = max((sequence.limit for sequence in self.scheduler.sequences), default=0)
+        num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
+        self.cache = self.runner.forward.cache = None  # its memory is the new one's
+        self.pool.resize(num_blocks)
+        self.cache = KVCache(self.policy.config, num_blocks, self.reduced.cache_dtypes, self.policy.device, self.reduced.cache_scales_L2H)
+        self.runner.replace(self.cache, self.reduced.weights)
 
     def pause(self) -> None:
         self.paused = True
@@ -185,23 +202,20 @@ class Engine:
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
+        stats.precision = self.reduced.stats() if self.precision != BASE_PRECISION else None
         return stats
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
+        tensors = {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
+        return tensors | self.reduced.state()
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, drafter in self.drafters.items():
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
             if own:
                 drafter.load_state(own)
-
-    @property
-    def precision(self) -> str:
-        return BASE_PRECISION
-
-    def fall_back_to_base_precision(self) -> None:
-        pass
+        if self.reduced.load_state(tensors):
+            self._rebuild_cache()
 
     def close(self) -> None:
         self._preempt_all()
@@ -209,20 +223,6 @@ class Engine:
         self.scheduler.waiting_prompts.clear()
 
     # -- entering -------------------------------------------------------------------------------------------------
-
-    def _refusal(self, sequence: Sequence) -> str:
-        request = sequence.request
-        prompt, pool_tokens = len(request.prompt), (self.pool.num_blocks - 1) * BLOCK_SIZE
-        if not 1 <= prompt < self.max_length:
-            return f"prompt of {prompt} tokens; this engine takes 1 to {self.max_length - 1}"
-        if sequence.limit > pool_tokens:
-            asked = f"prompt of {prompt} tokens and max_tokens {request.sampling.max_tokens}"
-            return f"{asked} need {sequence.limit} KV tokens; the pool holds {pool_tokens}"
-        if request.sampling.stop and self.tokenizer is None:
-            return "stop strings need an engine with a tokenizer"
-        if len(self._stop_ids(request)) > MAX_STOP_IDS:
-            return f"{len(self._stop_ids(request))} stop tokens; at most {MAX_STOP_IDS} are supported"
-        return ""
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids

@@ -16,7 +16,9 @@ from paceline.engine.capture_guard import CaptureGuard
 from paceline.engine.graph_memory import GraphMemory, pool_bytes_taken
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step import StepStatus, StepVariant, step
+from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
+from paceline.precision.weights import QuantisedWeights
 
 Outcome = TypeVar("Outcome")
 
@@ -94,6 +96,11 @@ class StepRunner:
 
     def _may_capture(self) -> bool:
         return self.rows.device.type == "cuda" and self.guard.begin_capture()
+
+    def replace(self, cache: KVCache, quantised: QuantisedWeights | None) -> None:
+        """Other storage from here on; captured steps hold the addresses of the old."""
+        self.forward.cache, self.forward.quantised = cache, quantised
+        self.captured.clear()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)

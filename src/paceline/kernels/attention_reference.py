@@ -6,11 +6,14 @@ reach it and no others.
 
 The cache must hold finite numbers everywhere (zeros where nothing was written): a hidden key has weight zero, and zero times
 NaN is NaN. `rope_kv.py`'s reference keeps that promise.
+
+A cache in E4M3 holds k / k_scale and v / v_scale, with a scale per kv head. K's is applied to the queries, V's to the result.
 """
 
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.fp8_format import E4M3, from_e4m3
 from paceline.kernels.triton_support import cdiv
 
 STEP_KEYS = 64
@@ -18,9 +21,20 @@ SLICE_TOKENS = 128  # queries at a time, to bound the memory of gathered keys an
 
 
 def attend_reference(
-    q_THD: torch.Tensor, position_T: torch.Tensor, block_table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    q_THD: torch.Tensor,
+    position_T: torch.Tensor,
+    block_table_TB: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries at absolute positions, each with its own block table; a position below 0 gives zeros."""
+    if k_scale_H is not None:
+        group = q_THD.shape[1] // k_cache.shape[2]
+        wide_THD = q_THD.float() * k_scale_H.repeat_interleave(group).unsqueeze(1)
+        out_THD = attend_reference(wide_THD, position_T, block_table_TB, k_cache, v_cache)
+        return (out_THD * v_scale_H.repeat_interleave(group).unsqueeze(1)).to(q_THD.dtype)
     if len(q_THD) <= SLICE_TOKENS:
         return _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache)
     slices = zip(*(x.split(SLICE_TOKENS) for x in (q_THD, position_T, block_table_TB)), strict=True)
@@ -73,8 +87,7 @@ def _step(
     missing = step_keys // block_size - blocks_TB.shape[1]
     blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()
     shape = (num_tokens, step_keys, num_kv_heads, head_dim)
-    k = k_cache.flatten(1).index_select(0, blocks).to(wide).view(shape)
-    v = v_cache.flatten(1).index_select(0, blocks).to(wide).view(shape)
+    k, v = (_widened(cache.flatten(1).index_select(0, blocks), wide).view(shape) for cache in (k_cache, v_cache))
     scores_HTGN = q_HTGD.new_empty((*q_HTGD.shape[:3], step_keys))
     for head in range(num_kv_heads):
         torch.bmm(q_HTGD[head], k[:, :, head].transpose(1, 2), out=scores_HTGN[head])
@@ -86,6 +99,10 @@ def _step(
     for head in range(num_kv_heads):
         torch.bmm(weights_HTGN[head], v[:, :, head], out=weighted[head])
     return weighted, maximum, weights_HTGN.sum(-1, keepdim=True)
+
+
+def _widened(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    return from_e4m3(x) if x.dtype == E4M3 else x.to(wide)
 
 
 def _step_keys(k_cache: torch.Tensor) -> int:

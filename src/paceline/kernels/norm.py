@@ -1,7 +1,13 @@
-"""RMSNorm, alone or after adding a residual. One program sees one row, so a row's bits depend on nothing else."""
+"""RMSNorm, alone or after adding a residual. One program sees one row, so a row's bits depend on nothing else.
+
+The input may be a product in parts, `[parts, M, K]` in float32 (fp8_linear.py); their sum in order is rounded to the residual's
+type. The `quantised` variants return what an FP8 product takes: exactly the rows of the plain variant, quantised.
+"""
 
 import torch
 
+from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
+from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 
@@ -25,39 +31,57 @@ def rms_norm_block(x, weight, epsilon, K: tl.constexpr):
     return x * tl.expand_dims(tl.rsqrt(mean_square + epsilon), -1) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "padded_rows"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, epsilon,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, ADD_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, values_ptr, scales_ptr, num_rows, padded_rows, epsilon,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PADDED_K: tl.constexpr, PARTS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     column = tl.arange(0, BLOCK_K)
-    offset = tl.program_id(0).to(tl.int64) * K + column
+    row = tl.program_id(0).to(tl.int64)
+    offset = row * K + column
     mask = column < K
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     wait_previous(PDL)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + part * num_rows.to(tl.int64) * K + offset, mask=mask, other=0.0)
+        x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
     if ADD_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         x = x.to(total_ptr.dtype.element_ty)  # normalise what the next residual will be, as the reference does
         tl.store(total_ptr + offset, x, mask=mask)
         x = x.to(tl.float32)
     normed = rms_norm_block(x, weight, epsilon, K)
-    tl.store(out_ptr + offset, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    if QUANTISE:
+        group = tl.arange(0, BLOCK_K // 128)
+        grouped = tl.reshape(normed.to(weight_ptr.dtype.element_ty).to(tl.float32), (BLOCK_K // 128, 128))
+        values, scales = quantise_groups(grouped)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        store_groups(values, scales, values_ptr, scales_ptr, row, group, column, padded_rows, PADDED_K)
+    else:
+        tl.store(out_ptr + offset, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(
-    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    num_rows, width = x_MK.shape
-    out_MK = torch.empty_like(x_MK)
-    total_MK = torch.empty_like(x_MK) if residual_MK is not None else None
-    block = next_power_of_2(width)
+    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float, quantise: bool = False
+) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor | None]:
+    """x in one piece or in parts. The norm's weight has the type of what comes out."""
+    num_rows, width = x_MK.shape[-2:]
+    dtype, device = weight_K.dtype, x_MK.device
+    out = QuantisedRows.empty(num_rows, width, dtype, device) if quantise else torch.empty(num_rows, width, dtype=dtype, device=device)
+    total_MK = torch.empty_like(residual_MK) if residual_MK is not None else None
+    plain, values, scales = (None, out.values_MK, out.scales_GM) if quantise else (out, None, None)
+    padded_rows, padded_width = out.values_MK.shape if quantise else out.shape
+    block = max(128, next_power_of_2(width))
     _rms_norm_kernel[(num_rows,)](
-        x_MK, residual_MK, weight_K, out_MK, total_MK, epsilon, K=width, BLOCK_K=block, ADD_RESIDUAL=residual_MK is not None,
+        x_MK, residual_MK, weight_K, plain, total_MK, values, scales, num_rows, padded_rows, epsilon, K=width, BLOCK_K=block,
+        PADDED_K=padded_width, PARTS=1 if x_MK.ndim == 2 else len(x_MK), ADD_RESIDUAL=residual_MK is not None, QUANTISE=quantise,
         **launch_options(num_warps=min(8, max(1, block // 512))),
     )  # fmt: skip
-    return out_MK, total_MK
+    return out, total_MK
 
 
 def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -67,7 +91,22 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torc
 
 
 def rms_norm_residual(x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual)."""
+    """(norm(x + residual), x + residual); x may be in parts."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon)
     return rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)
+
+
+def rms_norm_quantised(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> QuantisedRows:
+    if x_MK.is_cuda:
+        return rms_norm_triton(x_MK, None, weight_K, epsilon, quantise=True)[0]
+    return quantise_rows_reference(rms_norm_reference(x_MK, weight_K, epsilon))
+
+
+def rms_norm_residual_quantised(
+    x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
+) -> tuple[QuantisedRows, torch.Tensor]:
+    if x_MK.is_cuda:
+        return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon, quantise=True)
+    normed_MK, total_MK = rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)
+    return quantise_rows_reference(normed_MK), total_MK

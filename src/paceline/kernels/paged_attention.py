@@ -15,6 +15,10 @@ proportion to their lengths, those of one row share its groups, and a second ker
 the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's rows; row sums go
 through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
 picks. Masked keys add exact zeros.
+
+A cache in E4M3 has a scale per kv head for K and for V, read from the device. Its numbers become float16, which holds every one
+of them and takes one instruction (bfloat16 takes three); K's scale joins the softmax scale, V's is applied to the result. The
+queries are never stored, so quantising them would save nothing.
 """
 
 from dataclasses import dataclass
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.triton_support import (
     cdiv,
     launch_next,
@@ -42,12 +47,13 @@ QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core
 LOG2E = 1.4426950408889634
 
 
-def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R):
+def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=None, v_scale_H=None):
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     position_RQ = context_len_R.unsqueeze(1) + torch.arange(num_queries)
     position_RQ = torch.where(context_len_R.unsqueeze(1) < 0, -1, position_RQ)
     table = block_table_RB.repeat_interleave(num_queries, dim=0)
-    return attend_reference(q_RQHD.flatten(0, 1), position_RQ.flatten(), table, k_cache, v_cache).view(q_RQHD.shape)
+    out = attend_reference(q_RQHD.flatten(0, 1), position_RQ.flatten(), table, k_cache, v_cache, k_scale_H, v_scale_H)
+    return out.view(q_RQHD.shape)
 
 
 @triton.jit
@@ -73,8 +79,8 @@ def attend_tile(
     exists = token < end
     slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
     offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0)
-    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
+    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
     maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
@@ -87,6 +93,13 @@ def attend_tile(
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
     total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
+
+
+@triton.jit
+def as_fp8_query(q):
+    """In the type the products with an E4M3 cache run in: float16, or float32 as it is."""
+    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(PRODUCT)
 
 
 @triton.jit
@@ -133,10 +146,11 @@ def _groups_in_batch(context_ptr, num_rows, num_queries, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "table_width", "max_groups", "resident"])
 def _paged_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
     num_rows, num_queries, table_width, max_groups, resident, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (kv head, row and query tile, p). SHARED: programs p < P take groups p, p + P, ... of their row, and P is the
     row's part of `resident` programs, rounded down so that all run at once; programs p >= P have nothing to do."""
@@ -163,6 +177,8 @@ def _paged_attention_kernel(
         stride = tl.maximum(1, tl.minimum(groups * resident // tl.maximum(1, work), tl.num_programs(2)))
     wait_previous(PDL)
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
+    if FP8:
+        q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
 
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
     if SHARED:
@@ -196,7 +212,10 @@ def _paged_attention_kernel(
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
                 acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
-        tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        out = normalised(acc, total)
+        if FP8:
+            out *= tl.load(v_scale_ptr + kv_head)
+        tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
@@ -223,9 +242,9 @@ def _fold_partials(acc, maximum, total, accs, maxima, totals, first, end, BATCH:
 
 @triton.jit(do_not_specialize=["num_queries", "max_groups"])
 def _combine_kernel(
-    acc_ptr, maximum_ptr, total_ptr, context_ptr, out_ptr, num_queries, max_groups,
+    acc_ptr, maximum_ptr, total_ptr, context_ptr, v_scale_ptr, out_ptr, num_queries, max_groups,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_GQA: tl.constexpr,
-    GROUP: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BATCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple of BATCH."""
     launch_next(PDL)
@@ -245,8 +264,11 @@ def _combine_kernel(
     for first in range(BATCH, num_groups, BATCH):
         accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial + first, valid, HEAD_DIM, BATCH)
         acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial + first, end, BATCH)
-    out = normalised(acc, total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], out, mask=valid[:, None])
+    out = normalised(acc, total)
+    if FP8:
+        out *= tl.load(v_scale_ptr + tl.program_id(1))
+    out_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @dataclass(frozen=True)
@@ -264,7 +286,9 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)  # with three, more programs fit a multiprocessor
 
 
-def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None):
+def paged_attention_triton(
+    q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None, k_scale_H=None, v_scale_H=None
+):  # fmt: skip
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
@@ -272,7 +296,7 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
     row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     launch = launch or default_launch(multiprocessors(q_RQHD.device), row_tiles * num_kv_heads, max_groups)
-    out = torch.empty_like(q_RQHD)
+    out, fp8 = torch.empty_like(q_RQHD), k_cache.dtype == E4M3
     acc = maximum = total = None
     if launch.programs > 1:
         max_groups = cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
@@ -280,18 +304,18 @@ def paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
-        q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, out, acc, maximum, total,
+        q_RQHD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_RB, context_len_R, out, acc, maximum, total,
         num_rows, num_queries, block_table_RB.shape[1], max_groups, int(RESIDENT * multiprocessors(q_RQHD.device)),
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
-        PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1,
+        PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8,
         **launch_options(num_warps=4, num_stages=launch.stages),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](
-            acc, maximum, total, context_len_R, out, num_queries, max_groups,
+            acc, maximum, total, context_len_R, v_scale_H, out, num_queries, max_groups,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_GQA=padded_gqa, GROUP=GROUP,
-            BATCH=COMBINE_BATCH, **launch_options(num_warps=4),
+            BATCH=COMBINE_BATCH, FP8=fp8, **launch_options(num_warps=4),
         )  # fmt: skip
     return out
 
@@ -302,10 +326,12 @@ def paged_attention(
     v_cache: torch.Tensor,
     block_table_RB: torch.Tensor,
     context_len_R: torch.Tensor,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `q [R, Q, Hq, D]` with scale 1 / sqrt(D); the new tokens' K and V are already in the cache.
 
     `block_table_RB` int32; `context_len_R` is the absolute position of each row's first query, negative = inactive.
     """
     run = paged_attention_triton if q_RQHD.is_cuda else paged_attention_reference
-    return run(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R)
+    return run(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=k_scale_H, v_scale_H=v_scale_H)

@@ -13,10 +13,12 @@ paged_attention.py, and the tensor core rounds alike for tiles of any height.
 import torch
 
 from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.paged_attention import (
     GROUP,
     LOG2E,
     TILE,
+    as_fp8_query,
     attend_tile,
     fold,
     fresh,
@@ -29,7 +31,7 @@ from paceline.kernels.triton_support import launch_next, launch_options, next_po
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
 
 
-def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S):
+def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None):
     num_tokens = q_THD.shape[0]
     token_T = torch.arange(num_tokens)
     sequence_T = torch.searchsorted(cu_seqlens.long(), token_T, right=True) - 1
@@ -37,14 +39,15 @@ def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seql
     sequence_T, padding_T = sequence_T.clamp(max=context_len_S.shape[0] - 1), token_T >= cu_seqlens[-1]
     position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
     position_T = torch.where(padding_T, -1, position_T)
-    return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache)
+    return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache, k_scale_H, v_scale_H)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "table_width"])
 def _prefill_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr, num_sequences, table_width, scale,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr,
+    num_sequences, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     wait_previous(PDL)
@@ -72,6 +75,8 @@ def _prefill_attention_kernel(
     q_row = (first_token + query).to(tl.int64) * NUM_HEADS + kv_head * GQA + member
     q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
+    if FP8:
+        q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
     acc, maximum, total = fresh(ROWS, HEAD_DIM)
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
@@ -85,10 +90,15 @@ def _prefill_attention_kernel(
         block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
         if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
             acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
-    tl.store(out_ptr + q_offset, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    out = normalised(acc, total)
+    if FP8:
+        out *= tl.load(v_scale_ptr + kv_head)
+    tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
-def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=3):
+def prefill_attention_triton(
+    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=3, k_scale_H=None, v_scale_H=None
+):  # fmt: skip
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -97,9 +107,10 @@ def prefill_attention_triton(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens
     out = torch.empty_like(q_THD)
     grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
-        q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, out, num_sequences, block_table_SB.shape[1],
-        head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, **launch_options(num_warps=warps, num_stages=stages),
+        q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
+        block_table_SB.shape[1], head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        ROWS=rows, PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, FP8=k_cache.dtype == E4M3,
+        **launch_options(num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return out
 
@@ -111,10 +122,12 @@ def prefill_attention(
     block_table_SB: torch.Tensor,
     cu_seqlens: torch.Tensor,
     context_len_S: torch.Tensor,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries.
 
     Tokens past the last sequence are padding: their output is undefined.
     """
     run = prefill_attention_triton if q_THD.is_cuda else prefill_attention_reference
-    return run(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S)
+    return run(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=k_scale_H, v_scale_H=v_scale_H)

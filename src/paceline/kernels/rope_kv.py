@@ -8,10 +8,14 @@
 
 RoPE follows Hugging Face's half-split convention ("rotate_half"): with halves (a, b) of a head, the result is
 (a cos - b sin, b cos + a sin). The table holds cos and sin per absolute position, `[max_position, head_dim / 2]`.
+
+A cache in E4M3 comes with a scale per kv head for K and for V: it holds k / k_scale and v / v_scale. The projection may come in
+parts, `[parts, T, ...]` in float32 (fp8_linear.py): their sum in order is rounded to the type that q has.
 """
 
 import torch
 
+from paceline.kernels.fp8_format import E4M3, e4m3_of, to_e4m3
 from paceline.kernels.norm import rms_norm_reference
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
@@ -27,7 +31,8 @@ def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tens
 
 
 def rope_and_write_kv_reference(
-    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6
+    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6,
+    k_scale_H=None, v_scale_H=None, dtype=None,
 ):  # fmt: skip
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -37,23 +42,26 @@ def rope_and_write_kv_reference(
         wide = qk if qk.dtype == torch.float64 else qk.float()
         q_normed = rms_norm_reference(wide[:, :num_heads], q_norm_weight, epsilon)
         qk = torch.cat((q_normed, rms_norm_reference(wide[:, num_heads:], k_norm_weight, epsilon)), dim=1)
-    qk = rope_reference(qk, cos_PC[positions], sin_PC[positions]).to(qkv.dtype)
+    qk = rope_reference(qk, cos_PC[positions], sin_PC[positions]).to(dtype or qkv.dtype)
     q, k = qk[:, :num_heads], qk[:, num_heads:]
     keep = (slot_mapping >= 0).nonzero().squeeze(-1)
     if len(keep) < num_tokens:
         slot_mapping, k, v = slot_mapping[keep], k.index_select(0, keep), v.index_select(0, keep)
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    for cache, new, scale_H in ((k_cache, k, k_scale_H), (v_cache, v, v_scale_H)):
         # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
-        finite = torch.nan_to_num(new, 0.0, 0.0, 0.0).to(cache.dtype)
-        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite)
+        finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
+        if cache.dtype == E4M3:
+            finite, cache = to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8), cache.view(torch.uint8)
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite.to(cache.dtype))
     return q.contiguous()
 
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, epsilon,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv_ptr, part_stride, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
+    k_scale_ptr, v_scale_ptr, epsilon, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -77,6 +85,13 @@ def _rope_kv_kernel(
     wait_previous(PDL)
     a = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(qkv_ptr + offset + half, mask=mask, other=0.0).to(tl.float32)
+    q_type = q_out_ptr.dtype.element_ty
+    if PARTS > 1:
+        for _ in tl.static_range(1, PARTS):
+            offset += part_stride
+            a += tl.load(qkv_ptr + offset, mask=mask, other=0.0)
+            b += tl.load(qkv_ptr + offset + half, mask=mask, other=0.0)
+        a, b = a.to(q_type).to(tl.float32), b.to(q_type).to(tl.float32)
 
     rotated_a, rotated_b = a, b
     if QK_NORM:
@@ -86,7 +101,6 @@ def _rope_kv_kernel(
     out_a = rotated_a * cos - rotated_b * sin
     out_b = rotated_b * cos + rotated_a * sin
 
-    q_type = q_out_ptr.dtype.element_ty
     q_offset = token * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + column[None, :]
     tl.store(q_out_ptr + q_offset, out_a.to(q_type), mask=mask & is_query[:, None])
     tl.store(q_out_ptr + q_offset + half, out_b.to(q_type), mask=mask & is_query[:, None])
@@ -95,6 +109,12 @@ def _rope_kv_kernel(
     is_kept = (slot + head * 0) >= 0
     k_mask = mask & (is_key & is_kept)[:, None]
     k_offset = (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * HEAD_DIM + column[None, :]
+    if FP8:
+        k_scale = tl.load(k_scale_ptr + head - NUM_HEADS, mask=is_key, other=1.0)[:, None]
+        out_a, out_b = e4m3_of(out_a, k_scale), e4m3_of(out_b, k_scale)
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        v_scale = tl.load(v_scale_ptr + head - NUM_HEADS - NUM_KV_HEADS, mask=is_value, other=1.0)[:, None]
+        a, b = e4m3_of(a, v_scale), e4m3_of(b, v_scale)
     tl.store(k_cache_ptr + k_offset, out_a.to(kv_type), mask=k_mask)
     tl.store(k_cache_ptr + k_offset + half, out_b.to(kv_type), mask=k_mask)
     v_mask = mask & ((head >= NUM_HEADS + NUM_KV_HEADS) & is_kept)[:, None]
@@ -104,16 +124,18 @@ def _rope_kv_kernel(
 
 
 def rope_and_write_kv_triton(
-    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6
+    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6,
+    k_scale_H=None, v_scale_H=None, dtype=None,
 ):  # fmt: skip
-    num_tokens = qkv.shape[0]
+    num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
-    q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
     _rope_kv_kernel[grid](
-        qkv, positions, slot_mapping, cos_PC, sin_PC, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, epsilon,
+        qkv, part_size, positions, slot_mapping, cos_PC, sin_PC, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, k_scale_H, v_scale_H, epsilon,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEADS=HEADS_PER_PROGRAM,
-        HALF=next_power_of_2(head_dim // 2), QK_NORM=q_norm_weight is not None, **launch_options(num_warps=4),
+        HALF=next_power_of_2(head_dim // 2), QK_NORM=q_norm_weight is not None, FP8=k_cache.dtype == E4M3,
+        PARTS=1 if qkv.ndim == 2 else len(qkv), **launch_options(num_warps=4),
     )  # fmt: skip
     return q_out
 
@@ -130,7 +152,11 @@ def rope_and_write_kv(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     epsilon: float = 1e-6,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]`; rotated k and v go to their slots in the caches."""
+    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]` in `dtype` (default: qkv's); rotated k and v go to their slots in the
+    caches. On the GPU qkv may come in parts."""
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
-    return run(qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon)
+    return run(qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon, k_scale_H, v_scale_H)

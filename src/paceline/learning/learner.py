@@ -26,6 +26,7 @@ from paceline.learning.logprobs import token_logprobs
 from paceline.learning.mismatch import Mismatch, measure, total
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
+from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.types import Group
@@ -42,6 +43,7 @@ class Learner:
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
+        self.observe_attention: AttentionObserver | None = None  # sees the q, k and v of every training forward pass
         policy.activation_checkpointing = config.policy.activation_checkpointing
         updates = config.run.steps * self.config.epochs * self.config.minibatches
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
@@ -116,7 +118,9 @@ class Learner:
         return total_sequences / (total_sequences - mismatch.rejected_sequences)
 
     def _backward(self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float) -> MicroBatchSums:
+        batch.attention.observe = self.observe_attention
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
+        batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = correct(self.config.correction, batch, learner_R)
         mismatch = measure(batch, correction, learner_R, self.config.correction.weight != "none")

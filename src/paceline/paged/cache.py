@@ -1,12 +1,17 @@
-"""The paged KV cache: one tensor for all layers, addressed in blocks of BLOCK_SIZE tokens.
+"""The paged KV cache, addressed in blocks of BLOCK_SIZE tokens. Most often all layers share one tensor:
 
 storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
+
+Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its own then. E4M3 comes
+with a scale per layer, K or V, and kv head, which lies on the device and is whatever calibration last wrote there.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from paceline.kernels.fp8_format import E4M3
 from paceline.paged.virtual_memory import ReservedMemory
 from paceline.policy.config import DecoderConfig
 
@@ -17,16 +22,17 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-class KVCache:
-    """On a GPU its address never changes: graphs that captured it stay valid while its memory is lent out."""
+class LayerStorage:
+    """The cache of the layers that share a type. On a GPU its address never changes: graphs that captured it stay valid while
+    its memory is lent out."""
 
-    def __init__(self, config: DecoderConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.dtype, self.device = dtype, device
-        self.num_bytes = math.prod(self.shape) * dtype.itemsize
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.num_bytes = math.prod(shape) * dtype.itemsize
         self.reserved = ReservedMemory(self.num_bytes, device) if device.type == "cuda" else None
         if self.reserved is not None:
-            self.storage_L2NBHD = self.reserved.tensor.view(dtype).view(self.shape).zero_()
+            self.storage_L2NBHD = self.reserved.tensor.view(dtype).view(shape)
+            self.storage_L2NBHD.view(torch.uint8).zero_()
         else:
             self.wake()
 
@@ -36,7 +42,7 @@ class KVCache:
             self.storage_L2NBHD = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         else:
             self.reserved.back()
-            self.storage_L2NBHD.zero_()
+            self.storage_L2NBHD.view(torch.uint8).zero_()
 
     def sleep(self) -> None:
         if self.reserved is None:
@@ -44,13 +50,63 @@ class KVCache:
         else:
             self.reserved.release()
 
+
+class KVCache:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_blocks: int,
+        dtype: torch.dtype | Sequence[torch.dtype],
+        device: torch.device,
+        scales_L2H: torch.Tensor | None = None,
+    ) -> None:
+        """One type for all layers, or one for each; E4M3 wants `scales_L2H`."""
+        self.config, self.num_blocks, self.device, self.scales_L2H = config, num_blocks, device, scales_L2H
+        dtypes = [dtype] * config.num_layers if isinstance(dtype, torch.dtype) else list(dtype)
+        self.storages = {
+            kind: LayerStorage((dtypes.count(kind), 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim), kind, device)
+            for kind in dict.fromkeys(dtypes)
+        }
+        self.places = [(kind, dtypes[:index].count(kind)) for index, kind in enumerate(dtypes)]
+        self.num_bytes = sum(storage.num_bytes for storage in self.storages.values())
+
+    def blocks_with(self, dtypes: Sequence[torch.dtype], at_least: int) -> int:
+        """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and there are never more than now."""
+        block_bytes = sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes) * BLOCK_SIZE
+        return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
+
+    @property
+    def storage_L2NBHD(self) -> torch.Tensor | None:
+        """The one tensor of a cache whose layers share a type; None while it sleeps on a CPU."""
+        (storage,) = self.storages.values()
+        return storage.storage_L2NBHD
+
+    def wake(self) -> None:
+        for storage in self.storages.values():
+            storage.wake()
+
+    def sleep(self) -> None:
+        for storage in self.storages.values():
+            storage.sleep()
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.storage_L2NBHD[index, 0], self.storage_L2NBHD[index, 1]
+        kind, place = self.places[index]
+        storage_2NBHD = self.storages[kind].storage_L2NBHD[place]
+        return storage_2NBHD[0], storage_2NBHD[1]
+
+    def scales(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of K and V of this layer, per kv head; None where the layer is not in E4M3."""
+        if self.places[index][0] != E4M3:
+            return None, None
+        return self.scales_L2H[index, 0], self.scales_L2H[index, 1]
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """All layers at once; no target may be a source."""
         source, target = (torch.tensor(x, device=self.device) for x in (sources, targets))
-        self.storage_L2NBHD[:, :, target] = self.storage_L2NBHD[:, :, source]
+        for storage in self.storages.values():
+            # As integers of the same width: not every torch can index E4M3.
+            whole = storage.storage_L2NBHD.view(torch.uint8) if storage.dtype == E4M3 else storage.storage_L2NBHD
+            whole[:, :, target] = whole[:, :, source]
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,9 @@
 
 `policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is fused into the
 norm that follows it, so a layer is nine launches, thirteen with experts.
+
+Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm or SwiGLU before them then hands over
+quantised rows instead of plain ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,26 +12,40 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.fp8_format import QuantisedRows
+from paceline.kernels.fp8_linear import fp8_linear
+from paceline.kernels.fp8_moe import fp8_expert_feed_forward
+from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import expert_feed_forward
-from paceline.kernels.norm import rms_norm, rms_norm_residual
+from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
-from paceline.kernels.swiglu import silu_multiply
+from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.paged.cache import KVCache
-from paceline.policy.decoder import Decoder, ExpertFeedForward, FeedForward
+from paceline.policy.decoder import Decoder, DecoderLayer, ExpertFeedForward, FeedForward
+from paceline.precision.weights import QuantisedWeights
 
 Captured = dict[int, torch.Tensor]
-AttendCache = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendCache = Callable[[torch.Tensor, int], torch.Tensor]  # q_THD, layer
+Rows = torch.Tensor | QuantisedRows
 
 
 class PagedForward:
-    def __init__(self, policy: Decoder, cache: KVCache, deterministic: bool, captured_layers: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        cache: KVCache,
+        deterministic: bool,
+        captured_layers: Iterable[int] = (),
+        quantised: QuantisedWeights | None = None,
+    ) -> None:
         self.policy = policy
         self.cache = cache
         self.captured_layers = frozenset(captured_layers)
         self.deterministic = deterministic
+        self.quantised = quantised
         self.cos_PC, self.sin_PC = (policy.rope_table[:, i].contiguous() for i in (0, 1))
         self.max_position = policy.config.max_positions - 1
 
@@ -41,8 +58,9 @@ class PagedForward:
         """
         rows, queries = tokens_RQ.shape
 
-        def attend(q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            return paged_attention(q_THD.unflatten(0, (rows, queries)), k_cache, v_cache, table_RB, context_R).flatten(0, 1)
+        def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
+            q_RQHD = q_THD.unflatten(0, (rows, queries))
+            return paged_attention(q_RQHD, *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer)).flatten(0, 1)
 
         return self._layers(tokens_RQ.flatten(), positions_RQ.flatten(), slots_RQ.flatten(), attend)
 
@@ -57,8 +75,8 @@ class PagedForward:
     ) -> Captured:
         """Fills the cache for packed chunks of several sequences; samples nothing."""
 
-        def attend(q_THD: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-            return prefill_attention(q_THD, k_cache, v_cache, table_SB, boundaries_S1, context_S)
+        def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
+            return prefill_attention(q_THD, *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer))
 
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
@@ -73,29 +91,59 @@ class PagedForward:
         policy, eps = self.policy, self.policy.config.norm_eps
         captured: Captured = {}
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
-        normed_TE = rms_norm(residual_TE, policy.layers[0].attention_norm.weight, eps)
-        following_norms = [layer.attention_norm for layer in policy.layers[1:]] + [policy.norm]
-        for index, (layer, following_norm) in enumerate(zip(policy.layers, following_norms, strict=True)):
+        normed_TE = self._norm(residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv)
+        following = [(layer.attention_norm, layer.attention.qkv) for layer in policy.layers[1:]] + [(policy.norm, None)]
+        for index, (layer, (following_norm, following_linear)) in enumerate(zip(policy.layers, following, strict=True)):
             if index in self.captured_layers:
                 captured[index] = residual_TE
             attention = layer.attention
-            k_cache, v_cache = self.cache.layer(index)
-            qkv = self._linear(normed_TE, attention.qkv)
+            qkv = self._linear(normed_TE, attention.qkv, in_parts=True)
             norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
-            q_THD = rope_and_write_kv(qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads, *norms, eps)
+            q_THD = rope_and_write_kv(
+                qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(index), attention.heads, *norms, eps,
+                *self.cache.scales(index), dtype=residual_TE.dtype,
+            )  # fmt: skip
             if fill_only and index == len(policy.layers) - 1:
                 break
-            out_TE = self._linear(attend(q_THD, k_cache, v_cache).flatten(1), attention.output)
-            normed_TE, residual_TE = rms_norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, eps)
+            out_TE = self._linear(attend(q_THD, index).flatten(1), attention.output, in_parts=True)
+            normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
             out_TE = self._feed_forward(normed_TE, layer.feed_forward)
-            normed_TE, residual_TE = rms_norm_residual(out_TE, residual_TE, following_norm.weight, eps)
+            normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)
         return normed_TE, captured
 
-    def _feed_forward(self, x_TE: torch.Tensor, module: FeedForward | ExpertFeedForward) -> torch.Tensor:
+    def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):
-            return expert_feed_forward(x_TE, module.router.weight, module.gate_up, module.down, module.experts_per_token, module.normalise)
-        return self._linear(silu_multiply(self._linear(x_TE, module.gate_up)), module.down)
+            routing = module.experts_per_token, module.normalise
+            if self.quantised is not None and (gate_up := self.quantised.of(module.gate_up)) is not None:
+                return fp8_expert_feed_forward(x_TE, module.router.weight, gate_up, self.quantised.of(module.down), *routing)
+            return expert_feed_forward(x_TE, module.router.weight, module.gate_up, module.down, *routing)
+        activate = silu_multiply_quantised if self._in_fp8(module.down) else silu_multiply
+        return self._linear(activate(self._linear(x_TE, module.gate_up)), module.down, in_parts=True)
 
-    def _linear(self, x_TE: torch.Tensor, module: torch.nn.Linear) -> torch.Tensor:
-        out = linear(x_TE, module.weight, deterministic=self.deterministic)
+    # `following` is the projection that takes the rows; it decides in which form they are handed over.
+
+    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None) -> Rows:
+        return (rms_norm_quantised if self._in_fp8(following) else rms_norm)(x_TE, weight_E, self.policy.config.norm_eps)
+
+    def _norm_residual(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None
+    ) -> tuple[Rows, torch.Tensor]:
+        run = rms_norm_residual_quantised if self._in_fp8(following) else rms_norm_residual
+        return run(x_TE, residual_TE, weight_E, self.policy.config.norm_eps)
+
+    def _in_fp8(self, module: torch.nn.Linear | None) -> bool:
+        return module is not None and self.quantised is not None and self.quantised.of(module.weight) is not None
+
+    def _linear(self, x_TE: Rows, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
+        """`in_parts`: what follows can add up a product in parts."""
+        if self._in_fp8(module):
+            x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE)
+            out = fp8_linear(x, self.quantised.of(module.weight), self.deterministic, keep_parts=in_parts and module.bias is None)
+        else:
+            out = linear(x_TE, module.weight, deterministic=self.deterministic)
         return out if module.bias is None else out + module.bias
+
+
+def _dense_input(layer: DecoderLayer) -> torch.nn.Linear | None:
+    """The projection that takes a layer's feed-forward input; experts share it with a router that wants it unquantised."""
+    return None if isinstance(layer.feed_forward, ExpertFeedForward) else layer.feed_forward.gate_up

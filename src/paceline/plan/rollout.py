@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.backends.base import BASE_PRECISION
 from paceline.config import Config
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.rows import MAX_QUERY, Rows
+from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.precision.weights import quantised_parameters
 
 PACED_DEPTHS = 2
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
@@ -27,7 +30,7 @@ LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 4, 64
 
 @dataclass(frozen=True)
 class RolloutBytes:
-    rows: int
+    rows: int  # and with FP8 its copies of the weights
     drafter: int
     graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
     workspace: int  # a prefill chunk, or a step that runs once before its capture
@@ -49,12 +52,15 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
     step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1)
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
+    precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
+    chosen = [] if precision == BASE_PRECISION else quantised_parameters(policy, config.rollout.base_precision_layers)
+    quantised = sum(parameter.numel() for _, parameter in chosen) * E4M3.itemsize
     return RolloutBytes(
-        rows=total_bytes([*vars(rows.state).values(), proposals]) + table,
+        rows=total_bytes([*vars(rows.state).values(), proposals]) + table + quantised,
         drafter=drafter.fixed,
         graphs=step + graphs * GRAPH_BYTES,
         workspace=max(step, config.rollout.prefill_tokens * layer_token_bytes(shape, dtype)),
-        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype) + drafter.per_token,
+        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype) + drafter.per_token,
     )
 
 

@@ -6,12 +6,18 @@ On a GPU the variable-length flash kernel takes this as it is. Elsewhere the seq
 the attention alone; the causal mask already keeps the padding, which comes last, out of every real token's view.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+AttentionObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]  # layer, q_THD, k_THD, v_THD
 
 
 class PackedAttention:
     """An `attend` for `Decoder.forward`."""
+
+    observe: AttentionObserver | None = None  # sees each layer's q, k and v, normed and rotated
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         lengths_B = torch.tensor(lengths)
@@ -24,6 +30,8 @@ class PackedAttention:
         self.shape = (len(lengths), self.longest)
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+        if self.observe is not None:
+            self.observe(layer, q_THD, k_THD, v_THD)
         if (q_THD.is_cuda or q_THD.is_meta) and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))

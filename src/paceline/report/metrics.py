@@ -41,6 +41,10 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
             values["speculation/accepted"] = sum(d.accepted for d in drafts) / max(1, sum(d.proposed for d in drafts))
             values["speculation/steps"] = _mean([strategy != "plain" for strategy in stats.strategies])
         values["time/tail"] = sum(seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail)
+    if stats.precision is not None:
+        values["time/quantise"] = stats.precision.quantise_seconds
+        values["precision/kv_error"] = stats.precision.kv_error
+        values["precision/kv_base_layers"] = stats.precision.kv_base_layers
     return values
 
 

@@ -1,0 +1,124 @@
+"""E4M3 numbers and the two ways they are scaled here (the recipe of DeepSeek-V3, arXiv 2412.19437, section 3.3).
+
+    weights       one float32 scale per block of 128 x 128         activations   one per row and group of 128 columns
+
+    scale = max(largest magnitude, 1e-10) / 448        value = round(x / scale) in E4M3, largest magnitude 448
+
+Depths that are no multiple of 128 are filled up with zeros, so no product needs a mask. Divisions are rounded correctly, on
+the GPU too: the kernels give the formula's bits.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kernels.triton_support import INTERPRETED, cdiv, tl, triton
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of E4M3
+SMALLEST_AMAX = 1e-10
+GROUP = 128
+ROW_MULTIPLE = 4  # cuBLAS wants rows in fours
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Activations `[M, K]` as E4M3 with a scale per row and group. Rows past `num_rows` are allocated and undefined."""
+
+    values_MK: torch.Tensor
+    scales_GM: torch.Tensor
+    num_rows: int
+    dtype: torch.dtype  # of what was quantised, and of the products
+
+    @staticmethod
+    def empty(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> "QuantisedRows":
+        rows, groups = cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE, cdiv(depth, GROUP)
+        values_MK = torch.empty(rows, groups * GROUP, dtype=E4M3, device=device)
+        return QuantisedRows(values_MK, torch.empty(groups, rows, dtype=torch.float32, device=device), num_rows, dtype)
+
+    def dequantise(self) -> torch.Tensor:
+        """`[M, K]` in float32, K filled up to whole groups."""
+        values_MGC = from_e4m3(self.values_MK[: self.num_rows]).unflatten(1, (-1, GROUP))
+        return (values_MGC * self.scales_GM[:, : self.num_rows].t().unsqueeze(-1)).flatten(1)
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """A weight `[..., N, K]` as E4M3 with a scale per block of 128 x 128; K is filled up to whole blocks, N is not."""
+
+    values: torch.Tensor
+    scales: torch.Tensor  # [..., blocks of N, blocks of K]
+    wide: torch.Tensor | None = None  # CPU: the same numbers in float32, so that products need not convert them again
+
+    @staticmethod
+    def poisoned(shape: torch.Size, device: torch.device, scales: torch.Tensor | None = None) -> "BlockMatrix":
+        """Every number NaN until written, so that one nobody writes is loud."""
+        *leading, width, depth = shape
+        padded = (*leading, width, cdiv(depth, GROUP) * GROUP)
+        values = torch.full(padded, 0xFF, dtype=torch.uint8, device=device).view(E4M3)
+        if scales is None:
+            scales = torch.empty(scale_shape(shape), dtype=torch.float32, device=device)
+        wide = torch.full(padded, torch.nan) if device.type == "cpu" else None
+        return BlockMatrix(values, scales.fill_(torch.nan), wide)
+
+    def dequantise(self) -> torch.Tensor:
+        """float32, K filled up to whole blocks."""
+        scales = self.scales.repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
+        return from_e4m3(self.values) * scales[..., : self.values.shape[-2], :]
+
+    def expert(self, index: int) -> "BlockMatrix":
+        return BlockMatrix(self.values[index], self.scales[index], None if self.wide is None else self.wide[index])
+
+
+def scale_shape(shape: torch.Size) -> tuple[int, ...]:
+    return (*shape[:-2], cdiv(shape[-2], GROUP), cdiv(shape[-1], GROUP))
+
+
+def scale_of(amax: torch.Tensor) -> torch.Tensor:
+    return amax.float().clamp(min=SMALLEST_AMAX) / LARGEST
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest, held at the largest magnitude; torch versions differ in what they do beyond it."""
+    return x.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+@functools.cache
+def _e4m3_values() -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+
+
+def from_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """float32. On a CPU by a table: torch converts one number at a time, ten times slower."""
+    if x.is_cuda:
+        return x.float()
+    return _e4m3_values().index_select(0, x.reshape(-1).view(torch.uint8).int()).view(x.shape)
+
+
+@triton.jit
+def quantise_groups(x):
+    """E4M3 values and scales of a block `[..., 128]` in float32, one scale for the last axis."""
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=-1), 1e-10), 448.0)
+    return e4m3_of(x, tl.expand_dims(scale, -1)), scale
+
+
+@triton.jit
+def e4m3_of(x, scale):
+    scaled = tl.clamp(tl.div_rn(x, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    if ROUND_FIRST:
+        scaled = _rounded(scaled)
+    return scaled.to(tl.float8e4nv)
+
+
+ROUND_FIRST = tl.constexpr(INTERPRETED)  # a GPU rounds to nearest when it converts; Triton's interpreter does not
+
+
+@triton.jit
+def _rounded(x):
+    """The nearest E4M3 number in float32: a multiple of 2^(exponent - 3), where exponents below -6 count as -6."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
+    quantum = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)
+    magnitude = ((tl.abs(x) / quantum + 8388608.0) - 8388608.0) * quantum  # what is added to 2^23 is rounded to an integer, ties to even
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)

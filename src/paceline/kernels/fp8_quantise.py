@@ -1,0 +1,95 @@
+"""Quantisers: weights in blocks of 128 x 128 into storage that already exists, activations in groups of 128 per row.
+
+What a kernel before a product computes is mostly quantised there (norm.py, swiglu.py); `quantise_rows` is for the rest.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows, quantise_groups, scale_of, to_e4m3
+from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+
+
+def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
+    *leading, width, depth = weight.shape
+    padded = F.pad(weight.float(), (0, -depth % GROUP, 0, -width % GROUP))
+    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))  # [..., blocks of N, 128, blocks of K, 128]
+    scales = scale_of(blocks.abs().amax((-3, -1)))
+    values = (blocks / scales[..., None, :, None]).flatten(-4, -3).flatten(-2, -1)[..., :width, :]
+    out.values.copy_(to_e4m3(values))
+    out.scales.copy_(scales)
+    if out.wide is not None:
+        out.wide.copy_(out.dequantise())
+
+
+def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
+    num_rows, depth = x_MK.shape
+    out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
+    groups_MGC = F.pad(x_MK.float(), (0, -depth % GROUP)).unflatten(1, (-1, GROUP))
+    scales_MG = scale_of(groups_MGC.abs().amax(-1))
+    out.values_MK[:num_rows] = to_e4m3(groups_MGC / scales_MG.unsqueeze(-1)).flatten(1)
+    out.scales_GM[:, :num_rows] = scales_MG.t()
+    return out
+
+
+@triton.jit
+def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, PDL: tl.constexpr):
+    """One program per block; the first axis walks along K, so that neighbours read neighbouring memory."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * 128 + tl.arange(0, 128)
+    column = tl.program_id(0) * 128 + tl.arange(0, 128)
+    in_rows = (row < N)[:, None]
+    source = weight_ptr + (matrix * N + row)[:, None] * K + column[None, :]
+    x = tl.load(source, mask=in_rows & (column < K)[None, :], other=0.0).to(tl.float32)
+    values, scale = quantise_groups(tl.reshape(x, (1, 128 * 128)))
+    target = values_ptr + (matrix * N + row)[:, None] * PADDED_K + column[None, :]
+    tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
+    block = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scales_ptr + block + tl.arange(0, 1), scale)
+
+
+def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:
+    *leading, width, depth = weight.shape
+    grid = (cdiv(depth, GROUP), cdiv(width, GROUP), leading[0] if leading else 1)
+    _quantise_blocks_kernel[grid](weight, out.values, out.scales, width, depth, out.values.shape[-1], **launch_options(num_warps=8))
+
+
+@triton.jit(do_not_specialize=["num_rows", "padded_rows"])
+def _quantise_rows_kernel(x_ptr, values_ptr, scales_ptr, num_rows, padded_rows, K, PADDED_K, GROUPS: tl.constexpr, PDL: tl.constexpr):
+    """One program per row and GROUPS groups."""
+    launch_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    wait_previous(PDL)
+    x = tl.load(x_ptr + row * K + column, mask=column < K, other=0.0).to(tl.float32)
+    values, scales = quantise_groups(x)
+    store_groups(values, scales, values_ptr, scales_ptr, row, group, column, padded_rows, PADDED_K)
+
+
+@triton.jit
+def store_groups(values, scales, values_ptr, scales_ptr, row, group, column, padded_rows, PADDED_K):
+    """Groups of one row into a `QuantisedRows`."""
+    tl.store(values_ptr + row * PADDED_K + column, values, mask=column < PADDED_K)
+    tl.store(scales_ptr + group.to(tl.int64) * padded_rows + row, scales, mask=group * 128 < PADDED_K)
+
+
+def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
+    num_rows, depth = x_MK.shape
+    out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
+    padded_rows, padded_depth = out.values_MK.shape
+    _quantise_rows_kernel[(num_rows, cdiv(padded_depth, 8 * GROUP))](
+        x_MK, out.values_MK, out.scales_GM, num_rows, padded_rows, depth, padded_depth, GROUPS=8, **launch_options(num_warps=4)
+    )
+    return out
+
+
+def quantise_blocks(weight: torch.Tensor, out: BlockMatrix) -> None:
+    """A contiguous weight `[N, K]` or `[X, N, K]` into `out`, whose address does not change."""
+    (quantise_blocks_triton if weight.is_cuda else quantise_blocks_reference)(weight, out)
+
+
+def quantise_rows(x_MK: torch.Tensor) -> QuantisedRows:
+    return quantise_rows_triton(x_MK) if x_MK.is_cuda else quantise_rows_reference(x_MK)

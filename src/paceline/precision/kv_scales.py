@@ -1,0 +1,82 @@
+"""Scales of the FP8 KV cache, measured where the numbers are made: after QK-norm and RoPE, in a forward pass at full precision.
+
+    amax per micro-batch, layer, K or V, kv head  ──▶  99.9th percentile over the micro-batches x 1.05 / 448  ──▶  scales on the device
+
+`observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing; the scales it gives
+are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv 2601.18150). Before the first update a pass over
+prompts takes its place. Every calibration is validated: attention over the sample kept, with K and V as the cache would hold
+them, against the same with K and V as they are. Where the two differ by more than MAX_ERROR the layer is reported as unfit.
+"""
+
+import torch
+
+from paceline.kernels.fp8_format import LARGEST, SMALLEST_AMAX, from_e4m3, to_e4m3
+from paceline.policy.config import DecoderConfig
+
+PERCENTILE = 0.999
+MARGIN = 1.05
+SAMPLE_TOKENS = 256  # of the last micro-batch, kept per layer for validation
+MAX_ERROR = 0.1  # of the attention output, relative; E4M3's own rounding costs 2-4%
+
+
+class KVScales:
+    def __init__(self, config: DecoderConfig, device: torch.device, per_head: bool = False) -> None:
+        self.per_head = per_head
+        self.num_layers = config.num_layers
+        # NaN until calibrated: a cache used too early is loud.
+        self.scales_L2H = torch.full((config.num_layers, 2, config.num_kv_heads), torch.nan, device=device)
+        self.errors: list[float] = []  # of the last calibration, per layer
+        self._amax: list[list[torch.Tensor]] = [[] for _ in range(config.num_layers)]  # [2, H] per micro-batch
+        self._sample: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * config.num_layers
+
+    @property
+    def calibrated(self) -> bool:
+        return not bool(self.scales_L2H.isnan().any())
+
+    @property
+    def has_measurements(self) -> bool:
+        return all(self._amax)
+
+    @torch.no_grad()
+    def observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        """One layer of one micro-batch, as attention sees it."""
+        q, k, v = q_THD.detach(), k_THD.detach(), v_THD.detach()
+        self._amax[layer].append(torch.stack((k.abs().amax((0, 2)), v.abs().amax((0, 2)))).float())
+        self._sample[layer] = tuple(x[:SAMPLE_TOKENS].clone() for x in (q, k, v))
+
+    @torch.no_grad()
+    def calibrate(self) -> list[int]:
+        """Writes the scales of what was observed since the last time; the layers in which attention comes out too different."""
+        assert self.has_measurements, "nothing was observed"
+        amax_BL2H = torch.stack([torch.stack(batches) for batches in self._amax], dim=1)
+        if not self.per_head:
+            amax_BL2H = amax_BL2H.amax(-1, keepdim=True).expand_as(amax_BL2H)
+        amax_L2H = torch.quantile(amax_BL2H, PERCENTILE, dim=0)
+        self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
+        unfit = self.validate()
+        self._amax = [[] for _ in range(self.num_layers)]
+        self._sample = [None] * self.num_layers
+        return unfit
+
+    @torch.no_grad()
+    def validate(self) -> list[int]:
+        """Layers whose attention over the sample changes by more than MAX_ERROR under the scales as they are."""
+        errors = [attention_error(*sample, *self.scales_L2H[layer]) for layer, sample in enumerate(self._sample)]
+        self.errors = torch.stack(errors).tolist()
+        return [layer for layer, error in enumerate(self.errors) if not error <= MAX_ERROR]
+
+
+def attention_error(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, k_scale_H: torch.Tensor, v_scale_H: torch.Tensor) -> torch.Tensor:
+    """|attention with K and V through E4M3 - attention| / |attention|, causal over the tokens given."""
+
+    def cached(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
+        scale_H1 = scale_H.unsqueeze(1)
+        return from_e4m3(to_e4m3(x_THD.float() / scale_H1)) * scale_H1
+
+    exact = _attend(q_THD.float(), k_THD.float(), v_THD.float())
+    return (_attend(q_THD.float(), cached(k_THD, k_scale_H), cached(v_THD, v_scale_H)) - exact).norm() / exact.norm().clamp(min=SMALLEST_AMAX)
+
+
+def _attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

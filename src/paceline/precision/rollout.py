@@ -1,0 +1,130 @@
+"""What a rollout's precision means for the engine: which weights it multiplies by and what its cache holds.
+
+    bf16       the policy's own weights and type (float32 on a CPU): nothing here does anything
+    fp8        projections in blockwise FP8
+    fp8+kv     and keys and values in FP8
+
+`refresh` follows a weight update. What FP8 turns out not to be fit for goes back to the policy's own type, with a warning: a
+layer's keys and values after a failed validation, everything when `fall_back` is called.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from paceline.backends.base import BASE_PRECISION, PrecisionStats
+from paceline.kernels.fp8_format import E4M3
+from paceline.policy.attention import AttentionObserver, PackedAttention
+from paceline.policy.decoder import Decoder
+from paceline.precision.kv_scales import MAX_ERROR, KVScales
+from paceline.precision.weights import QuantisedWeights
+
+PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
+SCALES_KEY, BASE_LAYERS_KEY = "precision.kv_scales", "precision.kv_base_layers"  # in a checkpoint, beside what drafters keep
+CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
+
+
+class RolloutPrecision:
+    def __init__(self, policy: Decoder, name: str, base_layers: int = 0, per_head: bool = False) -> None:
+        assert name in PRECISIONS, name
+        self.policy, self.name = policy, name
+        self.weights = QuantisedWeights(policy, base_layers) if name != BASE_PRECISION else None
+        self.kv = KVScales(policy.config, policy.device, per_head) if name == "fp8+kv" else None
+        self.kv_base_layers: set[int] = set()
+
+    # -- what the engine builds with --------------------------------------------------------------------------------
+
+    @property
+    def cache_dtypes(self) -> list[torch.dtype]:
+        own = self.policy.dtype
+        return [own if self.kv is None or layer in self.kv_base_layers else E4M3 for layer in range(self.policy.config.num_layers)]
+
+    @property
+    def cache_scales_L2H(self) -> torch.Tensor | None:
+        return self.kv.scales_L2H if self.kv is not None else None
+
+    @property
+    def observer(self) -> AttentionObserver | None:
+        return self._observe if self.kv is not None else None
+
+    def _observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        if self.kv is not None:  # not after falling back, which whoever holds the observer does not notice
+            self.kv.observe(layer, q_THD, k_THD, v_THD)
+
+    # -- what changes with the policy -------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """After a weight update; True if the cache must be built anew, because other layers are in FP8 now."""
+        if self.weights is not None:
+            self.weights.sync()
+        return self._calibrate() if self.kv is not None and self.kv.has_measurements else False
+
+    @property
+    def wants_prompts(self) -> bool:
+        """Nothing has been measured yet: the cache cannot be used before a pass over prompts."""
+        return self.kv is not None and not self.kv.calibrated
+
+    @torch.no_grad()
+    def calibrate_from(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Measures on prompts, at the policy's own precision; True if the cache must be built anew. Without prompts nothing happens."""
+        if not prompts:
+            return False
+        chosen, budget = [], CALIBRATION_TOKENS
+        for prompt in sorted({tuple(p) for p in prompts}):  # the scales must not depend on the order of requests
+            chosen.append(prompt[:budget])
+            budget -= len(chosen[-1])
+            if budget <= 0:
+                break
+        attention = PackedAttention([len(prompt) for prompt in chosen], self.policy.device)
+        attention.observe = self.kv.observe
+        tokens_T = torch.tensor([token for prompt in chosen for token in prompt], device=self.policy.device)
+        self.policy(tokens_T, attention.positions_T, attention)
+        return self._calibrate()
+
+    def _calibrate(self) -> bool:
+        unfit = set(self.kv.calibrate()) - self.kv_base_layers
+        if not unfit:
+            return False
+        self.kv_base_layers |= unfit
+        worst = max(unfit, key=lambda layer: self.kv.errors[layer])
+        warnings.warn(
+            f"FP8 KV changes attention by more than {MAX_ERROR:.0%} in {_layers(unfit)} (layer {worst}: {self.kv.errors[worst]:.0%}); "
+            f"their keys and values stay in {self.policy.dtype} for the rest of the run",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return True
+
+    def fall_back(self) -> None:
+        """Everything in the policy's own type from here on; the cache must be built anew."""
+        self.name, self.weights, self.kv = BASE_PRECISION, None, None
+
+    # -- what is kept and reported ----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The scales of the cache: a resumed run must sample with those the last update left."""
+        if self.kv is None or not self.kv.calibrated:
+            return {}
+        base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
+        return {SCALES_KEY: self.kv.scales_L2H.cpu().clone(), BASE_LAYERS_KEY: base_layers}
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
+        if self.kv is None or SCALES_KEY not in tensors:
+            return False
+        self.kv.scales_L2H.copy_(tensors[SCALES_KEY])
+        before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
+        return before != self.kv_base_layers
+
+    def stats(self) -> PrecisionStats:
+        return PrecisionStats(
+            precision=self.name,
+            quantise_seconds=self.weights.sync_seconds if self.weights is not None else 0.0,
+            kv_error=max(self.kv.errors, default=0.0) if self.kv is not None else 0.0,
+            kv_base_layers=len(self.kv_base_layers) if self.kv is not None else 0,
+        )
+
+
+def _layers(layers: set[int]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(str(layer) for layer in sorted(layers))}"

@@ -1,0 +1,74 @@
+"""The policy's projections in FP8, quantised anew from the learner's parameters at every weight update.
+
+The storage keeps its addresses, because CUDA graphs captured them. A sync first poisons every scale with NaN, quantises, and
+then looks for NaN: a projection that nobody wrote is an error that names it, and would otherwise have made every logit NaN.
+
+Which projections: those of the decoder's layers, by their exact names (a match by substring once took `mlp.gate_up_proj` for the
+router `mlp.gate`). Embeddings, head, norms and the router keep the policy's type.
+"""
+
+import math
+import time
+
+import torch
+from torch import nn
+
+from paceline.kernels.fp8_format import BlockMatrix, scale_shape
+from paceline.kernels.fp8_quantise import quantise_blocks
+from paceline.policy.decoder import Decoder, ExpertFeedForward
+
+
+class QuantisedWeights:
+    """`of(module, name)` is what a forward pass multiplies by instead of the module's own weight; None: by its own."""
+
+    def __init__(self, policy: Decoder, base_layers: int = 0) -> None:
+        """The first and last `base_layers` layers keep the policy's type."""
+        self.sources = quantised_parameters(policy, base_layers)
+        sizes = [math.prod(scale_shape(parameter.shape)) for _, parameter in self.sources]
+        self.scales = torch.empty(sum(sizes), dtype=torch.float32, device=policy.device)
+        parts = self.scales.split(sizes)
+        self.matrices = [
+            BlockMatrix.poisoned(parameter.shape, policy.device, part.view(scale_shape(parameter.shape)))
+            for (_, parameter), part in zip(self.sources, parts, strict=True)
+        ]
+        self._by_parameter = {id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)}
+        self.sync_seconds = 0.0
+        self.sync()
+
+    def of(self, parameter: torch.Tensor) -> BlockMatrix | None:
+        return self._by_parameter.get(id(parameter))
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Brings the FP8 weights up to date; raises if one of them did not come out finite."""
+        start = self._now()
+        self.scales.fill_(torch.nan)
+        self._quantise_all()
+        finite = bool(self.scales.isfinite().all())
+        self.sync_seconds = self._now() - start
+        if not finite:
+            bad = [name for (name, _), matrix in zip(self.sources, self.matrices, strict=True) if not matrix.scales.isfinite().all()]
+            raise RuntimeError(
+                f"FP8 weight sync left {len(bad)} of {len(self.sources)} projections without finite scales, first {bad[0]}: "
+                "either the learner's weights are not finite, or this projection was not written"
+            )
+
+    def _quantise_all(self) -> None:
+        for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True):
+            quantise_blocks(parameter.detach(), matrix)
+
+    def _now(self) -> float:
+        if self.scales.is_cuda:
+            torch.cuda.synchronize(self.scales.device)
+        return time.perf_counter()
+
+
+def quantised_parameters(policy: Decoder, base_layers: int = 0) -> list[tuple[str, nn.Parameter]]:
+    parameters = dict(policy.named_parameters())
+    names = []
+    for index, layer in enumerate(policy.layers):
+        if base_layers <= index < len(policy.layers) - base_layers:
+            suffix = "" if isinstance(layer.feed_forward, ExpertFeedForward) else ".weight"
+            names += [f"layers.{index}.attention.{name}.weight" for name in ("qkv", "output")]
+            names += [f"layers.{index}.feed_forward.{name}{suffix}" for name in ("gate_up", "down")]
+    return [(name, parameters[name]) for name in names]

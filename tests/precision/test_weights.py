@@ -1,0 +1,102 @@
+"""FP8 weights follow the learner's, by exact names, in storage that stays where it is; one that was not written is loud."""
+
+import pytest
+import torch
+
+from paceline.config import LoraConfig
+from paceline.kernels.fp8_format import BlockMatrix
+from paceline.kernels.fp8_quantise import quantise_blocks_reference
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.lora import add_adapters, merge_adapters
+from paceline.precision.weights import QuantisedWeights, quantised_parameters
+
+DENSE = DecoderConfig("qwen3", 97, 48, 80, 4, 6, 2, 16, 256, qk_norm=True)
+EXPERTS = DecoderConfig("qwen3_moe", 97, 48, 80, 3, 6, 2, 16, 256, qk_norm=True, num_experts=4, num_experts_per_token=2, expert_intermediate_size=40)
+
+
+@pytest.fixture
+def policy() -> Decoder:
+    return Decoder(DENSE).initialise(0)
+
+
+def test_exactly_the_projections_are_quantised():
+    names = [name for name, _ in quantised_parameters(Decoder(DENSE).initialise(0))]
+    kinds = ("attention.qkv", "attention.output", "feed_forward.gate_up", "feed_forward.down")
+    assert names == [f"layers.{i}.{kind}.weight" for i in range(4) for kind in kinds]
+    names = [name for name, _ in quantised_parameters(Decoder(EXPERTS).initialise(0))]
+    assert [n for n in names if n.startswith("layers.1.")] == [
+        "layers.1.attention.qkv.weight", "layers.1.attention.output.weight", "layers.1.feed_forward.gate_up", "layers.1.feed_forward.down",
+    ]  # fmt: skip
+    assert not any(word in name for name in names for word in ("router", "norm", "embedding", "head"))
+
+
+def test_ends_can_keep_the_policys_type(policy):
+    assert {name.split(".")[1] for name, _ in quantised_parameters(policy, base_layers=1)} == {"1", "2"}
+    weights = QuantisedWeights(policy, base_layers=1)
+    assert weights.of(policy.layers[0].attention.qkv.weight) is None
+    assert weights.of(policy.layers[1].attention.qkv.weight) is not None
+    assert weights.of(policy.head.weight) is None
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS])
+def test_sync_follows_in_place(config):
+    policy = Decoder(config).initialise(0)
+    weights = QuantisedWeights(policy)
+    addresses = [(matrix.values.data_ptr(), matrix.scales.data_ptr()) for matrix in weights.matrices]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    weights.sync()
+    assert [(matrix.values.data_ptr(), matrix.scales.data_ptr()) for matrix in weights.matrices] == addresses
+    assert weights.sync_seconds > 0
+    for (name, parameter), matrix in zip(weights.sources, weights.matrices, strict=True):
+        expected = BlockMatrix.poisoned(parameter.shape, torch.device("cpu"))
+        quantise_blocks_reference(parameter.detach(), expected)
+        assert torch.equal(matrix.values.view(torch.uint8), expected.values.view(torch.uint8)), name
+        assert torch.equal(matrix.scales, expected.scales) and torch.equal(matrix.wide, expected.wide)
+
+
+def test_lora_is_quantised_as_merged():
+    policy = Decoder(DENSE).initialise(0)
+    add_adapters(policy, LoraConfig(rank=4), 0)
+    weights = QuantisedWeights(policy)
+    before = weights.matrices[0].wide.clone()
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name.endswith(".B"):
+                parameter.add_(0.05)
+    merge_adapters(policy)
+    weights.sync()
+    assert weights.of(policy.layers[0].attention.qkv.weight) is weights.matrices[0]
+    assert not torch.equal(weights.matrices[0].wide, before)
+
+
+def test_a_projection_nobody_wrote_is_named(policy, monkeypatch):
+    weights = QuantisedWeights(policy)
+    sources, weights.sources[5] = list(weights.sources), ("layers.1.attention.output.weight", None)
+
+    def skip_one() -> None:
+        from paceline.precision.weights import quantise_blocks
+
+        for index, ((_, parameter), matrix) in enumerate(zip(sources, weights.matrices, strict=True)):
+            if index != 5:
+                quantise_blocks(parameter.detach(), matrix)
+
+    monkeypatch.setattr(weights, "_quantise_all", skip_one)
+    with pytest.raises(RuntimeError, match=r"1 of 16 .*layers\.1\.attention\.output\.weight"):
+        weights.sync()
+    assert weights.matrices[5].scales.isnan().all()
+
+
+def test_fresh_storage_is_poisoned():
+    matrix = BlockMatrix.poisoned(torch.Size((130, 200)), torch.device("cpu"))
+    assert matrix.values.float().isnan().all() and matrix.scales.isnan().all() and matrix.wide.isnan().all()
+    assert matrix.dequantise().isnan().all()
+
+
+def test_weights_that_are_not_finite_are_named(policy):
+    with torch.no_grad():
+        policy.layers[2].feed_forward.down.weight[3, 3] = torch.inf
+    with pytest.raises(RuntimeError, match=r"layers\.2\.feed_forward\.down\.weight"):
+        QuantisedWeights(policy)
