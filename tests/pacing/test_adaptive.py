@@ -123,7 +123,7 @@ def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
 
 def test_a_drafter_that_improves_is_taken_up_again():
     world = World({"eagle": SimulatedDrafter(lambda d, context, step: 0.0 if step < 600 else 0.8, lambda k, bucket: 2.5e-4 * k)})
-    outcome = simulate(world, make_pacer("eagle"), [6000] * 4)
+    outcome = simulate(world, make_pacer("eagle"), [6000] * 4, prompt=2100)  # in one context class from start to end
     taken_up = next(i for i in range(600, len(outcome.strategies)) if all(s.count for s in outcome.strategies[i : i + 40]))
     assert taken_up < 600 + 1200
 

@@ -7,7 +7,8 @@ import pytest
 from paceline.cli import app
 from paceline.config import load_config
 from paceline.loop import train
-from paceline.pacing.trace import read_trace
+from paceline.pacing.strategy import PLAIN, Decision
+from paceline.pacing.trace import TraceRow, append_trace, read_trace
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
@@ -35,6 +36,7 @@ def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path
 
     known = json.loads((paced / "pacing.json").read_text())
     assert known["cost"]["steps"] and "history" in known["acceptance"]
+    append_trace(paced / "trace.jsonl", 4, [TraceRow(Decision(PLAIN), steps=123456)])  # of a rollout that was never learnt from
     loaded = []
     with pytest.MonkeyPatch.context() as patch:
         from paceline.pacing import adaptive
@@ -43,7 +45,8 @@ def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path
         patch.setattr(adaptive.AdaptivePacer, "load_state", lambda self, state: (loaded.append(state), real(self, state)))
         train(load_config(str(paced / "config.yaml"), ["run.steps=4"]), resume=paced)
     assert loaded and loaded[0]["cost"] == known["cost"], "a resumed run starts from what this one knew"
-    assert sorted(read_trace(paced / "trace.jsonl")) == [1, 2, 3, 4]
+    trace = read_trace(paced / "trace.jsonl")
+    assert sorted(trace) == [1, 2, 3, 4] and all(row.steps < 123456 for row in trace[4])
 
     from typer.testing import CliRunner
 

@@ -30,7 +30,7 @@ def main(job_path: str, result_path: str) -> None:
     results = {}
     before = counters(llm)
     for temperature in job["temperatures"]:
-        params = SamplingParams(temperature=temperature, max_tokens=job["max_tokens"], seed=0)
+        params = SamplingParams(temperature=temperature, max_tokens=job["max_tokens"])
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
         after = counters(llm)
         results[str(temperature)] = {
