@@ -48,7 +48,7 @@ class BreakingBackend(ReferenceBackend):
 
 def breaking_session(harm: str, breaks_at: int):
     """A stand-in for `session.make_backend`."""
-    return lambda policy, tokenizer, config: BreakingBackend(policy, config.rollout.max_running, tokenizer, harm=harm, breaks_at=breaks_at)
+    return lambda policy, tokenizer, config, plan=None: BreakingBackend(policy, config.rollout.max_running, tokenizer, harm=harm, breaks_at=breaks_at)
 
 
 if __name__ == "__main__":

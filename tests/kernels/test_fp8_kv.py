@@ -85,6 +85,17 @@ def test_prefill_attention(device):
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2)
 
 
+def test_pairs_hold_every_number():
+    """What the kernels make of a pair of E4M3 numbers: float16 bits of the even and the odd one, times 2^-8, exactly."""
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[~every.view(E4M3).float().isnan()]
+    pairs = torch.cartesian_prod(every, every).contiguous().view(torch.int16).flatten()
+    even = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).view(torch.float16)
+    odd = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).view(torch.float16)
+    expected = torch.cartesian_prod(every, every).view(E4M3).float()
+    assert torch.equal(torch.stack((even, odd), 1).float() * 256, expected)
+
+
 def test_cpu_queries_are_invariant():
     k, v, k_scale, v_scale = cache(12)
     q, position = torch.randn(40, HEADS, DIM), torch.randint(0, 47, (40,))

@@ -16,9 +16,13 @@ the same numbers in the same order. Queries and the heads of a GQA group are pac
 through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
 picks. Masked keys add exact zeros.
 
-A cache in E4M3 has a scale per kv head for K and for V, read from the device. Its numbers become float16, which holds every one
-of them and takes one instruction (bfloat16 takes three); K's scale joins the softmax scale, V's is applied to the result. The
-queries are never stored, so quantising them would save nothing.
+A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale, V's is applied to the
+result. The products run in float16, which holds every E4M3 number. V is transposed on its way out of shared memory, which the
+hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring dimensions, and even and odd ones have a sum each:
+
+    pair    s eeee mmm | s eeee mmm     even = s 0eeee mmm0000000, odd likewise: float16 bits of the number x 2^-8, whatever it is
+
+The queries are never stored, so quantising them would save nothing.
 """
 
 from dataclasses import dataclass
@@ -68,9 +72,10 @@ def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: t
 def attend_tile(
     q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
-    The total has equal columns.
+    The total has equal columns; the sum is a tuple, of one tensor or of the even and odd dimensions.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
     was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
@@ -80,16 +85,24 @@ def attend_tile(
     slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
     offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
-    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
     maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - finite)
-    weights = tl.exp2(scores - finite[:, None]).to(v.dtype)
-    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
-    tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, v.dtype), input_precision="ieee")
+    weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
+    if FP8:
+        pair_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
+        pairs = tl.load(v_cache_ptr + pair_offset, mask=exists[:, None], other=0)
+        even = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
+        odd = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True).to(q.dtype)
+        even_acc = tl.dot(weights, even, acc[0] * rescale[:, None], input_precision="ieee")
+        acc = even_acc, tl.dot(weights, odd, acc[1] * rescale[:, None], input_precision="ieee")
+    else:
+        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+        acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
+    tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
     total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
@@ -109,11 +122,27 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The same inside a group, where the total has equal columns: one result of the tensor core, reduced once per group.
-    More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr):
+    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
+    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
-    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if FP8:
+        half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
+        acc = half, half
+    else:
+        acc = (tl.zeros((ROWS, HEAD_DIM), tl.float32),)
+    return acc, maximum, total
+
+
+@triton.jit
+def whole(acc, FP8: tl.constexpr):
+    """A group's sum in one piece."""
+    if FP8:
+        out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
+    else:
+        out = acc[0]
+    return out
 
 
 @triton.jit
@@ -180,7 +209,7 @@ def _paged_attention_kernel(
     if FP8:
         q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
 
-    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
+    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
     if SHARED:
         TILES: tl.constexpr = GROUP // TILE
         first = tl.program_id(2)
@@ -193,13 +222,13 @@ def _paged_attention_kernel(
             start = group * GROUP + i % TILES * TILE
             group_acc, group_maximum, group_total = attend_tile(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
-                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
             )  # fmt: skip
             following = (first + (i + 1) // TILES * stride) * GROUP + (i + 1) % TILES * TILE
             block = tile_blocks(row_table_ptr, following, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
                 partial = q_row * max_groups + group
-                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], group_acc, mask=valid[:, None])
+                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], whole(group_acc, FP8), mask=valid[:, None])
                 tl.store(maximum_ptr + partial, group_maximum, mask=valid)
                 tl.store(total_ptr + partial, tl.max(group_total, axis=1), mask=valid)
     else:
@@ -207,14 +236,14 @@ def _paged_attention_kernel(
         for start in range(0, end, TILE):
             group_acc, group_maximum, group_total = attend_tile(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
-                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+                scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
+                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
         out = normalised(acc, total)
         if FP8:
-            out *= tl.load(v_scale_ptr + kv_head)
+            out *= tl.load(v_scale_ptr + kv_head) * 256.0
         tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -266,7 +295,7 @@ def _combine_kernel(
         acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial + first, end, BATCH)
     out = normalised(acc, total)
     if FP8:
-        out *= tl.load(v_scale_ptr + tl.program_id(1))
+        out *= tl.load(v_scale_ptr + tl.program_id(1)) * 256.0
     out_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
@@ -297,6 +326,7 @@ def paged_attention_triton(
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     launch = launch or default_launch(multiprocessors(q_RQHD.device), row_tiles * num_kv_heads, max_groups)
     out, fp8 = torch.empty_like(q_RQHD), k_cache.dtype == E4M3
+    v_cache = v_cache.view(torch.int16) if fp8 else v_cache
     acc = maximum = total = None
     if launch.programs > 1:
         max_groups = cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
