@@ -12,7 +12,8 @@ strategy write it, which costs one projection, so speculation can begin at any m
 
 import torch
 
-from paceline.drafting.base import Drafter, Seat, TargetPrefill, TargetStep
+from paceline.drafting.base import Seat, TargetPrefill, TargetStep
+from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.sampling import sample_draft
 from paceline.kernels.draft_step import gather_draft
@@ -26,10 +27,9 @@ from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.types import Request
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(CachedDrafter):
     name = "eagle"
     max_tokens = 15
-    has_probabilities = True
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -124,16 +124,7 @@ class EagleDrafter(Drafter):
     def _linear(self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return linear(x_TE, weight_NE, out_dtype, self.seat.deterministic)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
-
-    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        self.cache.copy_blocks(sources, targets)
-
-    def sleep(self) -> None:
-        self.cache.sleep()
-
-    def wake(self) -> None:
-        self.cache.wake()
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}
