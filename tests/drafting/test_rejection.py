@@ -7,7 +7,7 @@ import torch
 
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.history import HistoryDrafter
-from paceline.pacing.strategy import Strategy
+from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.types import FinishReason, Request, SamplingParams
 from tests.drafting.test_exactness import folders, run  # noqa: F401  (a fixture)
@@ -43,7 +43,7 @@ def test_stops_and_limits_cut_what_was_accepted(folders):  # noqa: F811
     drafters = [make_drafter("draft_model", folders["llama"]), HistoryDrafter()]
 
     def switch(engine, count: int) -> None:
-        engine.pacer = replace(engine.pacer, strategy=Strategy("history" if count % 2 else "draft_model", 1 + count % 7))
+        engine.pacer = FixedPacer(Strategy("history" if count % 2 else "draft_model", 1 + count % 7), 1000)
 
     engine, done = run(folders["llama"], requests, drafters, Strategy("draft_model", 5), switch, kv_tokens=256, verify="rejection")
     for completion in done.values():

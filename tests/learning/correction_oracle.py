@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from paceline.correction_config import CorrectionConfig
+from paceline.config import CorrectionConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-from paceline.config import ConfigError, load_config
-from paceline.correction_config import CORRECTION_PRESETS, CorrectionConfig
+from paceline.config import CORRECTION_PRESETS, ConfigError, CorrectionConfig, load_config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import correct, corrected
 from paceline.learning.mismatch import Mismatch, measure, total

@@ -31,6 +31,8 @@ class RolloutStats:
     running: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)  # how each step ran: `plain`, or drafter and length such as `history:5`
+    draft_seconds: float = 0.0  # of all decode steps; what is not drafting is verifying, or plain decoding
+    verify_seconds: float = 0.0
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
     precision: "PrecisionStats | None" = None  # None: the policy's own
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
@@ -40,6 +42,8 @@ class RolloutStats:
         strategy = observation.decision.strategy
         self.running.append(observation.running)
         self.strategies.append(str(strategy))
+        self.draft_seconds += observation.draft_seconds
+        self.verify_seconds += observation.verify_seconds
         if strategy.count:
             self.drafts.setdefault(strategy.drafter, DraftStats()).note(strategy.count, observation.drafts, observation.accepted_at)
         if not self.trace or self.trace[-1].decision is not observation.decision:

@@ -9,8 +9,8 @@ import typer
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
 ModelOption = Annotated[str, typer.Option(help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b")]
-PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
 CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
+PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 

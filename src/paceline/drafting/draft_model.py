@@ -8,7 +8,8 @@ that ran without it, it catches up by a batched prefill, which the switch pays.
 import numpy as np
 import torch
 
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Seat
+from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.sampling import sample_draft
 from paceline.kernels.draft_step import gather_draft
 from paceline.paged.cache import BLOCK_SIZE, KVCache, token_bytes
@@ -19,11 +20,10 @@ from paceline.types import Request
 CATCH_UP_TOKENS = 16384  # per forward pass
 
 
-class DraftModel(Drafter):
+class DraftModel(CachedDrafter):
     name = "draft_model"
     max_tokens = 15
     needs_catch_up = True
-    has_probabilities = True
 
     def __init__(self, policy: Decoder) -> None:
         self.policy = policy
@@ -91,12 +91,3 @@ class DraftModel(Drafter):
         self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]
-
-    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        self.cache.copy_blocks(sources, targets)
-
-    def sleep(self) -> None:
-        self.cache.sleep()
-
-    def wake(self) -> None:
-        self.cache.wake()

@@ -11,14 +11,15 @@ strategy write it, which costs one projection, so speculation can begin at any m
 """
 
 import torch
-import torch.nn.functional as F
 
-from paceline.drafting.base import Drafter, Seat, TargetPrefill, TargetStep
+from paceline.drafting.base import Seat, TargetPrefill, TargetStep
+from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.sampling import sample_draft
 from paceline.kernels.draft_step import gather_draft
+from paceline.kernels.eagle_step import eagle_inputs, keep_last
 from paceline.kernels.linear import linear
-from paceline.kernels.norm import rms_norm, rms_norm_residual
+from paceline.kernels.norm import rms_norm_residual
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply
@@ -26,10 +27,9 @@ from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.types import Request
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(CachedDrafter):
     name = "eagle"
     max_tokens = 15
-    has_probabilities = True
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -63,10 +63,7 @@ class EagleDrafter(Drafter):
         features_TE = self._features(step.captured)
         # Entries behind a sample that was not kept are wrong, and are written again before anything attends to them.
         self._write_entries(features_TE, step.sampled_RQ.flatten(), queries.positions_RQ.flatten(), queries.cache_slots_RQ.flatten())
-        num_rows, num_queries = step.sampled_RQ.shape
-        kept_R = self.seat.rows.length[step.slots_R] - queries.context_R - 1  # rows that are not active keep none
-        last_R = torch.arange(num_rows, device=kept_R.device) * num_queries + (kept_R - 1).clamp(0, num_queries - 1)
-        self.features_SE[step.slots_R] = features_TE[last_R]
+        keep_last(features_TE, step.slots_R, queries.context_R, self.seat.rows.length, self.features_SE)
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
         return self._linear(torch.cat([captured[i] for i in self.captured_layers], dim=-1), self.head.fc.weight)
@@ -112,9 +109,8 @@ class EagleDrafter(Drafter):
         return rms_norm_residual(out_RE, residual_RE, head.norm.weight, eps)
 
     def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
-        head, eps = self.head, self.head.config.layer.norm_eps
-        embedded_TE = F.embedding(following_T, self.seat.policy.embedding.weight)
-        return torch.cat((rms_norm(embedded_TE, head.embedding_norm.weight, eps), rms_norm(states_TE, head.hidden_norm.weight, eps)), dim=-1)
+        norms = self.head.embedding_norm.weight, self.head.hidden_norm.weight
+        return eagle_inputs(following_T, self.seat.policy.embedding.weight, states_TE, *norms, self.head.config.layer.norm_eps)
 
     def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
         """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft id are impossible."""
@@ -128,16 +124,7 @@ class EagleDrafter(Drafter):
     def _linear(self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return linear(x_TE, weight_NE, out_dtype, self.seat.deterministic)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
-
-    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        self.cache.copy_blocks(sources, targets)
-
-    def sleep(self) -> None:
-        self.cache.sleep()
-
-    def wake(self) -> None:
-        self.cache.wake()
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.correction_config import CorrectionConfig
+from paceline.config import CorrectionConfig
 from paceline.learning.batch import MicroBatch
 
 CLAMP = 20.0  # exp(20) is 5e8: wide enough to mean "hopeless", narrow enough to be squared and summed

@@ -35,16 +35,32 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         tail = [running * TAIL_SHARE <= len(samples) for running in stats.running]
         values["rollout/decode_steps"] = len(tail)
         values["rollout/tail_steps"] = _mean(tail)
-        drafts = list(stats.drafts.values())
-        if drafts:
-            values["speculation/accept_length"] = 1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts))
-            values["speculation/accepted"] = sum(d.accepted for d in drafts) / max(1, sum(d.proposed for d in drafts))
-            values["speculation/steps"] = _mean([strategy != "plain" for strategy in stats.strategies])
+        values |= speculation_metrics(stats)
         values["time/tail"] = sum(seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail)
     if stats.precision is not None:
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error
         values["precision/kv_base_layers"] = stats.precision.kv_base_layers
+    return values
+
+
+def speculation_metrics(stats: RolloutStats) -> dict[str, float]:
+    """Of all drafters, and of each by name; nothing where no step speculated."""
+    if not stats.drafts:
+        return {}
+    drafts = list(stats.drafts.values())
+    proposed, accepted, count = (sum(getattr(d, name) for d in drafts) for name in ("proposed", "accepted", "drafts"))
+    values = {
+        "speculation/proposed": proposed,
+        "speculation/accepted": accepted / max(1, proposed),
+        "speculation/accept_length": 1 + accepted / max(1, count),
+        "speculation/steps": _mean([strategy != "plain" for strategy in stats.strategies]),
+        "time/drafting": stats.draft_seconds,
+        "time/verifying": stats.verify_seconds,
+    }
+    for name, d in sorted(stats.drafts.items()):
+        values[f"speculation/{name}/accept_length"] = d.accept_length
+        values |= {f"speculation/{name}/accepted_{i}": kept / max(1, d.drafts) for i, kept in enumerate(d.accepted_at, start=1)}
     return values
 
 

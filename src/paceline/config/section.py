@@ -5,3 +5,7 @@ from pydantic import BaseModel, ConfigDict
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot be used; the message names the key, the value and the way out."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.section import Section
+from paceline.config.section import Section
 
 _TOKEN_TIS = {"mode": "decoupled", "weight": "token", "weight_bounds": [0.0, 2.0]}
 _SEQ_TIS = {"mode": "decoupled", "weight": "sequence", "weight_bounds": [0.0, 2.0]}

@@ -1,0 +1,32 @@
+"""The recipe: typed settings with defaults. Each class is one section of the YAML file, each file here a large section.
+
+No torch in this room: `paceline --help` must answer at once.
+"""
+
+from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
+from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
+from paceline.config.policy import LoraConfig, PolicyConfig
+from paceline.config.recipe import (
+    RECIPES,
+    RESUME_MAY_CHANGE,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    ReportConfig,
+    RunConfig,
+    changed_keys,
+    dump_config,
+    load_config,
+    parse_config,
+    shipped_recipes,
+)
+from paceline.config.rollout import RolloutConfig, SentinelConfig, SpeculationConfig
+from paceline.config.section import ConfigError, Section
+from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
+
+__all__ = [
+    "ALGORITHM_DEFAULTS", "CORRECTION_PRESETS", "RECIPES", "RESUME_MAY_CHANGE", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
+    "DataConfig", "EvalConfig", "LearningConfig", "LoraConfig", "PolicyConfig", "ReportConfig", "RewardConfig", "RolloutConfig", "RunConfig",
+    "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig", "changed_keys", "dump_config", "load_config", "parse_config",
+    "shipped_recipes",
+]  # fmt: skip

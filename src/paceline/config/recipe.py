@@ -1,0 +1,212 @@
+"""The whole recipe, read from YAML and dotted overrides.
+
+paceline train my.yaml rollout.temperature=0.8 learning.lr=1e-6
+"""
+
+import difflib
+import types
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from paceline.config.learning import LearningConfig
+from paceline.config.policy import PolicyConfig
+from paceline.config.rollout import RolloutConfig
+from paceline.config.section import ConfigError, Section
+from paceline.config.task import TaskConfig
+
+
+class RunConfig(Section):
+    name: str = Field("", description="folder name below `root`; empty: recipe name and date")
+    root: str = Field("runs", description="where run directories are made")
+    seed: int = 0
+    steps: int = Field(40, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(0, ge=0, description="CPU threads for learning; 0: all cores. A rollout uses one")
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
+    samples: int = Field(1, ge=1, description="samples per problem (avg@n)")
+    pass_k: list[int] = Field(default_factory=list, description="k of each pass@k to report; at most `samples`")
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    max_tokens: int = Field(288, ge=1)
+    problems: int = Field(0, ge=0, description="0: all held-out problems")
+
+    @model_validator(mode="after")
+    def _pass_k_within_samples(self) -> "EvalConfig":
+        if any(not 1 <= k <= self.samples for k in self.pass_k):
+            raise ValueError(f"each k must lie between 1 and eval.samples = {self.samples}")
+        return self
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1)
+    keep: int = Field(2, ge=1)
+
+
+class ReportConfig(Section):
+    tensorboard: bool = False
+    wandb: bool = False
+    samples_per_step: int = Field(2, ge=0, description="groups written to samples/ at each step")
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = PolicyConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learning: LearningConfig = LearningConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> "Config":
+        if self.rollout.prompts_per_step % self.learning.minibatches:
+            raise ValueError(
+                f"learning.minibatches = {self.learning.minibatches} must divide rollout.prompts_per_step = {self.rollout.prompts_per_step}"
+            )
+        return self
+
+
+# What may differ between a run and its resumption: everything else would make the two halves incomparable.
+RESUME_MAY_CHANGE = (
+    "run.steps", "run.root", "run.name", "run.threads", "eval.every", "checkpoint.every", "checkpoint.keep",
+    "report.tensorboard", "report.wandb", "report.samples_per_step", "learning.micro_batch_tokens",
+)  # fmt: skip
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """A recipe is a path or the name of a shipped one; overrides are `section.key=value`, the value read as YAML."""
+    tree: dict[str, Any] = {}
+    if recipe is not None:
+        tree = _read_yaml(_recipe_path(recipe))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4")
+        _assign(tree, key.split("."), _parse_scalar(value), override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def dump_config(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    old, new = _flatten(before.model_dump()), _flatten(after.model_dump())
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _recipe_path(recipe: str) -> Path:
+    if recipe in shipped_recipes():
+        return shipped_recipes()[recipe]
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(recipe, shipped_recipes(), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"recipe {recipe!r} is neither a file nor a shipped recipe ({', '.join(shipped_recipes())}).{hint}")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not readable YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections ({', '.join(Config.model_fields)}), not a {type(tree).__name__}")
+    return tree
+
+
+def _parse_scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _assign(tree: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
+    tree[path[-1]] = value
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    """One validation problem as a sentence: key, value, what is allowed, nearest match."""
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path) or "recipe"
+    if problem["type"] == "extra_forbidden":
+        allowed = _fields_at(path[:-1])
+        near = difflib.get_close_matches(path[-1], allowed, n=1, cutoff=0.5)
+        elsewhere = [k for k in _flatten(Config().model_dump()) if k.rsplit(".", 1)[-1] == path[-1]]
+        nearest = ".".join([*path[:-1], near[0]]) if near else (elsewhere[0] if elsewhere else None)
+        hint = f" Did you mean {nearest!r}?" if nearest else ""
+        return f"{key}: there is no such key.{hint} Allowed here: {', '.join(allowed)}."
+    value = problem.get("input")
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = f" = {value!r}" if path and not isinstance(value, dict | BaseModel) else ""
+    hint = ""
+    if problem["type"] == "literal_error":
+        choices = _choices_at(path)
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        message = f"must be one of {', '.join(choices)}"
+    return f"{key}{shown}: {message}.{hint}"
+
+
+def _fields_at(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for key in path:
+        if key.isdigit():  # an entry of a list
+            continue
+        annotation = model.model_fields[key].annotation
+        if get_origin(annotation) is list:
+            annotation = get_args(annotation)[0]
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _choices_at(path: list[str]) -> list[str]:
+    model: Any = Config
+    for key in path:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            break
+        model = model.model_fields[key].annotation
+    if get_origin(model) is types.UnionType:
+        model = next(arg for arg in get_args(model) if get_origin(arg) is Literal)
+    if get_origin(model) is list:
+        model = get_args(model)[0]
+    return [str(choice) for choice in get_args(model)]

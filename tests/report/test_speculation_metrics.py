@@ -1,0 +1,29 @@
+"""What a step's record says of speculation: sums over drafters, and each drafter by position."""
+
+import pytest
+
+from paceline.backends.base import RolloutStats
+from paceline.pacing.strategy import PLAIN, Decision, Observation, Strategy
+from paceline.report.metrics import speculation_metrics
+
+
+def observation(strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = ()) -> Observation:
+    return Observation(Decision(strategy), 4, 100.0, 0.25 if strategy.count else 0.0, 1.0, tokens, drafts, accepted_at)
+
+
+def test_by_drafter_and_position():
+    stats = RolloutStats()
+    stats.note(observation(PLAIN, 4))
+    assert speculation_metrics(stats) == {}, "nothing was proposed"
+    stats.note(observation(Strategy("eagle", 3), 9, 4, (3, 1, 1)))
+    stats.note(observation(Strategy("eagle", 2), 4, 2, (1, 1)))
+    stats.note(observation(Strategy("history", 1), 5, 4, (1,)))
+    values = speculation_metrics(stats)
+    assert values["speculation/proposed"] == 4 * 3 + 2 * 2 + 4
+    assert values["speculation/accepted"] == pytest.approx((5 + 2 + 1) / 20)
+    assert values["speculation/accept_length"] == pytest.approx(1 + 8 / 10)
+    assert values["speculation/steps"] == 0.75
+    assert values["speculation/eagle/accept_length"] == pytest.approx(1 + 7 / 6)
+    assert [values[f"speculation/eagle/accepted_{i}"] for i in (1, 2, 3)] == pytest.approx([4 / 6, 2 / 6, 1 / 6])
+    assert values["speculation/history/accepted_1"] == 0.25 and "speculation/history/accepted_2" not in values
+    assert values["time/drafting"] == 0.75 and values["time/verifying"] == 4.0
