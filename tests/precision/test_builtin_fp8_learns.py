@@ -26,5 +26,5 @@ def test_corrected_run_ends_within_noise_of_full_precision(seed, tmp_path):
     accuracy = evaluations[-1]["eval/accuracy"]
     print(seed, evaluations[0]["eval/accuracy"], accuracy, [round(r["mismatch/kl"], 5) for r in steps])
     assert accuracy + evaluations[-1]["eval/accuracy_margin"] >= LEARNED
-    assert all(r["precision/kv_base_layers"] == 0 and 0 < r["precision/kv_error"] < 0.1 for r in steps), "it ran in FP8 to the end"
+    assert all(r["precision/kv_base_layers"] == 0 and 0 < r["precision/kv_error"] < 0.2 for r in steps), "it ran in FP8 to the end"
     assert all(r["time/quantise"] > 0 for r in steps)

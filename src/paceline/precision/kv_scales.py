@@ -16,7 +16,7 @@ from paceline.policy.config import DecoderConfig
 PERCENTILE = 0.999
 MARGIN = 1.05
 SAMPLE_TOKENS = 256  # of the last micro-batch, kept per layer for validation
-MAX_ERROR = 0.1  # of the attention output, relative; E4M3's own rounding costs 2-4%
+MAX_ERROR = 0.2  # of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
 
 
 class KVScales:
