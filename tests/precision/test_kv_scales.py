@@ -6,6 +6,7 @@ import torch
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.rope_kv import rope_and_write_kv_reference
+from paceline.plan.live_bytes import LiveBytes
 from paceline.policy.config import DecoderConfig
 from paceline.precision.kv_scales import MAX_ERROR, KVScales, attention_error
 
@@ -79,3 +80,24 @@ def test_validation_measures_what_the_cache_does():
         outs.append(attend_reference(rotated, position, table, k_cache, v_cache, *scales))
     measured = (outs[1] - outs[0]).norm() / outs[0].norm()
     torch.testing.assert_close(attention_error(q, k, v, k_scale, v_scale), measured, rtol=1e-4, atol=0)
+
+
+def test_a_forward_pass_that_broke_off_does_not_spoil_the_calibration():
+    """Out of memory in the last layer, then the micro-batch again: the layers before it were measured once more."""
+    torch.manual_seed(0)
+    scales = KVScales(CONFIG, torch.device("cpu"))
+    q, k, v = torch.randn(40, 6, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
+    for layer in (0, 1, 0, 1, 2):
+        scales.observe(layer, q, k, v)
+    assert scales.calibrate() == []
+    expected = torch.stack((k.abs().max(), v.abs().max())) * 1.05 / 448
+    torch.testing.assert_close(scales.scales_L2H, expected[None, :, None].expand(3, 2, 2))
+
+
+def test_asking_whether_it_is_calibrated_does_not_touch_the_device():
+    """The engine asks before every step, and must not wait for the steps it has launched."""
+    scales, _ = observed()
+    scales.calibrate()
+    with LiveBytes() as memory:
+        assert scales.calibrated
+    assert memory.peak == 0, "an operation ran"

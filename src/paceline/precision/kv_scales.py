@@ -25,13 +25,10 @@ class KVScales:
         self.num_layers = config.num_layers
         # NaN until calibrated: a cache used too early is loud.
         self.scales_L2H = torch.full((config.num_layers, 2, config.num_kv_heads), torch.nan, device=device)
+        self.calibrated = False  # not read off the scales: the engine asks at every step, and the device must not be waited for
         self.errors: list[float] = []  # of the last calibration, per layer
         self._amax: list[list[torch.Tensor]] = [[] for _ in range(config.num_layers)]  # [2, H] per micro-batch
         self._sample: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * config.num_layers
-
-    @property
-    def calibrated(self) -> bool:
-        return not bool(self.scales_L2H.isnan().any())
 
     @property
     def has_measurements(self) -> bool:
@@ -48,15 +45,24 @@ class KVScales:
     def calibrate(self) -> list[int]:
         """Writes the scales of what was observed since the last time; the layers in which attention comes out too different."""
         assert self.has_measurements, "nothing was observed"
-        amax_BL2H = torch.stack([torch.stack(batches) for batches in self._amax], dim=1)
-        if not self.per_head:
-            amax_BL2H = amax_BL2H.amax(-1, keepdim=True).expand_as(amax_BL2H)
-        amax_L2H = torch.quantile(amax_BL2H, PERCENTILE, dim=0)
+        amax_L2H = torch.stack([self._percentile(torch.stack(batches)) for batches in self._amax])
         self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
         unfit = self.validate()
         self._amax = [[] for _ in range(self.num_layers)]
         self._sample = [None] * self.num_layers
+        self.calibrated = True
         return unfit
+
+    def load(self, scales_L2H: torch.Tensor) -> None:
+        """Those of an earlier calibration."""
+        self.scales_L2H.copy_(scales_L2H)
+        self.calibrated = True
+
+    def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:
+        """Of one layer: a forward pass that ran out of memory has measured the layers before that point once more than those after."""
+        if not self.per_head:
+            amax_B2H = amax_B2H.amax(-1, keepdim=True).expand_as(amax_B2H)
+        return torch.quantile(amax_B2H, PERCENTILE, dim=0)
 
     @torch.no_grad()
     def validate(self) -> list[int]:

@@ -113,7 +113,7 @@ class RolloutPrecision:
         """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
         if self.kv is None or SCALES_KEY not in tensors:
             return False
-        self.kv.scales_L2H.copy_(tensors[SCALES_KEY])
+        self.kv.load(tensors[SCALES_KEY])
         before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
         return before != self.kv_base_layers
 
