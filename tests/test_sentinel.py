@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,29 @@ def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeyp
     assert "the updates that were sound stand" in warnings[0]
     state = json.loads((run / "checkpoints/step_000003/state.json").read_text())
     assert state["optimiser_steps"] == 5
+
+
+def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypatch):
+    """Falling back builds a new pool: it would be taken on top of what learning holds, and woken although it is awake."""
+    backends: list[BreakingBackend] = []
+    make = breaking_session("none", 1)
+    monkeypatch.setattr(session, "make_backend", lambda *arguments: backends.append(make(*arguments)) or backends[-1])
+    asleep, states = [False], []
+
+    @contextmanager
+    def learning_memory(self):
+        asleep[0] = True
+        try:
+            yield
+        finally:
+            asleep[0] = False
+
+    real = BreakingBackend.fall_back_to_base_precision
+    monkeypatch.setattr(session.Session, "learning_memory", learning_memory)
+    monkeypatch.setattr(BreakingBackend, "fall_back_to_base_precision", lambda self: states.append(asleep[0]) or real(self))
+    fail_updates(monkeypatch, 4)  # the second minibatch of step 2
+    train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=2", "learning.minibatches=2"))
+    assert states == [False]
 
 
 def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_path, monkeypatch):

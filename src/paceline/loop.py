@@ -96,7 +96,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             sentinel.check_rollouts(groups)
         with clock("learn"), learning_threads(config), session.learning_memory():
             metrics = learner.update(groups, sentinel.check_mismatch)
-            sentinel.check_update(step, metrics)
+        sentinel.check_update(step, metrics)  # not before the KV pool is awake: falling back builds another one
         return groups, metrics
 
     step = state.step
