@@ -18,6 +18,7 @@ from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
 from paceline.models.widen import load_widened, named_shape, widened_config
+from paceline.plan.lengths import Lengths
 from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.ways_out import refusal, ways_out
@@ -123,7 +124,8 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
-    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config))
+    request_tokens = Lengths.of(config, policy.config).request
+    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -1,6 +1,7 @@
 """The engine at FP8: exact under speculation and any batch, calibrated, following updates, able to go back."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from paceline.policy.huggingface import load_policy
 from paceline.precision import rollout as precision_rollout
 from tests.drafting.test_exactness import HalfRightDrafter, OracleDrafter, RandomDrafter, run
 from tests.engine.test_engine import bits, grouped_requests
+from paceline.types import FinishReason
 from tests.oracles import small_model
 
 
@@ -158,6 +160,16 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
     later = set(done) - started
     assert len(later) >= 6 and all(done[name].tokens == plain[name].tokens for name in later)
     assert all(torch.allclose(torch.tensor(done[n].logprobs), torch.tensor(plain[n].logprobs), atol=1e-5) for n in later)
+
+
+def test_a_request_that_fitted_still_fits_after_falling_back(folders):
+    """Between steps nothing is queued that could say how long requests are; in half the tokens the longest would be refused."""
+    requests = [replace(request, sampling=replace(request.sampling, max_tokens=50)) for request in grouped_requests(prompts=1, samples=2, longest=40)]
+    longest = max(len(request.prompt) for request in requests) + 50
+    engine = make_engine(folders["qwen3"], kv_tokens=longest, request_tokens=longest)
+    assert FinishReason.REFUSED not in {c.finish_reason for c in complete(engine, requests).values()}
+    engine.fall_back_to_base_precision()
+    assert bits(complete(engine, requests)) == bits(complete(make_engine(folders["qwen3"], "bf16"), requests))
 
 
 def test_cold_cache_is_loud(folders):

@@ -20,11 +20,18 @@ CPU_BYTES = 4 << 30
 
 
 def make_native(
-    policy: Decoder, rollout: RolloutConfig, kv_tokens: int, tokenizer: Tokenizer, seed: int = 0, widened_from: Path | None = None
+    policy: Decoder,
+    rollout: RolloutConfig,
+    kv_tokens: int,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    widened_from: Path | None = None,
+    request_tokens: int = 0,
 ) -> Engine:
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
+        request_tokens=request_tokens,
         prefill_tokens=rollout.prefill_tokens,
         admission=rollout.admission,
         deterministic=rollout.deterministic,

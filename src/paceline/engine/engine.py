@@ -176,7 +176,7 @@ class Engine:
 
     def _rebuild_cache(self) -> None:
         """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
-        longest = max((sequence.limit for sequence in self.scheduler.sequences), default=0)
+        longest = max([self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)])
         num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
