@@ -10,7 +10,7 @@ from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
 from paceline.simulate.predict import verify_seconds
-from paceline.simulate.replica import LOOKAHEAD, Replica
+from paceline.simulate.replica import LOOKAHEAD, Replica, Request
 from paceline.simulate.speculation import Acceptance, Speculation, eagle, make_drafter
 from paceline.simulate.step_cost import StepCost
 
@@ -113,3 +113,15 @@ def test_a_draft_model_costs_its_own_steps(cost):
     own = alone.step(rows, 0, context) - context * alone.linear(rows, 0).per_longest
     assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
     assert verify_seconds(with_model, rows, k + 1, context) == pytest.approx(verify_seconds(cost, rows, k + 1, context), rel=1e-12)
+
+
+def test_a_cache_computed_again_is_work_and_not_idleness(cost):
+    """New weights: what the recomputation takes counts as busy, as the prompts' first computation does."""
+    replica = Replica(cost, Speculation(), 4, 10**6)
+    replica.waiting.extend(Request(i, 100, 50, i, 0) for i in range(3))
+    replica.admit(version=0)
+    before = replica.clock
+    replica.pause(before + 1.0, recompute=True)
+    again = replica.clock - (before + 1.0)
+    assert again > 0 and math.isclose(replica.totals.busy_seconds, before + again)
+    assert math.isclose(replica.totals.prefill_seconds, before + again) and replica.totals.prefill_tokens == 600

@@ -156,11 +156,7 @@ class Replica:
             fresh += request.version < 0
             self._enter(request, version)
         if entering:
-            seconds = self.cost.prefill(tokens, pairs)
-            self.clock += seconds
-            self.totals.busy_seconds += seconds
-            self.totals.prefill_seconds += seconds
-            self.totals.prefill_tokens += tokens
+            self._prefill(tokens, pairs)
             self.plan = None
         return fresh
 
@@ -168,10 +164,17 @@ class Replica:
         """New weights: nobody runs until then, and the cache may have to be computed again."""
         self.clock = max(self.clock, until)
         if recompute and self.rows:
-            self.clock += self.cost.prefill(self.kv_used, self.context**2 / max(1, len(self.rows)) / 2)
+            self._prefill(self.kv_used, self.context**2 / len(self.rows) / 2)
         self.plan = None
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _prefill(self, tokens: float, pairs: float) -> None:
+        seconds = self.cost.prefill(tokens, pairs)
+        self.clock += seconds
+        self.totals.busy_seconds += seconds
+        self.totals.prefill_seconds += seconds
+        self.totals.prefill_tokens += tokens
 
     def _enter(self, request: Request, version: int) -> None:
         if request.version < 0:
