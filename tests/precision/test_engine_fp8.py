@@ -14,9 +14,9 @@ from paceline.learning.logprobs import token_logprobs
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.precision import rollout as precision_rollout
+from paceline.types import FinishReason
 from tests.drafting.test_exactness import HalfRightDrafter, OracleDrafter, RandomDrafter, run
 from tests.engine.test_engine import bits, grouped_requests
-from paceline.types import FinishReason
 from tests.oracles import small_model
 
 
