@@ -26,6 +26,7 @@ PACED_DEPTHS = 2
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
 # The Triton sampler keeps nothing of a logit; truncated sampling sorts: scores, sorted scores, ids, and five of int64 at a time.
 LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 4, 64
+REJECTION_LOGIT_BYTES = 28  # verification by rejection is plain torch: both distributions, their difference, noise, and what is between
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
     drafter = drafter_bytes(speculation, policy, rows, proposals)
-    queries, graphs = slots, len(buckets_up_to(slots))
+    queries, graphs, rejects = slots, len(buckets_up_to(slots)), bool(speculation.drafters) and speculation.verify == "rejection"
     if speculation.drafters:
         widest = min(slots, speculation.max_running or slots)
         fits = int(config.rollout.graph_memory_gb * 1e9) // step_bytes(shape, 1, dtype, truncates=False)  # see `engine/graph_memory.py`
         queries = max(slots, min(fits, widest * (speculation.tokens + 1)))
         # A draft and its verification; pacing goes through a few depths at each batch size.
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
-    step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1)
+    step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1, rejects=rejects)
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
     precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
     chosen = [] if precision == BASE_PRECISION else quantised_parameters(policy, config.rollout.base_precision_layers)
@@ -69,9 +70,10 @@ def kv_pool_bytes(kv_token: int, tokens: int) -> int:
     return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token
 
 
-def step_bytes(shape: DecoderConfig, queries: int, dtype: torch.dtype, truncates: bool) -> int:
+def step_bytes(shape: DecoderConfig, queries: int, dtype: torch.dtype, truncates: bool, rejects: bool = False) -> int:
     """All logits of a step in float32, beside the last hidden states; the layers before them take less."""
-    logits = queries * shape.vocab_size * (LOGIT_BYTES + (TRUNCATED_LOGIT_BYTES if truncates else 0))
+    beside = max(TRUNCATED_LOGIT_BYTES * truncates, REJECTION_LOGIT_BYTES * rejects)
+    logits = queries * shape.vocab_size * (LOGIT_BYTES + beside)
     return max(logits + 2 * queries * shape.hidden_size * dtype.itemsize, queries * layer_token_bytes(shape, dtype))
 
 
