@@ -7,7 +7,7 @@ from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.paged_attention import Launch, paged_attention_reference, paged_attention_triton
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from paceline.kernels.rope_kv import rope_and_write_kv_reference, rope_and_write_kv_triton
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
 
 BLOCK_SIZE, KV_HEADS, HEADS, DIM = 16, 2, 4, 32
 
@@ -55,6 +55,15 @@ def test_rope_adds_parts_in_order(device):
         caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2)]
         results.append([rope_and_write_kv_triton(qkv, *tables, *caches, HEADS, dtype=dtype), *caches])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].dtype == dtype
+
+
+def test_queries_have_the_type_asked_for(device):
+    """A projection in parts is float32; queries left in that type would take attention off the tensor cores."""
+    qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
+    slots, positions, angle = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1]), torch.rand(8, DIM // 2) * 6
+    caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    inputs = [x.to(device) for x in (qkv, positions, slots, angle.cos(), angle.sin())]
+    assert rope_and_write_kv(*inputs, *caches, HEADS, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("queries", [1, 3])
