@@ -12,6 +12,7 @@ import torch
 
 from paceline.config import ALGORITHM_DEFAULTS, load_config
 from paceline.learning.algorithms import ALGORITHMS
+from paceline.learning.algorithms.base import with_reference_kl
 from paceline.learning.algorithms.dapo import overlong_punishment, punish_overlong
 from paceline.learning.learner import Learner
 from paceline.policy.decoder import Decoder
@@ -205,3 +206,14 @@ def test_clip_fraction_counts_the_tokens_without_a_gradient():
             tokens += len(ratios)
     metrics = Learner(policy, make_config("learning.algorithm=dapo")).update(groups)
     assert metrics["policy/clip_fraction"] == pytest.approx(without / tokens) and without > 0
+
+
+def test_a_token_outside_the_loss_cannot_spoil_it_through_the_reference():
+    """An observation that the policy finds impossible and the reference does not: exp of the difference is infinite in float32."""
+    logprobs_R = torch.tensor([-1.0, -120.0], requires_grad=True)
+    mask_R, nothing_R = torch.tensor([1.0, 0.0]), torch.zeros(2)
+    found = with_reference_kl(make_config("learning.kl_coef=0.1").learning, nothing_R, nothing_R > 0, logprobs_R, torch.tensor([-1.5, -3.0]))
+    loss = (found.loss_R * mask_R).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * (math.exp(-0.5) + 0.5 - 1), rel=1e-5)
+    assert logprobs_R.grad.tolist() == pytest.approx([0.1 * (1 - math.exp(-0.5)), 0.0], rel=1e-5)

@@ -85,10 +85,13 @@ def clipped_surrogate(config: LearningConfig, ratio_R: torch.Tensor, advantages_
 def with_reference_kl(
     config: LearningConfig, loss_R: torch.Tensor, clipped_R: torch.Tensor, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
 ) -> TokenLoss:
-    """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased, never negative."""
+    """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased, never negative.
+
+    d is held as `log_ratio` holds its own, and for the same reason.
+    """
     if reference_R is None:
         return TokenLoss(loss_R, clipped_R, torch.zeros_like(logprobs_R))
-    delta_R = reference_R - logprobs_R
+    delta_R = (reference_R - logprobs_R).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     kl_R = delta_R.exp() - delta_R - 1
     return TokenLoss(loss_R + config.kl_coef * kl_R, clipped_R, kl_R.detach())
 
