@@ -66,3 +66,10 @@ def test_shipped_recipes_are_valid():
     assert "default" in shipped_recipes()
     for name in shipped_recipes():
         load_config(name)
+
+
+def test_a_backend_without_fp8_refuses_it():
+    """Silently in base precision, the run's figures would be called FP8's."""
+    with pytest.raises(ConfigError, match="precision = 'fp8[+]kv' needs backend: native"):
+        load_config(None, ["rollout.backend=reference", "rollout.precision=fp8+kv"])
+    assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "bf16"

@@ -59,3 +59,9 @@ class RolloutConfig(Section):
     )
     base_precision_layers: int = Field(0, ge=0, description="with FP8: the first and last n layers keep their weights in the policy's own type")
     kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
+
+    @model_validator(mode="after")
+    def _backend_has_the_precision(self) -> "RolloutConfig":
+        if self.backend == "reference" and self.precision != "bf16":
+            raise ValueError(f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only")
+        return self
