@@ -253,6 +253,38 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
     assert len(big.tokens) == 120 and not engine.scheduler.held
 
 
+def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(folders):
+    """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was preempted and is first in line."""
+    engine = make_engine(folders["llama"], kv_tokens=160)
+    prompt = tuple(range(3, 43))
+    engine.submit([Request("1", prompt, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
+    (first,) = engine.completions()
+    longer = prompt + first.tokens + tuple(range(3, 93))
+    big = Request("big", (5, 6, 7), 1, SamplingParams(max_tokens=150, ignore_eos=True))
+    engine.submit([big, Request("2", longer, 2, SamplingParams(max_tokens=10, ignore_eos=True), continues="1")])
+    admit, idle = engine.scheduler.admit, 0
+
+    def watched(nobody_runs: bool):
+        nonlocal idle
+        aborted = admit(nobody_runs)
+        idle = 0 if engine.running or engine.scheduler.prefills else idle + 1
+        assert idle < 10, "nobody runs and nobody is admitted"
+        return aborted
+
+    engine.scheduler.admit = watched
+    assert sorted((c.request.id, len(c.tokens)) for c in engine.completions()) == [("2", 10), ("big", 150)]
+    assert engine.pool.used == 0
+
+
+def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
+    engine = make_engine(folders["llama"])
+    for _ in range(2):
+        engine.submit([Request("1", (4, 5, 6) * 5, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
+        list(engine.completions())
+    engine.abort(["1"])
+    assert engine.pool.used == 0
+
+
 def test_longest_expected_goes_first(folders):
     engine = make_engine(folders["llama"], max_running=1, admission="longest")
     requests = [Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n) for n in (3, 9, 6)]

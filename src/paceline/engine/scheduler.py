@@ -84,7 +84,7 @@ class Scheduler:
             prefix = self._prefix_of(sequence, wanted)
             whole = prefix.whole_blocks if prefix is not None else []
             if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
-                if not nobody_runs or self.prefills or not (self.shared or self.held):
+                if not nobody_runs or self.prefills or not (self.shared or self.held or any(s.blocks for s in self.waiting)):
                     break  # room comes when somebody finishes
                 self.drop_idle()
                 continue
@@ -123,6 +123,7 @@ class Scheduler:
 
     def hold(self, sequence: Sequence) -> None:
         """Keeps what is cached of a finished sequence; `release` gives back the rest."""
+        self.drop_held([sequence.request.id])  # of an earlier request by that name
         cached = sequence.length - 1  # the last token has been sampled but not run
         keep = blocks_for(cached)
         self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
@@ -133,8 +134,10 @@ class Scheduler:
             self.pool.release(self.held.pop(name).blocks)
 
     def drop_idle(self) -> None:
-        """What is cached only because somebody may come for it: held sequences, prompts of siblings still waiting."""
+        """What is cached only because somebody may come for it: held sequences, also those that a waiting one has taken over, and
+        prompts of siblings still waiting."""
         self.drop_held(list(self.held))
+        self._drop_taken_over()
         for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
             self._drop_shared(prompt)
 
@@ -144,11 +147,14 @@ class Scheduler:
             for sequence in reversed(prefill.waiting):
                 self.requeue(sequence)
         self.prefills.clear()
-        for sequence in self.waiting:
-            self.pool.release(sequence.drop_blocks())  # it may have taken over a held cache
+        self._drop_taken_over()
         self.drop_held(list(self.held))
         for prompt in list(self.shared):
             self._drop_shared(prompt)
+
+    def _drop_taken_over(self) -> None:
+        for sequence in self.waiting:
+            self.pool.release(sequence.drop_blocks())
 
     def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
         sequence.slot = self.free_slots.pop()
