@@ -7,7 +7,7 @@ from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.paged_attention import Launch, paged_attention_reference, paged_attention_triton
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
-from paceline.kernels.rope_kv import rope_and_write_kv_reference, rope_and_write_kv_triton
+from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
 
 BLOCK_SIZE, KV_HEADS, HEADS, DIM = 16, 2, 4, 32
 
@@ -55,6 +55,14 @@ def test_rope_adds_parts_in_order(device):
         caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2)]
         results.append([rope_and_write_kv_triton(qkv, *tables, *caches, HEADS, dtype=dtype), *caches])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].dtype == dtype
+
+
+def test_queries_come_in_the_type_asked_for(device):
+    """A product in parts is float32, and attention must not run in it."""
+    qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM, device=device)
+    positions, angle = torch.arange(5, device=device), torch.rand(8, DIM // 2, device=device)
+    caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    assert rope_and_write_kv(qkv, positions, positions, angle.cos(), angle.sin(), *caches, HEADS, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("queries", [1, 3])

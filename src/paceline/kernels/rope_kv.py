@@ -159,4 +159,5 @@ def rope_and_write_kv(
     """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]` in `dtype` (default: qkv's); rotated k and v go to their slots in the
     caches. On the GPU qkv may come in parts."""
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
-    return run(qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon, k_scale_H, v_scale_H)
+    tables, norms, scales = (cos_PC, sin_PC), (q_norm_weight, k_norm_weight), (k_scale_H, v_scale_H)
+    return run(qkv, positions, slot_mapping, *tables, k_cache, v_cache, num_heads, *norms, epsilon, *scales, dtype)
