@@ -36,9 +36,8 @@ class Ready:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, num_slots: int, lookahead: int, longest_first: bool) -> None:
+    def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
-        self.lookahead = lookahead  # tokens of room beyond its length that a sequence starts with
         self.longest_first = longest_first
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.waiting: deque[Sequence] = deque()
@@ -69,10 +68,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.waiting_prompts[sequence.request.prompt] += 1
 
-    def admit(self, nobody_runs: bool) -> list[Sequence]:
-        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile."""
+    @property
+    def may_admit(self) -> bool:
+        return bool(self.waiting and self.free_slots)
+
+    def admit(self, nobody_runs: bool, lookahead: int, spared: int) -> list[Sequence]:
+        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile.
+
+        A sequence starts with room for `lookahead` tokens beyond its length, and leaves `spared` blocks to those who run: one that is
+        admitted into their room would be preempted at once, and its prefill be for nothing.
+        """
         aborted = []
-        while self.waiting and self.free_slots:
+        while self.may_admit:
             sequence = self.waiting[0]
             if sequence.aborted:
                 self._forget(self.waiting.popleft())
@@ -80,10 +87,10 @@ class Scheduler:
                 aborted.append(sequence)
                 continue
             self._take_held(sequence)
-            wanted = blocks_for(min(sequence.length + self.lookahead, sequence.limit))
-            prefix = self._prefix_of(sequence, wanted)
+            wanted = blocks_for(min(sequence.length + lookahead, sequence.limit))
+            prefix = self._prefix_of(sequence, wanted + spared)
             whole = prefix.whole_blocks if prefix is not None else []
-            if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
+            if wanted + spared - len(whole) - len(sequence.blocks) > self.pool.free:
                 if not nobody_runs or self.prefills or not (self.shared or self.held or any(s.blocks for s in self.waiting)):
                     break  # room comes when somebody finishes
                 self.drop_idle()
