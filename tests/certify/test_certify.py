@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from paceline.certify.checks import check_equality, mixed_requests
 from paceline.certify.native import NativeSubject, ReferenceSubject, disturbed, drafter_maker
 from paceline.certify.run import Certificate, Plan, certify
 from paceline.cli import app
@@ -156,3 +157,13 @@ def test_the_command_writes_a_certificate(tmp_path):
     assert record["passed"] and {check["name"] for check in record["checks"]} >= {"T 1: every token", "logprobs of a learner, plain"}
     with pytest.raises(ValueError, match="--drafter 'nobody': must be disturbed, history"):
         CliRunner().invoke(app, ["certify", "--drafter", "nobody"], catch_exceptions=False)
+
+
+def test_a_check_names_the_depth_that_ran(policies):
+    """Deep proposals are capped by what a step can look at, and the certificate must not claim more."""
+    whole = subject(policies, "shared-noise", tokens=12)
+    opened = []
+    open_one, whole.open = whole.open, lambda tokens, max_running: opened.append(tokens) or open_one(tokens, max_running)
+    requests = mixed_requests(PROMPTS, 6, 8, 0)
+    checks = check_equality(whole, requests, open_one(0, 8).run(requests))
+    assert [f"{tokens} proposed" in check.name for tokens, check in zip(opened, checks, strict=True) if tokens] == [True] * 3

@@ -190,3 +190,24 @@ def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
             Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[EagleDrafter(EagleHead(config_for(config)))])
     with pytest.raises(ValueError, match="share a tokenizer"):
         Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[DraftModel(Decoder(replace(policy.config, vocab_size=50)))])
+
+
+def test_a_row_of_one_token_leaves_the_draft_models_cache_right(folders):  # noqa: F811
+    """The first pass has no token before its last and proposes poorly; the policy's own copy must be right ever after."""
+    policy = load_policy(folders["llama"], torch.float32)
+    drafter = DraftModel(policy)
+    engine = Engine(policy, EngineSettings(max_running=1, kv_tokens=512), drafters=[drafter], pacer=FixedPacer(Strategy("draft_model", 3)))
+    gains, changes, propose = [], [], drafter.propose
+    engine.outcomes.observer = lambda sequences, lengths, gained: gains.append(int(gained[0]))
+
+    def watched(slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        entry_L2HD = drafter.cache.storage_L2NBHD[:, :, int(drafter.seat.rows.block_table[slots_R[0], 0]), 0]
+        before = entry_L2HD.clone()
+        propose(slots_R, count, truncates)
+        changes.append(float((entry_L2HD - before).abs().max()))
+
+    drafter.propose = watched
+    engine.submit([Request("x", (5,), 1, SamplingParams(max_tokens=41, ignore_eos=True))])
+    list(engine.completions())
+    assert changes[0] == 0.0, "what catching up stored of the only token"
+    assert all(gain == 4 for gain in gains[1:-1])

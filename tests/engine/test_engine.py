@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 
+from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
 from tests.backends.test_reference import make_requests, naive_sample
@@ -70,7 +72,7 @@ def test_bits_depend_on_nothing_but_the_request(family, folders):
     for request in requests:
         alone |= run(make_engine(folders[family], max_running=1), [request])
     shuffled = random.Random(1).sample(requests, len(requests))
-    cramped = make_engine(folders[family], max_running=8, kv_tokens=160)
+    cramped = make_engine(folders[family], max_running=8, kv_tokens=128)
     assert bits(run(make_engine(folders[family]), requests)) == bits(alone)
     assert bits(run(make_engine(folders[family], max_running=18), shuffled)) == bits(alone)
     assert bits(run(make_engine(folders[family], prefill_tokens=7), requests)) == bits(alone)
@@ -251,6 +253,48 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
     engine.submit([Request("big", (9,), 1, SamplingParams(max_tokens=120, ignore_eos=True))])
     (big,) = engine.completions()
     assert len(big.tokens) == 120 and not engine.scheduler.held
+
+
+def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(folders):
+    """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was preempted and is first in line."""
+    engine = make_engine(folders["llama"], kv_tokens=160)
+    prompt = tuple(range(3, 43))
+    engine.submit([Request("1", prompt, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
+    (first,) = engine.completions()
+    longer = prompt + first.tokens + tuple(range(3, 93))
+    big = Request("big", (5, 6, 7), 1, SamplingParams(max_tokens=150, ignore_eos=True))
+    engine.submit([big, Request("2", longer, 2, SamplingParams(max_tokens=10, ignore_eos=True), continues="1")])
+    admit, idle = engine.scheduler.admit, 0
+
+    def watched(*arguments):
+        nonlocal idle
+        aborted = admit(*arguments)
+        idle = 0 if engine.running or engine.scheduler.prefills else idle + 1
+        assert idle < 10, "nobody runs and nobody is admitted"
+        return aborted
+
+    engine.scheduler.admit = watched
+    assert sorted((c.request.id, len(c.tokens)) for c in engine.completions()) == [("2", 10), ("big", 150)]
+    assert engine.pool.used == 0
+
+
+def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
+    engine = make_engine(folders["llama"])
+    for _ in range(2):
+        engine.submit([Request("1", (4, 5, 6) * 5, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
+        list(engine.completions())
+    engine.abort(["1"])
+    assert engine.pool.used == 0
+
+
+def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folders):
+    """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled again."""
+    drafters, pacer = [HistoryDrafter()], FixedPacer(Strategy("history", 3))
+    engine = Engine(load_policy(folders["llama"], torch.float32), EngineSettings(max_running=8, kv_tokens=320), drafters=drafters, pacer=pacer)
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    run(engine, [Request(str(i), tuple(range(3 + i, 43 + i)), i, sampling) for i in range(8)])
+    assert engine.preemptions <= 8
+    assert engine.take_stats().prefill_tokens < 2 * 8 * 39
 
 
 def test_longest_expected_goes_first(folders):

@@ -56,7 +56,7 @@ def watched_requests() -> list[Request]:
 @pytest.mark.parametrize("requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"])
 def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)
-    late_engine = make_engine(policy, steps_ahead=5, kv_tokens=160)
+    late_engine = make_engine(policy, steps_ahead=5, kv_tokens=112)
     late = run(late_engine, requests)
     assert bits(late) == bits(at_once) and late_engine.preemptions > 0
     assert {name: c.top_logprobs for name, c in late.items()} == {name: c.top_logprobs for name, c in at_once.items()}
@@ -83,7 +83,7 @@ def instructions_per_step(policy, rows: int, strategy: Strategy | None) -> int:
     drafters = [RandomDrafter()] if strategy is not None else []
     engine = make_engine(policy, 2, drafters, strategy, max_running=32, kv_tokens=4096)
     engine.submit([Request(str(i), (5 + i,), i, SamplingParams(max_tokens=100, ignore_eos=True)) for i in range(rows)])
-    assert not engine.scheduler.admit(nobody_runs=True)
+    assert not engine.scheduler.admit(nobody_runs=True, lookahead=16, spared=0)
     engine._prefill()
     engine._launch()  # hands out blocks for the next steps
     count = 0

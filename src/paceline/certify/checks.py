@@ -9,6 +9,7 @@ from paceline.certify.certificate import Check
 from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.statistics import FrequencyTest, test_frequencies
 from paceline.certify.subject import Opened, Subject
+from paceline.engine.rows import MAX_QUERY
 from paceline.learning.batch import TrainingSequence, micro_batches
 from paceline.learning.logprobs import token_logprobs
 from paceline.policy.decoder import Decoder
@@ -40,8 +41,8 @@ def mixed_requests(prompts: Sequence[tuple[int, ...]], count: int, max_tokens: i
 def check_equality(subject: Subject, requests: list[Request], plain: list[Completion]) -> list[Check]:
     """Tokens and logprobs against plain decoding: other batches, and every depth of speculation up to the subject's."""
     runs = [(f"same bits, plain, {n} at a time", 0, n) for n in (1, 5)]
-    depths = sorted({1, subject.tokens, 2 * subject.tokens + 1} - {0}) if subject.tokens else []
-    runs += [(f"same bits, {k} proposed, {n} at a time", min(k, 15), n) for k, n in zip(depths, (3, 64, 8), strict=False)]
+    depths = sorted({1, subject.tokens, min(2 * subject.tokens + 1, MAX_QUERY - 1)}) if subject.tokens else []
+    runs += [(f"same bits, {k} proposed, {n} at a time", k, n) for k, n in zip(depths, (3, 64, 8), strict=False)]
     checks = []
     for name, tokens, max_running in runs:
         some = slice(0, len(requests) if max_running > 1 else 6)

@@ -79,7 +79,9 @@ class DraftModel(CachedDrafter):
         rows = self.seat.rows
         walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
-        first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, walk.cache_slots_CR[:2].T
+        # A row of one token has none before it, so nothing of it attends here; what catching up stored of it is right and stays.
+        slots_2R = torch.where(walk.context_CR[0] < 0, -1, walk.cache_slots_CR[:2])
+        first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, slots_2R.T
         hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])
         hidden_RE, proposed = hidden_TE.unflatten(0, (-1, 2))[:, 1], []
         for column in range(count):

@@ -56,8 +56,7 @@ class Engine:
         pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
+        self.policy, self.tokenizer = policy, tokenizer
         self.settings, self.version = settings, version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
         slots, device = settings.max_running, policy.device
@@ -86,7 +85,7 @@ class Engine:
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
         self.arrivals = 0
-        self.scheduler = Scheduler(self.pool, slots, RESERVE_STEPS, settings.admission == "longest")
+        self.scheduler = Scheduler(self.pool, slots, settings.admission == "longest")
         self.running: dict[int, Sequence] = {}  # by slot
         self.outcomes = Outcomes(self.rows, tokenizer)
         self.finished: deque[Completion] = deque()
@@ -95,7 +94,7 @@ class Engine:
         self.capacity = np.zeros(slots + 1, dtype=np.int64)
         self.limit = np.zeros(slots + 1, dtype=np.int64)
         self.batch = Batch.of([], self.outcomes.tenancy)
-        self.reserved_queries = 0  # positions per row that may be launched before blocks are looked at again
+        self.queries, self.reserved_queries = 1, 0  # of the last step; positions per row that may run before blocks are looked at again
         self.paused, self.preemptions = False, 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
@@ -128,7 +127,8 @@ class Engine:
                     return
             if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
                 self._rebuild_cache()
-            for sequence in self.scheduler.admit(nobody_runs=not self.running):
+            spared = int(self._missing_blocks(self.queries).sum()) if self.scheduler.may_admit else 0  # as `_reserve` will ask for
+            for sequence in self.scheduler.admit(not self.running, RESERVE_STEPS * self.queries, spared):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
                 self._prefill()
@@ -268,7 +268,7 @@ class Engine:
             return
         if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
             return
-        self.reserved_queries -= queries
+        self.queries, self.reserved_queries = queries, self.reserved_queries - queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         captures = self.runner.capture_seconds
         self.timer.begin()

@@ -36,9 +36,8 @@ class Ready:
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, num_slots: int, lookahead: int, longest_first: bool) -> None:
+    def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
-        self.lookahead = lookahead  # tokens of room beyond its length that a sequence starts with
         self.longest_first = longest_first
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.waiting: deque[Sequence] = deque()
@@ -69,10 +68,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.waiting_prompts[sequence.request.prompt] += 1
 
-    def admit(self, nobody_runs: bool) -> list[Sequence]:
-        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile."""
+    @property
+    def may_admit(self) -> bool:
+        return bool(self.waiting and self.free_slots)
+
+    def admit(self, nobody_runs: bool, lookahead: int, spared: int) -> list[Sequence]:
+        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile.
+
+        A sequence starts with room for `lookahead` tokens beyond its length, and leaves `spared` blocks to those who run: one that is
+        admitted into their room would be preempted at once, and its prefill be for nothing.
+        """
         aborted = []
-        while self.waiting and self.free_slots:
+        while self.may_admit:
             sequence = self.waiting[0]
             if sequence.aborted:
                 self._forget(self.waiting.popleft())
@@ -80,11 +87,11 @@ class Scheduler:
                 aborted.append(sequence)
                 continue
             self._take_held(sequence)
-            wanted = blocks_for(min(sequence.length + self.lookahead, sequence.limit))
-            prefix = self._prefix_of(sequence, wanted)
+            wanted = blocks_for(min(sequence.length + lookahead, sequence.limit))
+            prefix = self._prefix_of(sequence, wanted + spared)
             whole = prefix.whole_blocks if prefix is not None else []
-            if wanted - len(whole) - len(sequence.blocks) > self.pool.free:
-                if not nobody_runs or self.prefills or not (self.shared or self.held):
+            if wanted + spared - len(whole) - len(sequence.blocks) > self.pool.free:
+                if not nobody_runs or self.prefills or not (self.shared or self.held or any(s.blocks for s in self.waiting)):
                     break  # room comes when somebody finishes
                 self.drop_idle()
                 continue
@@ -123,6 +130,7 @@ class Scheduler:
 
     def hold(self, sequence: Sequence) -> None:
         """Keeps what is cached of a finished sequence; `release` gives back the rest."""
+        self.drop_held([sequence.request.id])  # of an earlier request by that name
         cached = sequence.length - 1  # the last token has been sampled but not run
         keep = blocks_for(cached)
         self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
@@ -133,8 +141,10 @@ class Scheduler:
             self.pool.release(self.held.pop(name).blocks)
 
     def drop_idle(self) -> None:
-        """What is cached only because somebody may come for it: held sequences, prompts of siblings still waiting."""
+        """What is cached only because somebody may come for it: held sequences, also those that a waiting one has taken over, and
+        prompts of siblings still waiting."""
         self.drop_held(list(self.held))
+        self._drop_taken_over()
         for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
             self._drop_shared(prompt)
 
@@ -144,11 +154,14 @@ class Scheduler:
             for sequence in reversed(prefill.waiting):
                 self.requeue(sequence)
         self.prefills.clear()
-        for sequence in self.waiting:
-            self.pool.release(sequence.drop_blocks())  # it may have taken over a held cache
+        self._drop_taken_over()
         self.drop_held(list(self.held))
         for prompt in list(self.shared):
             self._drop_shared(prompt)
+
+    def _drop_taken_over(self) -> None:
+        for sequence in self.waiting:
+            self.pool.release(sequence.drop_blocks())
 
     def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
         sequence.slot = self.free_slots.pop()
