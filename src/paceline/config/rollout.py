@@ -59,3 +59,13 @@ class RolloutConfig(Section):
     )
     base_precision_layers: int = Field(0, ge=0, description="with FP8: the first and last n layers keep their weights in the policy's own type")
     kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
+    router_replay: bool = Field(False, description="policies with experts: the learner sends each token to the experts that the rollout chose")
+
+    @model_validator(mode="after")
+    def _routing_is_recorded(self) -> "RolloutConfig":
+        if self.router_replay and self.backend != "native":
+            raise ValueError(
+                f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which experts it chose; "
+                "use rollout.backend=native, or leave router_replay out"
+            )
+        return self
