@@ -70,6 +70,20 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """The experts that a rollout chose, for every token it ran: prompt and response, less the last token, which was sampled but not run."""
+
+    experts: bytes  # [tokens, layers with experts, choices], little-endian
+    layers: int
+    choices: int
+    item_bytes: int  # 1: unsigned; 2: signed
+
+    @property
+    def tokens(self) -> int:
+        return len(self.experts) // (self.layers * self.choices * self.item_bytes)
+
+
+@dataclass(frozen=True)
 class Completion:
     request: Request
     tokens: tuple[int, ...]
@@ -78,6 +92,7 @@ class Completion:
     segments: tuple[Segment, ...]
     error: str = ""
     top_logprobs: tuple[dict[int, float], ...] = ()  # by position, where the request asked for them
+    routing: Routing | None = None  # where `rollout.router_replay` recorded it
 
     @property
     def loss_mask(self) -> list[bool]:

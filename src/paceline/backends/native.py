@@ -28,6 +28,10 @@ def make_native(
     widened_from: Path | None = None,
     request_tokens: int = 0,
 ) -> Engine:
+    if rollout.router_replay and not policy.config.expert_layers:
+        raise ConfigError(
+            "rollout.router_replay = True: this policy has no experts, hence no routing to replay; leave it out, or use one with experts"
+        )
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
@@ -40,6 +44,7 @@ def make_native(
         kv_scales_per_head=rollout.kv_scales == "head",
         verify=rollout.speculation.verify,
         graph_memory=int(rollout.graph_memory_gb * 1e9),
+        records_routing=rollout.router_replay,
     )
     speculation = rollout.speculation
     drafters = [make_drafter(name, policy, speculation, widened_from) for name in speculation.drafters]

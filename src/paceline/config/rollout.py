@@ -64,4 +64,13 @@ class RolloutConfig(Section):
     def _backend_has_the_precision(self) -> "RolloutConfig":
         if self.backend == "reference" and self.precision != "bf16":
             raise ValueError(f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only")
+    router_replay: bool = Field(False, description="policies with experts: the learner sends each token to the experts that the rollout chose")
+
+    @model_validator(mode="after")
+    def _routing_is_recorded(self) -> "RolloutConfig":
+        if self.router_replay and self.backend != "native":
+            raise ValueError(
+                f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which experts it chose; "
+                "use rollout.backend=native, or leave router_replay out"
+            )
         return self

@@ -59,11 +59,11 @@ class Engine:
         self.policy, self.tokenizer = policy, tokenizer
         self.settings, self.version = settings, version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
-        slots, device = settings.max_running, policy.device
+        slots, device, records = settings.max_running, policy.device, settings.records_routing
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
         self.reduced = RolloutPrecision(policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head)
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H)
+        self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H, records)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         followers = [drafter for drafter in drafters if drafter.captured_layers]
@@ -78,8 +78,7 @@ class Engine:
             drafter.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
         # By drafter that must be told: the slots whose rows ran without it.
         self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
-        self.pacer = pacer
-        self.timer = StepTimer(device)
+        self.pacer, self.timer = pacer, StepTimer(device)
         self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
         self.moment_left = 0
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
@@ -180,7 +179,8 @@ class Engine:
         num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
-        self.cache = KVCache(self.policy.config, num_blocks, self.reduced.cache_dtypes, self.policy.device, self.reduced.cache_scales_L2H)
+        types, scales, records = self.reduced.cache_dtypes, self.reduced.cache_scales_L2H, self.settings.records_routing
+        self.cache = KVCache(self.policy.config, num_blocks, types, self.policy.device, scales, records)
         self.runner.replace(self.cache, self.reduced.weights)
 
     def pause(self) -> None:
@@ -376,6 +376,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         """It runs no more; slot and blocks are still its own."""
+        sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
         for drafter in self.drafters.values():
             drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
         self.outcomes.leave(sequence)

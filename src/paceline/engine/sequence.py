@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.types import Completion, FinishReason, Request, Segment
+from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 
 @dataclass(eq=False)
@@ -19,6 +19,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     cached: int = 0  # leading tokens whose keys and values are in `blocks`
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    routing: Routing | None = None  # as of when it last ran
     checked: int = 0  # response tokens that have been searched for stop strings
     aborted: bool = False
     handover: dict[str, torch.Tensor] = field(default_factory=dict)  # by drafter: what it needs of the prefill when the row enters
@@ -54,4 +55,4 @@ class Sequence:
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
         response, logprobs, segments = tuple(self.response), tuple(self.logprobs), tuple(self.segments)
-        return Completion(self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs))
+        return Completion(self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs), self.routing)

@@ -20,3 +20,4 @@ class EngineSettings:
     precision: str = BASE_PRECISION  # or "fp8" or "fp8+kv"
     base_precision_layers: int = 0  # at either end, with FP8
     kv_scales_per_head: bool = False
+    records_routing: bool = False  # completions say which experts they went through

@@ -1,4 +1,4 @@
-"""`fp8_expert_feed_forward`: moe.py's feed-forward with the experts in FP8 and the router as it was.
+"""`fp8_run_experts`: moe.py's feed-forward with the experts in FP8 and the router as it was.
 
 Routing, sorting and adding up are moe.py's. A slot's product is that of fp8_linear.py, group by group in order, whatever tile the
 slot lies in, so a token's bits do not depend on the other tokens here either.
@@ -9,14 +9,12 @@ import torch
 from paceline.kernels.fp8_format import BlockMatrix, QuantisedRows
 from paceline.kernels.fp8_linear import Fp8Tile
 from paceline.kernels.fp8_quantise import quantise_rows, quantise_rows_reference
-from paceline.kernels.linear import linear, linear_reference
 from paceline.kernels.moe import (
     ROW_TILE,
     ExpertTiles,
     combine_reference,
     combine_triton,
-    route_reference,
-    route_triton,
+    score_and_route_reference,
     sort_by_expert_triton,
     tile_slots,
 )
@@ -27,11 +25,15 @@ from paceline.kernels.triton_support import cdiv, launch_next, launch_options, t
 def fp8_expert_feed_forward_reference(
     x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix, num_choices: int, normalise: bool
 ) -> torch.Tensor:
-    wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
-    weights_MK, experts_MK = route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
-    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(router_XE))
+    return fp8_experts_reference(x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up, down)
+
+
+def fp8_experts_reference(
+    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix
+) -> torch.Tensor:
+    place_S, tile_experts = tile_slots(experts_MK.flatten(), gate_up.values.shape[0])
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
-    rows_RE[place_S] = x_ME.repeat_interleave(num_choices, 0)
+    rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
     inner_RF = silu_multiply_reference(_multiply_tiles(rows_RE, gate_up, tile_experts))
     return combine_reference(_multiply_tiles(inner_RF, down, tile_experts)[place_S], weights_MK)
 
@@ -109,13 +111,9 @@ def fp8_experts_triton(
     return combine_triton(fp8_expert_linear_triton(inner, down, tiles, tile), weights_MK)
 
 
-def fp8_expert_feed_forward(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix, num_choices: int, normalise: bool
-) -> torch.Tensor:
-    """The sum over a token's chosen experts of weight x down(silu(gate) * up), [M, E]; gate_up [X, 2F, E], down [X, E, F]."""
+def fp8_run_experts(x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix) -> torch.Tensor:
+    """The sum over a token's chosen experts (`moe.route`) of weight x down(silu(gate) * up), [M, E]; gate_up [X, 2F, E], down [X, E, F]."""
     if not x_ME.is_cuda:
-        return fp8_expert_feed_forward_reference(x_ME, router_XE, gate_up, down, num_choices, normalise)
-    scores_MX = linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True)
-    weights_MK, experts_MK = route_triton(scores_MX, num_choices, normalise, x_ME.dtype)
+        return fp8_experts_reference(x_ME, weights_MK, experts_MK, gate_up, down)
     tile = choose_fp8_expert_tile(experts_MK.numel(), gate_up.values.shape[0])
     return fp8_experts_triton(quantise_rows(x_ME), weights_MK, experts_MK, gate_up, down, tile)

@@ -34,11 +34,20 @@ COMBINE_BLOCK = 1024
 def expert_feed_forward_reference(
     x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, num_choices: int, normalise: bool
 ) -> torch.Tensor:
+    return experts_reference(x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
+
+
+def score_and_route_reference(x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
-    weights_MK, experts_MK = route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
-    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(router_XE))
+    return route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
+
+
+def experts_reference(
+    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor
+) -> torch.Tensor:
+    place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
-    rows_RE[place_S] = x_ME.repeat_interleave(num_choices, 0)
+    rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
     inner_RF = silu_multiply_reference(_multiply_tiles(rows_RE, gate_up_XNE, tile_experts))
     return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
@@ -263,9 +272,20 @@ def expert_feed_forward(
 
     On the GPU all tensors are contiguous and 16-bit, and E and F are multiples of 16. The router's scores stay in float32.
     """
+    return run_experts(x_ME, *route(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
+
+
+def route(x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in x's type and experts, `[M, K]`, best first."""
     if not x_ME.is_cuda:
-        return expert_feed_forward_reference(x_ME, router_XE, gate_up_XNE, down_XEF, num_choices, normalise)
-    scores_MX = linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True)
-    weights_MK, experts_MK = route_triton(scores_MX, num_choices, normalise, x_ME.dtype)
+        return score_and_route_reference(x_ME, router_XE, num_choices, normalise)
+    return route_triton(linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True), num_choices, normalise, x_ME.dtype)
+
+
+def run_experts(
+    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor
+) -> torch.Tensor:
+    if not x_ME.is_cuda:
+        return experts_reference(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF)
     tile = choose_expert_tile(experts_MK.numel(), gate_up_XNE.shape[0])
     return experts_triton(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF, tile)

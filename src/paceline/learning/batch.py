@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.policy.attention import PackedAttention
-from paceline.types import Completion
+from paceline.policy.replay import RouterReplay, packed_replay
+from paceline.types import Completion, Routing
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class TrainingSequence:
     temperature: float
     penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
     learner_logprobs: tuple[float, ...] = ()  # over the response, by the learner before the step's first update; empty: not computed
+    routing: Routing | None = None  # of all tokens but the last, where the rollout recorded it
 
     @property
     def loss_tokens(self) -> int:
@@ -51,6 +53,7 @@ class MicroBatch:
     temperatures_R: torch.Tensor
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
     num_sequences: int
+    replay: RouterReplay | None = None  # of the sequences whose routing was recorded
 
     def sequence_sums(self, values_R: torch.Tensor) -> torch.Tensor:
         """One sum for each sequence."""
@@ -66,7 +69,9 @@ def training_sequence(completion: Completion) -> TrainingSequence:
         )
     prompt = completion.request.prompt
     temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
-    return TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature)
+    return TrainingSequence(
+        prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature, routing=completion.routing
+    )
 
 
 def cut(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
@@ -117,4 +122,5 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,
         num_sequences=len(sequences),
+        replay=packed_replay([s.routing for s in sequences], [len(s.tokens) for s in sequences], device),
     )

@@ -171,7 +171,7 @@ class Learner:
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad(), adapters_off(self.reference):
-            return token_logprobs(self.reference, batch)[0]
+            return token_logprobs(self.reference, replace(batch, replay=None))[0]  # another policy: its routing is its own
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Of the rollout policy to the reference, at every response token; a sample without tokens has none."""

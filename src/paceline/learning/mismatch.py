@@ -34,6 +34,8 @@ class Mismatch:
     masked: float = 0.0
     rejected_tokens: float = 0.0
     rejected_sequences: float = 0.0
+    routed: float = 0.0  # (token, layer with experts) pairs whose routing was replayed
+    rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
 
     def __add__(self, other: "Mismatch") -> "Mismatch":
@@ -60,6 +62,7 @@ class Mismatch:
             "mismatch/chi2_sequence": self.squared_sequence_ratio / sequences - 1,
             "mismatch/perplexity_ratio": math.exp(min(max(self.log_perplexity_ratio / sequences, -CLAMP), CLAMP)),
             "mismatch/largest_probability_difference": self.largest_probability_difference,
+            **({"mismatch/rerouted": self.rerouted / self.routed} if self.routed else {}),
             "correction/ess": self.effective_weight**2 / (tokens * squared) if squared else 0.0,
             "correction/weight_mean": self.token_weight / tokens,
             "correction/clipped": self.clipped / tokens,
@@ -95,6 +98,8 @@ def measure(batch: MicroBatch, correction: Correction, learner_logprobs_R: torch
         "masked": (mask_R & ~correction.counted_R).sum(),
         "rejected_tokens": (mask_R & ~correction.kept_R).sum(),
         "rejected_sequences": (some_B & (kept_B == 0)).sum(),
+        "routed": torch.zeros(()) if batch.replay is None else batch.replay.routed,
+        "rerouted": torch.zeros(()) if batch.replay is None else batch.replay.rerouted,
         "largest_probability_difference": torch.where(mask_R, difference_R, 0.0).max() if len(mask_R) else torch.zeros(()),
     }
     numbers = torch.stack([value.double().to(delta_R.device) for value in values.values()]).tolist()  # one transfer

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import QuantisedRows
 from paceline.kernels.fp8_linear import fp8_linear
-from paceline.kernels.fp8_moe import fp8_expert_feed_forward
+from paceline.kernels.fp8_moe import fp8_run_experts
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.linear import linear
-from paceline.kernels.moe import expert_feed_forward
+from paceline.kernels.moe import route, run_experts
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.prefill_attention import prefill_attention
@@ -87,9 +87,12 @@ class PagedForward:
     def _layers(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache, fill_only: bool = False
     ) -> tuple[torch.Tensor, Captured]:
-        """The final hidden states and the captured ones; `fill_only` is done once the last layer's keys and values are in the cache."""
-        policy, eps = self.policy, self.policy.config.norm_eps
+        """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the last layer's keys and
+        values, or with its routing where that is recorded."""
+        policy, eps, last = self.policy, self.policy.config.norm_eps, len(self.policy.layers) - 1
+        filled = last if fill_only and (self.cache.routing is None or not policy.config.has_experts(last)) else None
         captured: Captured = {}
+        chosen_LTK: list[torch.Tensor] = []  # experts, of the layers that have any
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
         normed_TE = self._norm(residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv)
         following = [(layer.attention_norm, layer.attention.qkv) for layer in policy.layers[1:]] + [(policy.norm, None)]
@@ -103,20 +106,24 @@ class PagedForward:
                 qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(index), attention.heads, *norms, eps,
                 *self.cache.scales(index), dtype=residual_TE.dtype,
             )  # fmt: skip
-            if fill_only and index == len(policy.layers) - 1:
+            if index == filled:
                 break
             out_TE = self._linear(attend(q_THD, index).flatten(1), attention.output, in_parts=True)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
-            out_TE = self._feed_forward(normed_TE, layer.feed_forward)
+            out_TE = self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)
+        if self.cache.routing is not None:
+            self.cache.routing.write(slots_T, chosen_LTK)
         return normed_TE, captured
 
-    def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward) -> torch.Tensor:
+    def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):
-            routing = module.experts_per_token, module.normalise
+            weights_TK, experts_TK = route(x_TE, module.router.weight, module.experts_per_token, module.normalise)
+            if self.cache.routing is not None:
+                chosen_LTK.append(experts_TK)
             if self.quantised is not None and (gate_up := self.quantised.of(module.gate_up)) is not None:
-                return fp8_expert_feed_forward(x_TE, module.router.weight, gate_up, self.quantised.of(module.down), *routing)
-            return expert_feed_forward(x_TE, module.router.weight, module.gate_up, module.down, *routing)
+                return fp8_run_experts(x_TE, weights_TK, experts_TK, gate_up, self.quantised.of(module.down))
+            return run_experts(x_TE, weights_TK, experts_TK, module.gate_up, module.down)
         activate = silu_multiply_quantised if self._in_fp8(module.down) else silu_multiply
         return self._linear(activate(self._linear(x_TE, module.gate_up)), module.down, in_parts=True)
 

@@ -16,6 +16,7 @@ from paceline.engine.graphs import buckets_up_to
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
+from paceline.paged.routing import routing_token_bytes
 from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
 from paceline.policy.config import DecoderConfig
@@ -35,7 +36,7 @@ class RolloutBytes:
     drafter: int
     graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
     workspace: int  # a prefill chunk, or a step that runs once before its capture
-    kv_token: int  # per token of the pool, the drafter's own cache included
+    kv_token: int  # per token of the pool, the drafter's own cache and the recorded routing included
 
 
 def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
@@ -56,12 +57,16 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
     chosen = [] if precision == BASE_PRECISION else quantised_parameters(policy, config.rollout.base_precision_layers)
     quantised = sum(parameter.numel() for _, parameter in chosen) * E4M3.itemsize
+    # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the record's type.
+    routing = routing_token_bytes(shape) if config.rollout.router_replay else 0
+    routing_pass = routing + 2 * 4 * len(shape.expert_layers) * shape.num_experts_per_token if routing else 0
+    step += queries * routing_pass
     return RolloutBytes(
         rows=total_bytes([*vars(rows.state).values(), proposals]) + table + quantised,
         drafter=drafter.fixed,
         graphs=step + graphs * GRAPH_BYTES,
-        workspace=max(step, config.rollout.prefill_tokens * layer_token_bytes(shape, dtype)),
-        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype) + drafter.per_token,
+        workspace=max(step, config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype) + routing_pass)),
+        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype) + drafter.per_token + routing,
     )
 
 

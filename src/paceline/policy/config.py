@@ -51,6 +51,10 @@ class DecoderConfig:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
+    @property
     def num_parameters(self) -> int:
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = h * (q + 2 * kv) + q * h + 2 * h + (2 * self.head_dim if self.qk_norm else 0)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.policy.config import DecoderConfig
+from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rope_table, rotate
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,16 +73,17 @@ class ExpertFeedForward(nn.Module):
     expert runs. The chosen weights are rounded to the model's type, as transformers does.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, place: int) -> None:
         super().__init__()
+        self.place = place  # among the layers with experts
         experts, size, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
         self.experts_per_token, self.normalise = config.num_experts_per_token, config.normalise_expert_weights
         self.router = nn.Linear(size, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
         self.down = nn.Parameter(torch.empty(experts, size, inner))
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        weights_TK, experts_TK = self.route(x_TE)
+    def forward(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> torch.Tensor:
+        weights_TK, experts_TK = self.route(x_TE, replay)
         sorted_S, order_S = experts_TK.flatten().sort(stable=True)
         every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
         ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
@@ -90,9 +92,12 @@ class ExpertFeedForward(nn.Module):
         out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
         return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
 
-    def route(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """With `replay` the experts are the recorded ones; their weights are this router's own scores either way, and gradients flow through them."""
         scores_TX = wide_linear(x_TE, self.router.weight)
         experts_TK = scores_TX.topk(self.experts_per_token).indices
+        if replay is not None:
+            experts_TK = replay.choose(self.place, experts_TK)
         weights_TK = scores_TX.softmax(-1).gather(-1, experts_TK)
         if self.normalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -118,11 +123,12 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = ExpertFeedForward(config) if config.has_experts(index) else FeedForward(config)
+        self.feed_forward = ExpertFeedForward(config, config.expert_layers.index(index)) if config.has_experts(index) else FeedForward(config)
 
-    def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend, replay: RouterReplay | None = None) -> torch.Tensor:
         x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
-        return x_TE + self.feed_forward(self.feed_forward_norm(x_TE))
+        replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
+        return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
 
 
 class Capture:
@@ -178,17 +184,26 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
-    def forward(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, capture: Capture | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        capture: Capture | None = None,
+        replay: RouterReplay | None = None,
+    ) -> torch.Tensor:
         """Hidden states after the last norm, `[T, E]`; `logits` turns them into scores."""
+        if replay is not None:
+            replay.check(len(self.config.expert_layers), self.config.num_experts_per_token)
         x_TE = self.embedding(tokens_T)
         rope_T2R = self.rope_table[positions_T]
         for index, layer in enumerate(self.layers):
             if capture is not None:
                 capture.offer(index, x_TE)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TE = checkpoint(layer, x_TE, rope_T2R, index, attend, use_reentrant=False)
+                x_TE = checkpoint(layer, x_TE, rope_T2R, index, attend, replay, use_reentrant=False)
             else:
-                x_TE = layer(x_TE, rope_T2R, index, attend)
+                x_TE = layer(x_TE, rope_T2R, index, attend, replay)
         return self.norm(x_TE)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:

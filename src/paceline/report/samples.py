@@ -1,5 +1,6 @@
 """Groups of samples as JSON lines: what `samples/` holds, and what `rollout --save` and `train --replay` exchange."""
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
+from paceline.types import Completion, FinishReason, Group, Request, Routing, Sample, SamplingParams, Score, Segment
 
 
 def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
@@ -42,6 +43,7 @@ def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
             "segments": [asdict(segment) for segment in sample.completion.segments],
             "error": sample.completion.error,
             "request": asdict(sample.completion.request),
+            "routing": _routing_record(sample.completion.routing),
         }
         for sample in group.samples
     ]
@@ -57,7 +59,16 @@ def _parse_group(record: dict[str, Any]) -> Group:
         request = Request(prompt=prompt, sampling=SamplingParams(**sampling), **entry["request"])
         segments = tuple(Segment(**segment) for segment in entry["segments"])
         completion = Completion(
-            request, tuple(entry["tokens"]), tuple(entry["logprobs"]), FinishReason(entry["finish_reason"]), segments, entry["error"]
-        )
+            request, tuple(entry["tokens"]), tuple(entry["logprobs"]), FinishReason(entry["finish_reason"]), segments, entry["error"],
+            routing=_parse_routing(entry.get("routing")),
+        )  # fmt: skip
         samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
     return Group(record["prompt_id"], tuple(samples))
+
+
+def _routing_record(routing: Routing | None) -> dict[str, Any] | None:
+    return None if routing is None else asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
+
+
+def _parse_routing(record: dict[str, Any] | None) -> Routing | None:
+    return None if record is None else Routing(**record | {"experts": base64.b64decode(record["experts"])})

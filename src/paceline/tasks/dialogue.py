@@ -13,7 +13,7 @@ id finds the turn that is. `max_tokens` bounds the whole, observations included.
 from dataclasses import replace
 
 from paceline.tasks.base import Turn
-from paceline.types import Completion, FinishReason, Request, Segment
+from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 
 class Dialogue:
@@ -24,6 +24,7 @@ class Dialogue:
         self.logprobs: tuple[float, ...] = ()
         self.segments: tuple[Segment, ...] = ()
         self.top_logprobs: tuple[dict[int, float], ...] = ()
+        self.routing: Routing | None = None  # of everything up to the last response: each turn's begins with what was before it
         self.finish_reason = FinishReason.ABORTED
         self.error = ""
         self.observation: tuple[int, ...] = ()  # handed out, not yet followed by a response
@@ -43,6 +44,7 @@ class Dialogue:
         self.logprobs += completion.logprobs
         self.segments += tuple(replace(s, start=s.start + start, stop=s.stop + start) for s in completion.segments)
         self.top_logprobs += completion.top_logprobs
+        self.routing = completion.routing
         self.conversation += (Turn(text, sampled=True),)
 
     def continue_with(self, observation: tuple[int, ...], text: str) -> Request | None:
@@ -56,7 +58,7 @@ class Dialogue:
         return replace(self.request, prompt=prompt, sampling=replace(self.request.sampling, max_tokens=remaining), continues=self.request.id)
 
     def completion(self) -> Completion:
-        return Completion(self.request, self.tokens, self.logprobs, self.finish_reason, self.segments, self.error, self.top_logprobs)
+        return Completion(self.request, self.tokens, self.logprobs, self.finish_reason, self.segments, self.error, self.top_logprobs, self.routing)
 
     def _take_observation(self, weight_version: int) -> None:
         """An observation counts once a response follows; until then it may turn out that nothing does."""
