@@ -8,11 +8,17 @@ from paceline.config import ConfigError, SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.history import HistoryDrafter
 from paceline.models.widen_eagle import widen_eagle
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
+
+
+def available(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
+    """The recipe's drafters, without an eagle whose head is `auto` where none is shipped for such a policy: results are the same without it."""
+    return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
 
 
 def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None) -> Drafter:
@@ -20,10 +26,13 @@ def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig, widene
     if name == "history":
         return HistoryDrafter()
     if name == "eagle":
+        path = head_for(settings.eagle_path, policy.config if widened_from is None else read_config(widened_from))
+        if path is None:
+            raise ConfigError("rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
         if widened_from is None:
-            return EagleDrafter(load_eagle(settings.eagle_path, policy, policy.dtype, policy.device))
+            return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
         small = load_policy(widened_from, torch.float32, policy.device)
-        return EagleDrafter(widen_eagle(load_eagle(settings.eagle_path, small, torch.float32, policy.device), small.config, policy))
+        return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))
     if not (Path(settings.draft_model_path) / "config.json").is_file():
         raise ConfigError(f"rollout.speculation.draft_model_path = {settings.draft_model_path!r}: must be a Hugging Face folder with a config.json")
     return DraftModel(load_policy(settings.draft_model_path, policy.dtype, policy.device))

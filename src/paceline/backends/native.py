@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.backends.drafters import make_drafter
+from paceline.backends.drafters import available, make_drafter
 from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
@@ -14,6 +14,7 @@ from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
 from paceline.plan.lengths import Lengths
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
 
 CPU_BYTES = 4 << 30
@@ -47,7 +48,8 @@ def make_native(
         records_routing=rollout.router_replay,
     )
     speculation = rollout.speculation
-    drafters = [make_drafter(name, policy, speculation, widened_from) for name in speculation.drafters]
+    shape = policy.config if widened_from is None else read_config(widened_from)
+    drafters = [make_drafter(name, policy, speculation, widened_from) for name in available(speculation, shape)]
     return Engine(policy, settings, tokenizer, drafters, make_pacer(speculation, drafters, rollout.max_running, seed) if drafters else None)
 
 

@@ -94,7 +94,9 @@ def _runs(engine: Engine, requests: list[Request], batch: int, strategy: Strateg
 def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
     pacer = RecordingPacer(strategy)
     completions = _generate(engine, requests, batch, pacer)
-    full = [o for o in pacer.observations if o.running == batch and o.decision.strategy == strategy and not o.disturbed]
+    # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a token.
+    whole = [o for o in pacer.observations if o.running == batch and (o.drafts == batch or not strategy.count) and o.tokens >= batch]
+    full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
     if not full:
         raise ValueError(f"no undisturbed step with {batch} requests running: responses are too short for this batch, or it does not fit")
     step = statistics.median(o.seconds for o in full)

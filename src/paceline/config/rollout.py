@@ -17,7 +17,7 @@ class SpeculationConfig(Section):
     tokens: int = Field(7, ge=1, le=15, description="proposed per step: at most (adaptive), or exactly (fixed)")
     max_running: int = Field(0, ge=0, description="fixed: speculate while at most this many requests run; 0: always")
     eagle_path: str = Field(
-        "builtin-eagle", description="the eagle head's folder, or `builtin-eagle` for the built-in policy's; see `paceline drafter`"
+        "auto", description="the eagle head's folder; auto: the shipped head, where the policy has its shape, else nobody; see `paceline drafter`"
     )
     draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     verify: Literal["shared-noise", "rejection"] = Field(
@@ -59,15 +59,12 @@ class RolloutConfig(Section):
     )
     base_precision_layers: int = Field(0, ge=0, description="with FP8: the first and last n layers keep their weights in the policy's own type")
     kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
-
-    @model_validator(mode="after")
-    def _backend_has_the_precision(self) -> "RolloutConfig":
-        if self.backend == "reference" and self.precision != "bf16":
-            raise ValueError(f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only")
     router_replay: bool = Field(False, description="policies with experts: the learner sends each token to the experts that the rollout chose")
 
     @model_validator(mode="after")
-    def _routing_is_recorded(self) -> "RolloutConfig":
+    def _backend_can(self) -> "RolloutConfig":
+        if self.backend == "reference" and self.precision != "bf16":
+            raise ValueError(f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only")
         if self.router_replay and self.backend != "native":
             raise ValueError(
                 f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which experts it chose; "

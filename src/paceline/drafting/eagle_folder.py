@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
-from paceline.policy.config import from_huggingface, to_huggingface
+from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import Slice
 
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
 BUILTIN_EAGLES = {"builtin-eagle": BUILTIN_EAGLE}
+BUILTIN_LAYERS = 6  # of the policy it drafts for
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -78,6 +79,17 @@ def load_eagle(
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
     return head
+
+
+def head_for(path: str, policy: DecoderConfig) -> str | None:
+    """`path`, or for `auto` the shipped head that was made for a policy of this shape; None: there is none."""
+    if path != "auto":
+        return path
+    for name, folder in BUILTIN_EAGLES.items():
+        layer = from_huggingface(json.loads((folder / "config.json").read_text()) | {"model_type": "llama"})
+        if (layer.vocab_size, layer.hidden_size) == (policy.vocab_size, policy.hidden_size) and policy.num_layers == BUILTIN_LAYERS:
+            return name
+    return None
 
 
 def read_eagle_config(name: str, policy: Decoder) -> EagleConfig:

@@ -142,10 +142,10 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         ids = set(request_ids)
-        self.scheduler.drop_held(ids)
         for sequence in [*self.scheduler.sequences, *self.running.values()]:
             sequence.aborted |= sequence.request.id in ids
         self._drain()
+        self.scheduler.drop_held(ids)  # also what has just ended
         for sequence in [s for s in self.running.values() if s.aborted]:
             self._leave(sequence)
             self.scheduler.release(sequence)

@@ -108,9 +108,9 @@ class StepRunner:
     def _captured(self, tokens: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
         start = time.perf_counter()
+        kept = self.slots.clone()
         try:
             torch.cuda.synchronize()
-            kept = self.slots.clone()
             self.slots.fill_(self.rows.null_slot)
             stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -126,9 +126,9 @@ class StepRunner:
                 outcome = function()
             pool_bytes = pool_bytes_taken() - pool_before
             self.memory.note(tokens, pool_bytes, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
+        finally:
             self.slots.copy_(kept)
             torch.cuda.synchronize()
-        finally:
             self.guard.end_capture()
         self.capture_seconds += time.perf_counter() - start
         return graph, outcome

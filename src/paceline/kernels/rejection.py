@@ -87,7 +87,9 @@ def verify_by_rejection(
 
 
 def _sample_last(logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation: Truncation | None) -> tuple[torch.Tensor, torch.Tensor]:
-    last = logits_RQV[:, -1].contiguous(), temperature_RQ[:, -1].contiguous(), seed_RQ[:, -1].contiguous(), position_RQ[:, -1].contiguous()
+    # The logits last: the sampler reads the others before it waits for the launch just before it.
+    noise = temperature_RQ[:, -1].contiguous(), seed_RQ[:, -1].contiguous(), position_RQ[:, -1].contiguous()
+    last = logits_RQV[:, -1].contiguous(), *noise
     if truncation is None:
         return sample(*last)
     return sample_truncated(*last, truncation.top_k_R, truncation.top_p_R, truncation.min_p_R)[:2]

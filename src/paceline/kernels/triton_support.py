@@ -16,7 +16,8 @@ waits, the order is transitive. It costs nothing where dependent launch is off, 
 Loaded before the wait, so that their latency is hidden: weights, and what a step knows before its first layer (positions,
 cache slots, context lengths, block tables, seeds). The latter is safe because layers begin with an embedding lookup, a
 plain launch: it starts when everything before it has finished, and nothing after it starts before it has. Whoever writes
-such tensors with kernels of this folder must put a plain launch between those and their first use.
+such tensors with kernels of this folder must put a plain launch between those and their first use; what a plain launch itself
+writes is safe to load early one launch later.
 
 `pull_to_l2` begins to fetch the first piece of a weight, so that the memory has something to do while the small kernels
 between two products run. A little is best: long queues of it delay the small kernels themselves.

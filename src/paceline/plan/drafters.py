@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from paceline.backends.drafters import available
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter, Seat
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import read_eagle_config
+from paceline.drafting.eagle_folder import head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.rows import Rows
@@ -27,7 +28,7 @@ class DrafterBytes:
 
 def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor) -> DrafterBytes:
     """Of all of them together."""
-    drafters = [_make(name, speculation, policy) for name in speculation.drafters]
+    drafters = [_make(name, speculation, policy) for name in available(speculation, policy.config)]
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
@@ -43,7 +44,7 @@ def _make(name: str, speculation: SpeculationConfig, policy: Decoder) -> Drafter
     if name == "history":
         return HistoryDrafter()
     if name == "eagle":
-        return EagleDrafter(EagleHead(read_eagle_config(speculation.eagle_path, policy), policy.dtype, META))
+        return EagleDrafter(EagleHead(read_eagle_config(head_for(speculation.eagle_path, policy.config), policy), policy.dtype, META))
     return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
 
 
