@@ -67,8 +67,7 @@ class Engine:
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.drafters = {drafter.name: drafter for drafter in drafters}
         followers = [drafter for drafter in drafters if drafter.captured_layers]
-        captured = {i for follower in followers for i in follower.captured_layers}
-        forward = PagedForward(policy, self.cache, settings.deterministic, captured, self.reduced.weights)
+        forward = PagedForward(policy, self.cache, settings.deterministic, {i for f in followers for i in f.captured_layers}, self.reduced.weights)
         self.runner = StepRunner(forward, self.rows, slots, followers, settings.graph_memory)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
