@@ -11,13 +11,13 @@ from paceline.drafting.acceptance import Acceptance, accepted, measure_acceptanc
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE, load_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.responses import held_out_responses, training_responses
 from paceline.drafting.training import HeadTraining, train_offline
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.kernels.noise import gumbel
 from paceline.learning.batch import training_sequence
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
+from paceline.responses import held_out_responses, training_responses
 from paceline.session import Session, open_session
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
 from tests.drafting.eagle_oracle import Draft, policy_states

@@ -11,14 +11,9 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.history import HistoryDrafter
 from paceline.models.widen_eagle import widen_eagle
-from paceline.policy.config import DecoderConfig, read_config
+from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
-
-
-def available(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
-    """The recipe's drafters, without an eagle whose head is `auto` where none is shipped for such a policy: results are the same without it."""
-    return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
 
 
 def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None) -> Drafter:

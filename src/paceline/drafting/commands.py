@@ -40,9 +40,9 @@ def train(
     from paceline.config import load_config
     from paceline.drafting.eagle_folder import load_eagle, save_eagle
     from paceline.drafting.eagle_head import EagleHead, config_for
-    from paceline.drafting.responses import saved_responses, training_responses
     from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
     from paceline.learning.batch import training_sequence
+    from paceline.responses import saved_responses, training_responses
     from paceline.session import learning_threads, open_session
 
     wanted_dtype = _dtype(dtype)
@@ -87,7 +87,7 @@ def evaluate(
     from paceline.config import load_config
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
-    from paceline.drafting.responses import held_out_responses
+    from paceline.responses import held_out_responses
     from paceline.session import open_session
 
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.config import SpeculationConfig
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
@@ -24,7 +25,6 @@ from paceline.policy.huggingface import Slice
 
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
 BUILTIN_EAGLES = {"builtin-eagle": BUILTIN_EAGLE}
-BUILTIN_LAYERS = 6  # of the policy it drafts for
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
@@ -65,7 +65,7 @@ def load_eagle(
 ) -> EagleHead:
     """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its configuration says."""
     folder = eagle_folder(str(folder))
-    head = EagleHead(_read_config(folder, policy, captured_layers), dtype, device)
+    head = EagleHead(_read_config(folder, policy.config, captured_layers), dtype, device)
     read = _reader(folder)
     _check_embedding(folder, read, policy)
     parameters = dict(head.named_parameters())
@@ -82,17 +82,24 @@ def load_eagle(
 
 
 def head_for(path: str, policy: DecoderConfig) -> str | None:
-    """`path`, or for `auto` the shipped head that was made for a policy of this shape; None: there is none."""
-    if path != "auto":
-        return path
-    for name, folder in BUILTIN_EAGLES.items():
-        layer = from_huggingface(json.loads((folder / "config.json").read_text()) | {"model_type": "llama"})
-        if (layer.vocab_size, layer.hidden_size) == (policy.vocab_size, policy.hidden_size) and policy.num_layers == BUILTIN_LAYERS:
-            return name
-    return None
+    """`path`, or for `auto` the shipped head that fits a policy of this shape; None: there is none."""
+    return path if path != "auto" else next((name for name in BUILTIN_EAGLES if _fits(name, policy)), None)
 
 
-def read_eagle_config(name: str, policy: Decoder) -> EagleConfig:
+def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
+    """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same without it."""
+    return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
+
+
+def _fits(name: str, policy: DecoderConfig) -> bool:
+    try:
+        read_eagle_config(name, policy)
+    except ValueError:
+        return False
+    return True
+
+
+def read_eagle_config(name: str, policy: DecoderConfig) -> EagleConfig:
     return _read_config(eagle_folder(name), policy, ())
 
 
@@ -127,7 +134,7 @@ def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _read_config(folder: Path, policy: Decoder, captured_layers: tuple[int, ...]) -> EagleConfig:
+def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
     raw = json.loads((folder / "config.json").read_text())
     eagle = raw.get("eagle_config") or {}
     architecture = (raw.get("architectures") or [None])[0]
@@ -141,11 +148,11 @@ def _read_config(folder: Path, policy: Decoder, captured_layers: tuple[int, ...]
     if target_size != raw["hidden_size"]:
         raise ValueError(f"{folder}/config.json: target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}")
     # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
-    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.config.max_positions, tie_embeddings=False)
-    layers = captured_layers or _captured_layers(folder, raw, eagle, policy.config.num_layers)
+    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.max_positions, tie_embeddings=False)
+    layers = captured_layers or _captured_layers(folder, raw, eagle, policy.num_layers)
     config = EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
     try:
-        config.check_against(policy.config)
+        config.check_against(policy)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return config

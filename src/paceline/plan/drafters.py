@@ -5,13 +5,12 @@ from pathlib import Path
 
 import torch
 
-from paceline.backends.drafters import available
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter, Seat
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import head_for, read_eagle_config
-from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.eagle_folder import available_drafters, head_for, read_eagle_config
+from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.rows import Rows
 from paceline.paged.forward import PagedForward
@@ -26,9 +25,10 @@ class DrafterBytes:
     per_token: int = 0  # of the KV pool, in a cache of its own
 
 
-def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor) -> DrafterBytes:
-    """Of all of them together."""
-    drafters = [_make(name, speculation, policy) for name in available(speculation, policy.config)]
+def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, widened: bool) -> DrafterBytes:
+    """Of all of them together. With a widened policy the head is widened too; its folder is of the small one, so the whole vocabulary is assumed."""
+    names = speculation.drafters if widened else available_drafters(speculation, policy.config)
+    drafters = [_make(name, speculation, policy, widened) for name in names]
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
@@ -40,11 +40,13 @@ def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, p
     return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters))
 
 
-def _make(name: str, speculation: SpeculationConfig, policy: Decoder) -> Drafter:
+def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
     if name == "history":
         return HistoryDrafter()
     if name == "eagle":
-        return EagleDrafter(EagleHead(read_eagle_config(head_for(speculation.eagle_path, policy.config), policy), policy.dtype, META))
+        shape = policy.config
+        config = config_for(shape) if widened else read_eagle_config(head_for(speculation.eagle_path, shape), shape)
+        return EagleDrafter(EagleHead(config, policy.dtype, META))
     return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
 
 

@@ -44,7 +44,7 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     shape, dtype, slots, speculation = policy.config, policy.dtype, config.rollout.max_running, config.rollout.speculation
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
-    drafter = drafter_bytes(speculation, policy, rows, proposals)
+    drafter = drafter_bytes(speculation, policy, rows, proposals, bool(config.policy.widen))
     queries, graphs, rejects = slots, len(buckets_up_to(slots)), bool(speculation.drafters) and speculation.verify == "rejection"
     if speculation.drafters:
         widest = min(slots, speculation.max_running or slots)
