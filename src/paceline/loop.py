@@ -136,7 +136,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     for writer in writers:
         writer.close()
     session.close()
-    return Result(finished=step == config.run.steps, summary=summarise_run(run))
+    return Result(finished=step >= config.run.steps, summary=summarise_run(run))
 
 
 def _rollout_source(session: Session, order: ProblemOrder, replay: Path | None, console: Console) -> RolloutSource:
