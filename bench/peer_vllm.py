@@ -1,10 +1,14 @@
 """vLLM on the workloads of `paceline bench`, for the peer's column of docs/benchmarks.md. Needs vLLM, not Paceline.
 
     VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --json vllm.json
+    VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --model qwen3-30b-a3b --precision fp8 --tables decode
 
-The Qwen3-8B shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them always).
+A named shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them always).
 One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the long-tailed rollout ever use,
 too little for the rollout at 32k context, which must preempt. A step is (time for n + 1 new tokens - time for 1) / n.
+FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128 activations), as a checkpoint of that kind would be served.
+Starting takes minutes: with `--gate FILE` the measurements wait for that file, so that several peers can start at once and then
+be measured one after the other.
 """
 
 import argparse
@@ -22,6 +26,12 @@ QWEN3_8B = dict(
     rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, dtype="bfloat16",
     bos_token_id=151643, eos_token_id=151645,
 )  # fmt: skip
+QWEN3_30B_A3B = QWEN3_8B | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+)  # fmt: skip
+BLOCK_FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 TINY = QWEN3_8B | dict(
     hidden_size=64,
     intermediate_size=128,
@@ -32,6 +42,7 @@ TINY = QWEN3_8B | dict(
     bos_token_id=0,
     eos_token_id=1,
 )
+MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "tiny": TINY}
 
 
 def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
@@ -45,16 +56,22 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 class Peer:
-    def __init__(self, config: dict, kv_tokens: int, max_length: int, block_size: int) -> None:
+    def __init__(self, config: dict, precision: str, kv_tokens: int, max_length: int, block_size: int) -> None:
         from vllm import LLM
 
         self.vocab_size = config["vocab_size"]
+        kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * (1 if precision == "fp8+kv" else 2)
+        blocks = kv_tokens // block_size
+        if precision != "bf16":
+            config = config | dict(quantization_config=BLOCK_FP8)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(config))
             start = time.perf_counter()
             self.llm = LLM(
                 model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_length, max_num_seqs=256,
-                num_gpu_blocks_override=kv_tokens // block_size, block_size=block_size, enable_prefix_caching=False, disable_log_stats=False,
+                num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * block_size * kv_bytes, gpu_memory_utilization=0.1,
+                kv_cache_dtype="fp8" if precision == "fp8+kv" else "auto",
+                block_size=block_size, enable_prefix_caching=False, disable_log_stats=False,
             )  # fmt: skip
             self.start_seconds = time.perf_counter() - start
 
@@ -94,18 +111,24 @@ def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b", help="tiny: a toy and toy workloads, to see whether the script runs")
+    parser.add_argument("--precision", choices=("bf16", "fp8", "fp8+kv"), default="bf16")
+    parser.add_argument("--tables", default="decode,rollout,rollout_32k")
     parser.add_argument("--kv-tokens", type=int, default=170_000)
     parser.add_argument("--decode-repeats", type=int, default=2)
     parser.add_argument("--rollout-repeats", type=int, default=2)
-    parser.add_argument("--tiny", action="store_true", help="a toy model and toy workloads: does the script run?")
+    parser.add_argument("--gate", type=Path, help="wait for this file between starting and measuring")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     import torch
     import vllm
 
+    tiny = options.model == "tiny"
+    long_context = "rollout_32k" in options.tables
+    max_length = 600 if tiny else 33_000 if long_context else 4_400
     # A CPU build, where the toy runs, wants blocks of 32.
-    peer = Peer(TINY, options.kv_tokens, 600, 32) if options.tiny else Peer(QWEN3_8B, options.kv_tokens, 33_000, 16)
-    figures = dict(vllm=vllm.__version__, torch=torch.__version__, start_seconds=peer.start_seconds, kv_tokens=options.kv_tokens)
+    peer = Peer(MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16)
+    figures = dict(model=options.model, precision=options.precision, vllm=vllm.__version__, torch=torch.__version__, kv_tokens=options.kv_tokens)
 
     def note(key: str, value: object) -> None:
         figures[key] = value
@@ -114,12 +137,18 @@ def main() -> None:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
     note("start_seconds", peer.start_seconds)
-    batches, new_tokens = ((1, 4), 16) if options.tiny else ((1, 8, 32, 64, 128, 256), 256)
-    note("decode", [decode_point(peer, batch, 128, new_tokens, options.decode_repeats) for batch in batches])
-    long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if options.tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
-    note("rollout", rollout_point(peer, long_tail, 128, options.rollout_repeats))
-    pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if options.tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
-    note("rollout_32k", rollout_point(peer, pressed, 400 if options.tiny else 28_000, 1))
+    while options.gate is not None and not options.gate.exists():
+        time.sleep(0.2)
+    batches, new_tokens = ((1, 4), 16) if tiny else ((1, 8, 32, 64, 128, 256), 256)
+    long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
+    pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
+    tables = dict(
+        decode=lambda: [decode_point(peer, batch, 128, new_tokens, options.decode_repeats) for batch in batches],
+        rollout=lambda: rollout_point(peer, long_tail, 128, options.rollout_repeats),
+        rollout_32k=lambda: rollout_point(peer, pressed, 400 if tiny else 28_000, 1),
+    )
+    for name in options.tables.split(","):
+        note(name, tables[name]())
 
 
 if __name__ == "__main__":

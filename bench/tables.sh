@@ -12,12 +12,12 @@ began=$(date +%s)
 decode() { $P bench decode --model qwen3-8b --repeats 2 --precision "${1:-bf16}" --json "$OUT/decode-${1:-bf16}.json"; }
 rollout() { $P bench rollout --model qwen3-8b --precision "${1:-bf16}" --json "$OUT/rollout-${1:-bf16}.json"; }
 long() { # too little KV for 12 x 28,000 tokens
-  $P bench rollout --model qwen3-8b --requests 12 --prompt 28000 --lengths lognormal:750,0.6,256,2000 --kv-tokens 170000 --repeats 1 --json "$OUT/long.json"
+  $P bench rollout --model qwen3-8b --requests 12 --prompt 28000 --lengths lognormal:750,0.6,256,2000 --kv-tokens 170000 --repeats 0 --json "$OUT/long.json"
 }
 verify() { $P bench decode --model qwen3-8b --batches 1,4,8,16,32,64,128 --proposals 0,1,3,5,7 --new 32 --repeats 2 --json "$OUT/verify.json"; }
 eagle() { # trained on the small policy, measured with both widened to 8B cost
   # shellcheck disable=SC2086
-  $P drafter train "$SMOLLM" run.device=cuda $SUMS --recipe chain-sum --responses 6144 --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle" | tail -n 4
+  $P drafter train "$SMOLLM" run.device=cuda $SUMS --recipe chain-sum --responses 6144 --draft-vocab 8192 --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle" | tail -n 4
   # shellcheck disable=SC2086
   $P drafter eval "$SMOLLM" "$OUT/eagle" run.device=cuda $SUMS --recipe chain-sum --k 5 --problems 64
   # shellcheck disable=SC2086
@@ -33,9 +33,9 @@ certify() { # both ways to verify, fast and deterministic mode
 pacing() { $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 1,3,7 --rollouts 2 --json "$OUT/pacing.json" --page "$OUT/pacing.html"; }
 never_right() { $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 3 --rollouts 2 --acceptance 0 --lengths lognormal:256,1.0,16,2048; }
 fp8() { for p in fp8 fp8+kv; do decode $p && rollout $p; done; }
-kv_bound() { # responses of 8-16k tokens, 23.6 GB of cache: twice the tokens in FP8
-  for p in bf16:160000 fp8:160000 fp8+kv:320000; do
-    $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 48 --prompt 512 --lengths lognormal:10000,0.25,8000,16000 --kv-tokens ${p#*:} --repeats 1 \
+kv_bound() { # responses of 8-12k tokens, 11 GB of cache: twice the tokens in FP8
+  for p in bf16:75000 fp8:75000 fp8+kv:150000; do
+    $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 12 --prompt 512 --lengths lognormal:9000,0.15,8000,12000 --kv-tokens ${p#*:} --repeats 0 \
       --json "$OUT/kv-bound-${p%:*}.json"
   done
 }

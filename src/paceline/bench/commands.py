@@ -49,7 +49,7 @@ def rollout(
     lengths: Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = "lognormal:512,1.0,16,4096",
     max_running: int = 256,
     kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
-    repeats: int = 2,
+    repeats: Annotated[int, typer.Option(help="after a first run that compiles; 0: that one counts, without graph captures", min=0)] = 2,
     deterministic: bool = False,
     precision: PrecisionOption = "bf16",
     json_file: JsonOption = None,

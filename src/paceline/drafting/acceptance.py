@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.training import CHUNK_ELEMENTS, drafted_tokens, teacher_states
+from paceline.drafting.training import MICRO_BATCH_TOKENS, drafted_tokens, rows_per_chunk, teacher_states
 from paceline.drafting.unroll import unroll
 from paceline.kernels.noise import gumbel
 from paceline.learning.batch import MicroBatch, pack, training_sequence
@@ -56,12 +56,12 @@ class Measured:
 
 @torch.no_grad()
 def measure_acceptance(
-    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 2048
+    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 0
 ) -> Measured:
     """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
     shared, rejection = Acceptance.nothing(depth), Acceptance.nothing(depth)
     completions = [completion for completion in completions if completion.tokens]
-    for part in _parts(completions, micro_batch_tokens):
+    for part in _parts(completions, micro_batch_tokens or MICRO_BATCH_TOKENS[policy.device.type]):
         batch = pack([training_sequence(completion) for completion in part], policy.device)
         lengths = [len(completion.tokens) for completion in part]
         shared_RK, rejection_RK = _chances(policy, head, batch, part, depth)
@@ -92,7 +92,7 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
     seed_R = torch.tensor([c.request.seed for c in completions], device=device)[batch.sequence_R]
     hidden_TE, captured = teacher_states(policy, batch, head.config.captured_layers)
     shared_RK, rejection_RK = torch.zeros(2, len(seed_R), depth, dtype=torch.float64, device=device)
-    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    chunk = rows_per_chunk(policy)
     for step, x_RE in enumerate(unroll(head, captured, policy.embedding.weight, batch, depth)):
         for tokens in drafted_tokens(batch, step).nonzero().flatten().split(chunk):
             predictors = batch.predictors_R[tokens]

@@ -25,7 +25,8 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Capture, Decoder
 
-CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class HeadTraining:
     unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
     step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
     batch_sequences: int = 64
-    micro_batch_tokens: int = 2048
+    micro_batch_tokens: int = 0  # 0: what the device likes
     max_grad_norm: float = 1.0
     seed: int = 0
 
@@ -104,7 +105,7 @@ def compare(
     policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, x_RE: torch.Tensor, temperatures_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all logits at once."""
-    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    chunk = rows_per_chunk(policy)
     parts = []
     for part in zip(*(tensor.split(chunk) for tensor in (hidden_RE, x_RE, temperatures_R)), strict=True):
         if torch.is_grad_enabled() and len(x_RE) > chunk:
@@ -113,6 +114,10 @@ def compare(
             parts.append(_compare_chunk(policy, head, *part))
     cross_entropy, entropy, overlap = zip(*parts, strict=True)
     return torch.cat(cross_entropy), torch.cat(entropy), torch.cat(overlap)
+
+
+def rows_per_chunk(policy: Decoder) -> int:
+    return max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
 
 
 def _compare_chunk(
@@ -148,8 +153,9 @@ def train_offline(
         raise ValueError(f"none of the {len(sequences)} responses holds a sampled token to learn from")
     trainer = HeadTrainer(policy, head, settings)
     batches = _batches(sequences, settings)
+    token_budget = settings.micro_batch_tokens or MICRO_BATCH_TOKENS[policy.device.type]
     for step in range(1, settings.steps + 1):
-        for batch in micro_batches(next(batches), settings.micro_batch_tokens, policy.device):
+        for batch in micro_batches(next(batches), token_budget, policy.device):
             trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
         progress(step, trainer.update())
 
