@@ -5,7 +5,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from paceline.kernels import noise
-from paceline.kernels.sampler import sample_reference, sample_triton, sample_truncated
+from paceline.kernels.sampler import sample, sample_reference, sample_triton, sample_truncated
 
 
 def inputs(num_rows, vocab_size, scale=3.0):
@@ -48,6 +48,27 @@ def test_ties_take_the_lowest_id(device):
     logits[:, [4999, 4000, 700, 701]] = 5.0
     case = [t.to(device) for t in (logits, torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))]
     assert sample_triton(*case)[0].tolist() == [700, 700] == sample_reference(*(t.cpu() for t in case))[0].tolist()
+
+
+def test_a_row_of_nan_gives_a_token_that_exists_and_no_logprob(device):
+    logits, *noise_of = inputs(4, 2500)
+    logits[1] = torch.nan
+    logits[2, 2499] = torch.nan
+    token, logprob = sample_triton(logits.to(device), *(t.to(device) for t in noise_of))
+    assert ((0 <= token) & (token < 2500)).all()
+    assert logprob.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("vocab_size", [130, 5001])
+def test_truncation_of_some_rows_leaves_the_others_bits(device, vocab_size):
+    """In a mixed batch every row takes the truncating path; alone, a row without truncation does not."""
+    case = [t.to(device) for t in inputs(10, vocab_size)]
+    whole = torch.arange(10, device=device) < 5
+    top_k, top_p, min_p = torch.where(whole, 0, 7), torch.where(whole, 1.0, 0.9), torch.zeros(10, device=device)
+    token, logprob, log_mass = sample_truncated(*case, top_k, top_p, min_p)
+    alone_token, alone_logprob = sample(*case)
+    assert torch.equal(token[whole], alone_token[whole]) and torch.equal(logprob[whole], alone_logprob[whole])
+    assert (log_mass[whole] == 0).all() and (log_mass[~whole] < 0).all()
 
 
 def test_masked_logits_are_never_drawn(device):

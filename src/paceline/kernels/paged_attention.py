@@ -22,6 +22,9 @@ hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring d
 
     pair    s eeee mmm | s eeee mmm     even = s 0eeee mmm0000000, odd likewise: float16 bits of the number x 2^-8, whatever it is
 
+Prefill converts V as it is: two products in a row out of registers go wrong in tiles so high that they run asynchronously (Triton 3.6:
+the second's operand overwrites the first's), and there the time goes into the products anyway. A power of two changes no rounding.
+
 The queries are never stored, so quantising them would save nothing.
 """
 
@@ -72,7 +75,7 @@ def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: t
 def attend_tile(
     q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
-    FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
     The total has equal columns; the sum is a tuple, of one tensor or of the even and odd dimensions.
@@ -92,7 +95,7 @@ def attend_tile(
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     rescale = tl.exp2(maximum - finite)
     weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
-    if FP8:
+    if PAIRS:
         pair_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
         pairs = tl.load(v_cache_ptr + pair_offset, mask=exists[:, None], other=0)
         even = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
@@ -100,7 +103,7 @@ def attend_tile(
         even_acc = tl.dot(weights, even, acc[0] * rescale[:, None], input_precision="ieee")
         acc = even_acc, tl.dot(weights, odd, acc[1] * rescale[:, None], input_precision="ieee")
     else:
-        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
         acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
     tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
@@ -122,12 +125,12 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr):
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
     """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
     per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
     maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    if FP8:
+    if PAIRS:
         half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
         acc = half, half
     else:
@@ -136,9 +139,9 @@ def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def whole(acc, FP8: tl.constexpr):
+def whole(acc, PAIRS: tl.constexpr):
     """A group's sum in one piece."""
-    if FP8:
+    if PAIRS:
         out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
     else:
         out = acc[0]

@@ -80,20 +80,20 @@ def _prefill_attention_kernel(
         q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
     acc, maximum, total = fresh(ROWS, HEAD_DIM)
-    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
+    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, False)
     row_table_ptr = table_ptr + low.to(tl.int64) * table_width
     block = tile_blocks(row_table_ptr, 0, table_width, BLOCK_SIZE, TILE)
     for start in range(0, end, TILE):
         group_acc, group_maximum, group_total = attend_tile(
             q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
+            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, False,
         )  # fmt: skip
         block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
         if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-            acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
+            acc, maximum, total = fold(acc, maximum, total, whole(group_acc, False), group_maximum, tl.max(group_total, axis=1))
     out = normalised(acc, total)
     if FP8:
-        out *= tl.load(v_scale_ptr + kv_head) * 256.0
+        out *= tl.load(v_scale_ptr + kv_head)
     tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -106,7 +106,6 @@ def prefill_attention_triton(
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
     rows = max(rows, padded_gqa)
     out, fp8 = torch.empty_like(q_THD), k_cache.dtype == E4M3
-    v_cache = v_cache.view(torch.int16) if fp8 else v_cache
     grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,

@@ -89,7 +89,8 @@ def _sample_chunk_kernel(
 
 @triton.jit
 def _sample_combine_kernel(
-    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, sampled_ptr, logprob_ptr, num_chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, sampled_ptr, logprob_ptr, vocab_size, num_chunks,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -106,7 +107,8 @@ def _sample_combine_kernel(
     sums = tl.load(sum_ptr + offset, mask=mask, other=0.0)
     maximum = tl.max(maxima, axis=0)
     total = tl.sum(sums * tl.where(sums > 0, tl.exp(maxima - maximum), 0.0), axis=0)
-    tl.store(sampled_ptr + row, best_token.to(tl.int64))
+    # A NaN is neither larger nor smaller and may leave the padding's token; the next step must not read its embedding. The logprob is NaN.
+    tl.store(sampled_ptr + row, tl.minimum(best_token, vocab_size - 1).to(tl.int64))
     tl.store(logprob_ptr + row, best_value - maximum - tl.log(total))
 
 
@@ -125,7 +127,7 @@ def sample_triton(
         CHUNK=CHUNK, **launch_options(num_warps=8),
     )  # fmt: skip
     _sample_combine_kernel[(num_rows,)](
-        score, token, value, maximum, total, sampled_R, logprob_R, num_chunks, BLOCK=next_power_of_2(num_chunks),
+        score, token, value, maximum, total, sampled_R, logprob_R, vocab_size, num_chunks, BLOCK=next_power_of_2(num_chunks),
         **launch_options(num_warps=1),
     )  # fmt: skip
     return sampled_R, logprob_R
@@ -157,13 +159,16 @@ def sample_truncated(
     The order and meaning are Hugging Face's: top-p counts mass within what top-k left, and keeps the token that crosses
     the threshold; min-p is relative to the most likely token. Of equal logits the lower id is kept. Plain torch on every
     device. The logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
+    Rows that nothing truncates get what `sample` gives them, to the bit: what else runs in the batch is none of their business.
     """
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     logsumexp_R = row_logsumexp(scaled_RV)
     kept_RV, log_mass_R = kept_tokens(scaled_RV, logsumexp_R, top_k_R, top_p_R, min_p_R)
     token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf).argmax(-1)
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
-    return token_R, logprob_R, log_mass_R
+    whole_R = (top_k_R <= 0) & (top_p_R >= 1) & (min_p_R <= 0)
+    whole_token_R, whole_logprob_R = sample(logits_RV, temperature_R, seed_R, position_R)
+    return torch.where(whole_R, whole_token_R, token_R), torch.where(whole_R, whole_logprob_R, logprob_R), log_mass_R
 
 
 def kept_tokens(
