@@ -56,7 +56,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 class Peer:
-    def __init__(self, config: dict, precision: str, kv_tokens: int, max_length: int, block_size: int) -> None:
+    def __init__(self, config: dict, precision: str, kv_tokens: int, max_length: int, block_size: int, graphs: list[int] | None) -> None:
         from vllm import LLM
 
         self.vocab_size = config["vocab_size"]
@@ -72,6 +72,7 @@ class Peer:
                 num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * block_size * kv_bytes, gpu_memory_utilization=0.1,
                 kv_cache_dtype="fp8" if precision == "fp8+kv" else "auto",
                 block_size=block_size, enable_prefix_caching=False, disable_log_stats=False,
+                **(dict(compilation_config=dict(cudagraph_capture_sizes=graphs)) if graphs else {}),
             )  # fmt: skip
             self.start_seconds = time.perf_counter() - start
 
@@ -126,8 +127,10 @@ def main() -> None:
     tiny = options.model == "tiny"
     long_context = "rollout_32k" in options.tables
     max_length = 600 if tiny else 33_000 if long_context else 4_400
+    batches, new_tokens = ((1, 4), 16) if tiny else ((1, 8, 32, 64, 128, 256), 256)
+    graphs = [*batches] if options.tables == "decode" else None  # decoding alone runs at these sizes only: the others need not be captured
     # A CPU build, where the toy runs, wants blocks of 32.
-    peer = Peer(MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16)
+    peer = Peer(MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16, graphs)
     figures = dict(model=options.model, precision=options.precision, vllm=vllm.__version__, torch=torch.__version__, kv_tokens=options.kv_tokens)
 
     def note(key: str, value: object) -> None:
@@ -139,7 +142,6 @@ def main() -> None:
     note("start_seconds", peer.start_seconds)
     while options.gate is not None and not options.gate.exists():
         time.sleep(0.2)
-    batches, new_tokens = ((1, 4), 16) if tiny else ((1, 8, 32, 64, 128, 256), 256)
     long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
     pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
     tables = dict(

@@ -15,7 +15,7 @@ def test_strategies_generate_the_same_and_figures_add_up():
     alone = recipe_engine(config, policy, candidates, max_running=3)
     requests = choose_long(alone, candidates, 9)
     engines = [recipe_engine(config, policy, requests, 3, "history", verify) for verify in ("shared-noise", "rejection")]
-    points = bench_speculation(alone, engines, requests, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1, rounds=3)
+    points = list(bench_speculation(alone, engines, requests, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1, rounds=3))
     classical = [p for p in points if p.strategy.endswith("rejection")]
     points = [p for p in points if p not in classical]
     assert [p.strategy for p in points] == ["plain", "plain, seated", "history:2", "history:4"] * 2

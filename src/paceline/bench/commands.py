@@ -122,11 +122,12 @@ def speculation(
     alone = recipe_engine(config, policy, candidates, max(sizes))
     requests = choose_long(alone, candidates, requests_for(max(sizes), rounds))
     engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
-    points = bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds)
     typer.echo(
         f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
     )
-    for p in points:
+    points = []
+    for p in bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds):
+        points.append(p)
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
         costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
         typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")

@@ -1,13 +1,14 @@
 """`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
 
-Real prompts and real responses: acceptance on random weights means nothing. Only steps in which the whole batch runs count, and
-only those that no prefill or capture disturbs, so requests whose plain responses are long are chosen: they are also the ones that
-speculation is for. Each strategy generates the same requests with the same seeds, so the share of completions that are plain
+Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole batch's graph count (it
+also serves a batch that has lost a few), and only those that no prefill or capture disturbs, so requests whose plain responses are
+long are chosen: they are also the ones that speculation is for. Rejection writes other responses, long ones and short. Each strategy generates the same requests with the same seeds, so the share of completions that are plain
 decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at
 different sizes, and rejection samples the same distribution, not the same tokens.
 """
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from paceline.bench.spread import Spread
@@ -22,7 +23,7 @@ MIN_REQUESTS = 8  # a small batch gets more rounds, because acceptance is estima
 class SpeculationPoint:
     batch: int
     strategy: str
-    step_ms: Spread  # over repeats, the median full-batch step
+    step_ms: Spread  # over repeats, the median step
     draft_share: float  # of the step
     accept_length: float  # tokens emitted per row and step, the policy's own included
     accepted_at: tuple[float, ...]  # share of drafts whose first i + 1 tokens were all accepted
@@ -50,21 +51,19 @@ def choose_long(alone: Engine, candidates: list[Request], count: int) -> list[Re
 
 def bench_speculation(
     alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int
-) -> list[SpeculationPoint]:
-    """Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they verify) also
-    decodes plainly, because a drafter that follows the policy costs a little even then."""
-    points = []
+) -> Iterator[SpeculationPoint]:
+    """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they
+    verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
     for batch in batches:
         wanted = requests[: requests_for(batch, rounds)]
         plain = _runs(alone, wanted, batch, PLAIN, repeats)
-        points.append(_point(batch, "plain", plain, plain))
+        yield _point(batch, "plain", plain, plain)
         for number, engine in enumerate(engines):
             for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
                 name = str(strategy) if strategy.count else "plain, seated"
                 if engine.settings.verify != "shared-noise":
                     name = f"{name} {engine.settings.verify}"
-                points.append(_point(batch, name, _runs(engine, wanted, batch, strategy, repeats), plain))
-    return points
+                yield _point(batch, name, _runs(engine, wanted, batch, strategy, repeats), plain)
 
 
 class RecordingPacer(FixedPacer):
@@ -95,12 +94,14 @@ def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy
     pacer = RecordingPacer(strategy)
     completions = _generate(engine, requests, batch, pacer)
     # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a token.
-    whole = [o for o in pacer.observations if o.running == batch and (o.drafts == batch or not strategy.count) and o.tokens >= batch]
+    smaller = max((bucket for bucket in engine.buckets if bucket < batch), default=0)
+    whole = [o for o in pacer.observations if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running]
     full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
     if not full:
-        raise ValueError(f"no undisturbed step with {batch} requests running: responses are too short for this batch, or it does not fit")
+        seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
+        raise ValueError(f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this batch, or it does not fit")
     step = statistics.median(o.seconds for o in full)
-    accept_length = sum(o.tokens for o in full) / (batch * len(full))
+    accept_length = sum(o.tokens for o in full) / sum(o.running for o in full)
     drafts = sum(o.drafts for o in full)
     accepted_at = tuple(sum(o.accepted_at[i] for o in full) / drafts for i in range(strategy.count)) if drafts else ()
     draft_share = sum(o.draft_seconds for o in full) / sum(o.seconds for o in full)
