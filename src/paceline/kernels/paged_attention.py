@@ -22,8 +22,9 @@ hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring d
 
     pair    s eeee mmm | s eeee mmm     even = s 0eeee mmm0000000, odd likewise: float16 bits of the number x 2^-8, whatever it is
 
-Prefill converts V as it is: two products in a row out of registers go wrong in tiles so high that they run asynchronously (Triton 3.6:
-the second's operand overwrites the first's), and there the time goes into the products anyway. A power of two changes no rounding.
+Prefill reads V byte by byte into the same bits. It also keeps to tiles as low as decoding's: in higher ones the products run
+asynchronously, and an operand made in registers was seen to be overwritten by the next (Triton 3.6), besides results that differed in
+the last bit now and then.
 
 The queries are never stored, so quantising them would save nothing.
 """
@@ -103,7 +104,10 @@ def attend_tile(
         even_acc = tl.dot(weights, even, acc[0] * rescale[:, None], input_precision="ieee")
         acc = even_acc, tl.dot(weights, odd, acc[1] * rescale[:, None], input_precision="ieee")
     else:
-        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
+        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
+        if v.dtype == tl.uint8:
+            v = v.to(tl.int16)
+            v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
         acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
     tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.

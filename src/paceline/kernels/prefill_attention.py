@@ -30,6 +30,7 @@ from paceline.kernels.paged_attention import (
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
+FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see paged_attention.py
 
 
 def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None):
@@ -93,19 +94,21 @@ def _prefill_attention_kernel(
             acc, maximum, total = fold(acc, maximum, total, whole(group_acc, False), group_maximum, tl.max(group_total, axis=1))
     out = normalised(acc, total)
     if FP8:
-        out *= tl.load(v_scale_ptr + kv_head)
+        out *= tl.load(v_scale_ptr + kv_head) * 256.0
     tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 def prefill_attention_triton(
-    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=QUERY_ROWS, warps=WARPS, stages=3, k_scale_H=None, v_scale_H=None
+    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=3, k_scale_H=None, v_scale_H=None
 ):  # fmt: skip
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(rows, padded_gqa)
     out, fp8 = torch.empty_like(q_THD), k_cache.dtype == E4M3
+    rows = max(rows or (FP8_QUERY_ROWS if fp8 else QUERY_ROWS), padded_gqa)
+    warps = warps or (FP8_WARPS if fp8 else WARPS)
+    v_cache = v_cache.view(torch.uint8) if fp8 else v_cache
     grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
