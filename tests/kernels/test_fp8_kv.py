@@ -5,6 +5,7 @@ import torch
 
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
+from paceline.kernels.fp8_quantise import quantise_rows_reference
 from paceline.kernels.paged_attention import Launch, paged_attention_reference, paged_attention_triton
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
@@ -81,6 +82,24 @@ def test_decode_attention(device, queries):
         moved = (t.to(device) for t in (q, k, v, table, context))
         out = paged_attention_triton(*moved, Launch(programs, 2), k_scale.to(device), v_scale.to(device))
         torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("fp8_cache", [True, False])
+def test_decode_attention_quantises_its_heads(device, programs, fp8_cache):
+    """What a product takes: the plain result, rounded as it would be stored, then quantised head by head."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    k, v, k_scale, v_scale = (t.to(device) for t in cache(12, 128))
+    scales = dict(k_scale_H=k_scale, v_scale_H=v_scale) if fp8_cache else {}
+    if not fp8_cache:
+        k, v = k.to(dtype), v.to(dtype)
+    q = torch.randn(3, 2, HEADS, 128).to(device, dtype)
+    table, context = (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device), torch.tensor([40, -1, 7], device=device)
+    plain = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales)
+    quantised = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales, quantise=True)
+    expected = quantise_rows_reference(plain.flatten(0, 1).flatten(1).cpu())
+    assert quantised.num_rows == 6
+    assert torch.equal(quantised.dequantise().cpu(), expected.dequantise())
 
 
 def test_prefill_attention(device):

@@ -2,9 +2,11 @@
 
 Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole batch's graph count (it
 also serves a batch that has lost a few), and only those that no prefill or capture disturbs, so requests whose plain responses are
-long are chosen: they are also the ones that speculation is for. Rejection writes other responses, long ones and short. Each strategy generates the same requests with the same seeds, so the share of completions that are plain
-decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at
-different sizes, and rejection samples the same distribution, not the same tokens.
+long are chosen: they are also the ones that speculation is for. Rejection writes other responses, long ones and short.
+
+Each strategy generates the same requests with the same seeds, so the share of completions that are plain decoding's can be reported:
+all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at different sizes, and rejection
+samples the same distribution, not the same tokens.
 """
 
 import statistics

@@ -3,30 +3,10 @@
 Query j of row r sits at absolute position context_len[r] + j and attends to keys 0 .. context_len[r] + j; a row with
 context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_size, num_kv_heads, head_dim].
 
-A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it:
-
-    keys    | tile tile tile tile | tile tile tile tile | tile ..     boundaries are absolute positions
-            |       group 0       |       group 1       | group 2
-    group  = online softmax over its tiles in order, from a fresh state
-    result = fold(fold(group 0, group 1), group 2)
-
-With many rows one program walks its whole row and folds in registers. With fewer, programs are spread over the rows in
-proportion to their lengths, those of one row share its groups, and a second kernel folds their partial results. Both fold
-the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's rows; row sums go
-through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
-picks. Masked keys add exact zeros.
-
-A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale, V's is applied to the
-result. The products run in float16, which holds every E4M3 number. V is transposed on its way out of shared memory, which the
-hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring dimensions, and even and odd ones have a sum each:
-
-    pair    s eeee mmm | s eeee mmm     even = s 0eeee mmm0000000, odd likewise: float16 bits of the number x 2^-8, whatever it is
-
-Prefill reads V byte by byte into the same bits. It also keeps to tiles as low as decoding's: in higher ones the products run
-asynchronously, and an operand made in registers was seen to be overwritten by the next (Triton 3.6), besides results that differed in
-the last bit now and then.
-
-The queries are never stored, so quantising them would save nothing.
+A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it
+(attention_tiles.py). With many rows one program walks its whole row and folds in registers. With fewer, programs are spread over the
+rows in proportion to their lengths, those of one row share its groups, and a second kernel folds their partial results. Both fold
+the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's rows.
 """
 
 from dataclasses import dataclass
@@ -34,7 +14,22 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.attention_reference import attend_reference
-from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.attention_tiles import (
+    GROUP,
+    LOG2E,
+    TILE,
+    as_fp8_query,
+    attend_tile,
+    fold,
+    fresh,
+    fresh_group,
+    normalised,
+    tile_blocks,
+    whole,
+)  # fmt: skip
+from paceline.kernels.fp8_format import E4M3, QuantisedRows, quantise_groups
+from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
+from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.triton_support import (
     cdiv,
     launch_next,
@@ -46,13 +41,10 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )  # fmt: skip
 
-TILE = 64  # keys per step of the online softmax
-GROUP = 256  # keys per partial result
 COMBINE_BATCH = 8  # partial results loaded at a time
 RESIDENT = 2  # programs that a multiprocessor runs at once
 FILL = 4  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
 QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
-LOG2E = 1.4426950408889634
 
 
 def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=None, v_scale_H=None):
@@ -62,110 +54,6 @@ def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_
     table = block_table_RB.repeat_interleave(num_queries, dim=0)
     out = attend_reference(q_RQHD.flatten(0, 1), position_RQ.flatten(), table, k_cache, v_cache, k_scale_H, v_scale_H)
     return out.view(q_RQHD.shape)
-
-
-@triton.jit
-def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only loads whose
-    addresses do not wait for another load of the same step."""
-    index = (start + tl.arange(0, TILE)) // BLOCK_SIZE
-    return tl.load(table_ptr + index, mask=index < table_width, other=0)
-
-
-@triton.jit
-def attend_tile(
-    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
-    The total has equal columns; the sum is a tuple, of one tensor or of the even and odd dimensions.
-
-    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
-    was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
-    """
-    token = start + tl.arange(0, TILE)
-    exists = token < end
-    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
-    maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    rescale = tl.exp2(maximum - finite)
-    weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
-    if PAIRS:
-        pair_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
-        pairs = tl.load(v_cache_ptr + pair_offset, mask=exists[:, None], other=0)
-        even = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
-        odd = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True).to(q.dtype)
-        even_acc = tl.dot(weights, even, acc[0] * rescale[:, None], input_precision="ieee")
-        acc = even_acc, tl.dot(weights, odd, acc[1] * rescale[:, None], input_precision="ieee")
-    else:
-        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
-        if v.dtype == tl.uint8:
-            v = v.to(tl.int16)
-            v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
-        acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
-    tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
-    # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
-    total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
-    return acc, new_maximum, total
-
-
-@triton.jit
-def as_fp8_query(q):
-    """In the type the products with an E4M3 cache run in: float16, or float32 as it is."""
-    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
-    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(PRODUCT)
-
-
-@triton.jit
-def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The state of a softmax that has seen nothing."""
-    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
-
-
-@triton.jit
-def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
-    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
-    COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
-    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    if PAIRS:
-        half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
-        acc = half, half
-    else:
-        acc = (tl.zeros((ROWS, HEAD_DIM), tl.float32),)
-    return acc, maximum, total
-
-
-@triton.jit
-def whole(acc, PAIRS: tl.constexpr):
-    """A group's sum in one piece."""
-    if PAIRS:
-        out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
-    else:
-        out = acc[0]
-    return out
-
-
-@triton.jit
-def fold(acc, maximum, total, group_acc, group_maximum, group_total):
-    """Add one group's result to what the groups before it gave. Adding an empty group changes no bit."""
-    new_maximum = tl.maximum(maximum, group_maximum)
-    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    old, new = tl.exp2(maximum - finite), tl.exp2(group_maximum - finite)
-    acc = acc * tl.expand_dims(old, -1) + group_acc * tl.expand_dims(new, -1)
-    return acc, new_maximum, total * old + group_total * new
-
-
-@triton.jit
-def normalised(acc, total):
-    total = tl.expand_dims(total, -1)
-    return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
 
 
 @triton.jit
@@ -180,13 +68,13 @@ def _groups_in_batch(context_ptr, num_rows, num_queries, GROUP: tl.constexpr):
     return groups
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_queries", "table_width", "max_groups", "resident"])
+@triton.jit(do_not_specialize=["num_rows", "num_queries", "table_width", "max_groups", "resident", "padded_rows"])
 def _paged_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, context_ptr, out_ptr, acc_ptr, maximum_ptr, total_ptr,
-    num_rows, num_queries, table_width, max_groups, resident, scale,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, context_ptr, out_ptr, values_ptr, scales_ptr,
+    acc_ptr, maximum_ptr, total_ptr, num_rows, num_queries, table_width, max_groups, resident, padded_rows, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (kv head, row and query tile, p). SHARED: programs p < P take groups p, p + P, ... of their row, and P is the
     row's part of `resident` programs, rounded down so that all run at once; programs p >= P have nothing to do."""
@@ -211,10 +99,13 @@ def _paged_attention_kernel(
         groups = tl.cdiv(end, GROUP)
         work = _groups_in_batch(context_ptr, num_rows, num_queries, GROUP) * query_tiles * NUM_KV_HEADS
         stride = tl.maximum(1, tl.minimum(groups * resident // tl.maximum(1, work), tl.num_programs(2)))
+    if FP8:
+        scale *= tl.load(k_scale_ptr + kv_head)
+        v_scale = tl.load(v_scale_ptr + kv_head) * 256.0
     wait_previous(PDL)
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     if FP8:
-        q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
+        q = as_fp8_query(q)
 
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
     if SHARED:
@@ -250,8 +141,22 @@ def _paged_attention_kernel(
                 acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
         out = normalised(acc, total)
         if FP8:
-            out *= tl.load(v_scale_ptr + kv_head) * 256.0
-        tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+            out *= v_scale
+        _store_heads(out, q_row, valid, out_ptr, values_ptr, scales_ptr, padded_rows, NUM_HEADS, HEAD_DIM, QUANTISE)
+
+
+@triton.jit
+def _store_heads(
+    out, q_row, valid, out_ptr, values_ptr, scales_ptr, padded_rows, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUANTISE: tl.constexpr
+):  # fmt: skip
+    """Rows of `out` are heads of tokens, `q_row` their number; quantised, a head is a group: what is rounded to 16 bits first."""
+    offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    if QUANTISE:
+        values, scales = quantise_groups(out.to(out_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(values_ptr + offset, values, mask=valid[:, None])
+        tl.store(scales_ptr + q_row % NUM_HEADS * padded_rows + q_row // NUM_HEADS, scales, mask=valid)
+    else:
+        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
@@ -276,11 +181,11 @@ def _fold_partials(acc, maximum, total, accs, maxima, totals, first, end, BATCH:
     return acc, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_queries", "max_groups"])
+@triton.jit(do_not_specialize=["num_queries", "max_groups", "padded_rows"])
 def _combine_kernel(
-    acc_ptr, maximum_ptr, total_ptr, context_ptr, v_scale_ptr, out_ptr, num_queries, max_groups,
+    acc_ptr, maximum_ptr, total_ptr, context_ptr, v_scale_ptr, out_ptr, values_ptr, scales_ptr, num_queries, max_groups, padded_rows,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_GQA: tl.constexpr,
-    GROUP: tl.constexpr, BATCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BATCH: tl.constexpr, FP8: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple of BATCH."""
     launch_next(PDL)
@@ -291,6 +196,8 @@ def _combine_kernel(
     q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
     partial = q_row * max_groups
     context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
+    if FP8:
+        v_scale = tl.load(v_scale_ptr + tl.program_id(1)) * 256.0
     wait_previous(PDL)
     accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM, BATCH)
     num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
@@ -302,9 +209,8 @@ def _combine_kernel(
         acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial + first, end, BATCH)
     out = normalised(acc, total)
     if FP8:
-        out *= tl.load(v_scale_ptr + tl.program_id(1)) * 256.0
-    out_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        out *= v_scale
+    _store_heads(out, q_row, valid, out_ptr, values_ptr, scales_ptr, padded_rows, NUM_HEADS, HEAD_DIM, QUANTISE)
 
 
 @dataclass(frozen=True)
@@ -323,8 +229,9 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
 
 
 def paged_attention_triton(
-    q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None, k_scale_H=None, v_scale_H=None
+    q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None, k_scale_H=None, v_scale_H=None, quantise=False
 ):  # fmt: skip
+    """`[R, Q, Hq, D]`; with `quantise` the R x Q rows of all heads as a product takes them, which needs heads of GROUP dimensions."""
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
@@ -332,7 +239,9 @@ def paged_attention_triton(
     row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     launch = launch or default_launch(multiprocessors(q_RQHD.device), row_tiles * num_kv_heads, max_groups)
-    out, fp8 = torch.empty_like(q_RQHD), k_cache.dtype == E4M3
+    fp8, out = k_cache.dtype == E4M3, torch.empty_like(q_RQHD) if not quantise else q_RQHD  # of which only the type is read then
+    rows_out = QuantisedRows.empty(num_rows * num_queries, num_heads * head_dim, q_RQHD.dtype, q_RQHD.device) if quantise else None
+    values, scales, padded_rows = (rows_out.values_MK, rows_out.scales_GM, len(rows_out.values_MK)) if quantise else (None, None, 0)
     v_cache = v_cache.view(torch.int16) if fp8 else v_cache
     acc = maximum = total = None
     if launch.programs > 1:
@@ -341,20 +250,20 @@ def paged_attention_triton(
         acc = torch.empty(*partials, head_dim, dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
-        q_RQHD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_RB, context_len_R, out, acc, maximum, total,
-        num_rows, num_queries, block_table_RB.shape[1], max_groups, int(RESIDENT * multiprocessors(q_RQHD.device)),
+        q_RQHD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_RB, context_len_R, out, values, scales, acc, maximum, total,
+        num_rows, num_queries, block_table_RB.shape[1], max_groups, int(RESIDENT * multiprocessors(q_RQHD.device)), padded_rows,
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
-        PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8,
+        PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
         **launch_options(num_warps=4, num_stages=launch.stages),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](
-            acc, maximum, total, context_len_R, v_scale_H, out, num_queries, max_groups,
+            acc, maximum, total, context_len_R, v_scale_H, out, values, scales, num_queries, max_groups, padded_rows,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_GQA=padded_gqa, GROUP=GROUP,
-            BATCH=COMBINE_BATCH, FP8=fp8, **launch_options(num_warps=4),
+            BATCH=COMBINE_BATCH, FP8=fp8, QUANTISE=quantise, **launch_options(num_warps=4),
         )  # fmt: skip
-    return out
+    return rows_out if quantise else out
 
 
 def paged_attention(
@@ -372,3 +281,11 @@ def paged_attention(
     """
     run = paged_attention_triton if q_RQHD.is_cuda else paged_attention_reference
     return run(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
+
+
+def paged_attention_quantised(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=None, v_scale_H=None) -> QuantisedRows:
+    """`paged_attention`, its heads side by side, `[R x Q, Hq x D]`, as an FP8 product takes them."""
+    if q_RQHD.is_cuda and q_RQHD.shape[-1] == QUANTISED_GROUP:
+        return paged_attention_triton(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, None, k_scale_H, v_scale_H, quantise=True)
+    out_RQHD = paged_attention(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H)
+    return quantise_rows(out_RQHD.flatten(0, 1).flatten(1))

@@ -7,14 +7,13 @@ each sequence were in the cache before, and the chunk's own K and V have been wr
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
 A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and groups are those of
-paged_attention.py, and the tensor core rounds alike for tiles of any height.
+attention_tiles.py, and the tensor core rounds alike for tiles of any height.
 """
 
 import torch
 
 from paceline.kernels.attention_reference import attend_reference
-from paceline.kernels.fp8_format import E4M3
-from paceline.kernels.paged_attention import (
+from paceline.kernels.attention_tiles import (
     GROUP,
     LOG2E,
     TILE,
@@ -27,10 +26,11 @@ from paceline.kernels.paged_attention import (
     tile_blocks,
     whole,
 )
+from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
-FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see paged_attention.py
+FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see attention_tiles.py
 
 
 def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None):
@@ -78,7 +78,8 @@ def _prefill_attention_kernel(
     q_offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     if FP8:
-        q, scale = as_fp8_query(q), scale * tl.load(k_scale_ptr + kv_head)
+        q = as_fp8_query(q)
+        scale *= tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
     acc, maximum, total = fresh(ROWS, HEAD_DIM)
     group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, False)

@@ -82,6 +82,10 @@ def _rope_kv_kernel(
         q_weight_b = tl.load(q_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
         k_weight_a = tl.load(k_norm_ptr + column[None, :], mask=in_half, other=0.0).to(tl.float32)
         k_weight_b = tl.load(k_norm_ptr + half + column[None, :], mask=in_half, other=0.0).to(tl.float32)
+    if FP8:
+        k_scale = tl.load(k_scale_ptr + head - NUM_HEADS, mask=is_key, other=1.0)[:, None]
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        v_scale = tl.load(v_scale_ptr + head - NUM_HEADS - NUM_KV_HEADS, mask=is_value, other=1.0)[:, None]
     wait_previous(PDL)
     a = tl.load(qkv_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(qkv_ptr + offset + half, mask=mask, other=0.0).to(tl.float32)
@@ -110,10 +114,7 @@ def _rope_kv_kernel(
     k_mask = mask & (is_key & is_kept)[:, None]
     k_offset = (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * HEAD_DIM + column[None, :]
     if FP8:
-        k_scale = tl.load(k_scale_ptr + head - NUM_HEADS, mask=is_key, other=1.0)[:, None]
         out_a, out_b = e4m3_of(out_a, k_scale), e4m3_of(out_b, k_scale)
-        is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-        v_scale = tl.load(v_scale_ptr + head - NUM_HEADS - NUM_KV_HEADS, mask=is_value, other=1.0)[:, None]
         a, b = e4m3_of(a, v_scale), e4m3_of(b, v_scale)
     tl.store(k_cache_ptr + k_offset, out_a.to(kv_type), mask=k_mask)
     tl.store(k_cache_ptr + k_offset + half, out_b.to(kv_type), mask=k_mask)

@@ -3,8 +3,8 @@
 `policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is fused into the
 norm that follows it, so a layer is nine launches, thirteen with experts.
 
-Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm or SwiGLU before them then hands over
-quantised rows instead of plain ones.
+Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm, attention or SwiGLU before them then hands
+over quantised rows instead of plain ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.linear import linear
 from paceline.kernels.moe import route, run_experts
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
-from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
@@ -28,8 +28,8 @@ from paceline.policy.decoder import Decoder, DecoderLayer, ExpertFeedForward, Fe
 from paceline.precision.weights import QuantisedWeights
 
 Captured = dict[int, torch.Tensor]
-AttendCache = Callable[[torch.Tensor, int], torch.Tensor]  # q_THD, layer
 Rows = torch.Tensor | QuantisedRows
+AttendCache = Callable[[torch.Tensor, int], Rows]  # q_THD, layer; heads side by side
 
 
 class PagedForward:
@@ -58,9 +58,12 @@ class PagedForward:
         """
         rows, queries = tokens_RQ.shape
 
-        def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
+        def attend(q_THD: torch.Tensor, layer: int) -> Rows:
+            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer)
             q_RQHD = q_THD.unflatten(0, (rows, queries))
-            return paged_attention(q_RQHD, *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer)).flatten(0, 1)
+            if self._in_fp8(self.policy.layers[layer].attention.output):
+                return paged_attention_quantised(q_RQHD, *cache)
+            return paged_attention(q_RQHD, *cache).flatten(0, 1).flatten(1)
 
         return self._layers(tokens_RQ.flatten(), positions_RQ.flatten(), slots_RQ.flatten(), attend)
 
@@ -76,7 +79,8 @@ class PagedForward:
         """Fills the cache for packed chunks of several sequences; samples nothing."""
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
-            return prefill_attention(q_THD, *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer))
+            cache = *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer)
+            return prefill_attention(q_THD, *cache).flatten(1)
 
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
@@ -108,7 +112,7 @@ class PagedForward:
             )  # fmt: skip
             if index == filled:
                 break
-            out_TE = self._linear(attend(q_THD, index).flatten(1), attention.output, in_parts=True)
+            out_TE = self._linear(attend(q_THD, index), attention.output, in_parts=True)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
             out_TE = self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK)
             normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)

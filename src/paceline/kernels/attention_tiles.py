@@ -1,0 +1,132 @@
+"""The softmax that both attention kernels carry over tiles of keys; what they have in common decides a query's bits.
+
+    keys    | tile tile tile tile | tile tile tile tile | tile ..     boundaries are absolute positions
+            |       group 0       |       group 1       | group 2
+    group  = online softmax over its tiles in order, from a fresh state
+    result = fold(fold(group 0, group 1), group 2)
+
+Row sums go through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
+picks. Masked keys add exact zeros.
+
+A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale, V's is applied to the
+result. The products run in float16, which holds every E4M3 number. V is transposed on its way out of shared memory, which the
+hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring dimensions, and even and odd ones have a sum each:
+
+    pair    s eeee mmm | s eeee mmm     even = s 0eeee mmm0000000, odd likewise: float16 bits of the number x 2^-8, whatever it is
+
+Prefill reads V byte by byte into the same bits. It also keeps to tiles as low as decoding's: in higher ones the products run
+asynchronously, and an operand made in registers was seen to be overwritten by the next (Triton 3.6), besides results that differed in
+the last bit now and then.
+
+The queries are never stored, so quantising them would save nothing.
+"""
+
+from paceline.kernels.triton_support import tl, triton
+
+TILE = 64  # keys per step of the online softmax
+GROUP = 256  # keys per partial result
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only loads whose
+    addresses do not wait for another load of the same step."""
+    index = (start + tl.arange(0, TILE)) // BLOCK_SIZE
+    return tl.load(table_ptr + index, mask=index < table_width, other=0)
+
+
+@triton.jit
+def attend_tile(
+    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
+    The total has equal columns; the sum is a tuple, of one tensor or of the even and odd dimensions.
+
+    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
+    was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
+    """
+    token = start + tl.arange(0, TILE)
+    exists = token < end
+    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
+    maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    rescale = tl.exp2(maximum - finite)
+    weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
+    if PAIRS:
+        pair_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
+        pairs = tl.load(v_cache_ptr + pair_offset, mask=exists[:, None], other=0)
+        even = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
+        odd = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True).to(q.dtype)
+        even_acc = tl.dot(weights, even, acc[0] * rescale[:, None], input_precision="ieee")
+        acc = even_acc, tl.dot(weights, odd, acc[1] * rescale[:, None], input_precision="ieee")
+    else:
+        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
+        if v.dtype == tl.uint8:
+            v = v.to(tl.int16)
+            v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
+        acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
+    tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
+    # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
+    total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
+    return acc, new_maximum, total
+
+
+@triton.jit
+def as_fp8_query(q):
+    """In the type the products with an E4M3 cache run in: float16, or float32 as it is."""
+    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(PRODUCT)
+
+
+@triton.jit
+def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The state of a softmax that has seen nothing."""
+    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
+    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
+    COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
+    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PAIRS:
+        half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
+        acc = half, half
+    else:
+        acc = (tl.zeros((ROWS, HEAD_DIM), tl.float32),)
+    return acc, maximum, total
+
+
+@triton.jit
+def whole(acc, PAIRS: tl.constexpr):
+    """A group's sum in one piece."""
+    if PAIRS:
+        out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
+    else:
+        out = acc[0]
+    return out
+
+
+@triton.jit
+def fold(acc, maximum, total, group_acc, group_maximum, group_total):
+    """Add one group's result to what the groups before it gave. Adding an empty group changes no bit."""
+    new_maximum = tl.maximum(maximum, group_maximum)
+    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    old, new = tl.exp2(maximum - finite), tl.exp2(group_maximum - finite)
+    acc = acc * tl.expand_dims(old, -1) + group_acc * tl.expand_dims(new, -1)
+    return acc, new_maximum, total * old + group_total * new
+
+
+@triton.jit
+def normalised(acc, total):
+    total = tl.expand_dims(total, -1)
+    return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
