@@ -1,0 +1,69 @@
+"""Whole decode steps at fp8+kv with one thing changed at a time: milliseconds, Qwen3-8B shape, random weights.
+
+PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py [BATCHES [NEW_TOKENS]]
+"""
+
+import sys
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import torch
+
+from paceline.bench.decode import bench_decode
+from paceline.bench.setup import bench_policy
+from paceline.kernels import fp8_linear as products
+from paceline.kernels.fp8_linear import choose_parts
+from paceline.kernels.fp8_quantise import quantise_rows
+from paceline.kernels.paged_attention import Launch, paged_attention
+
+BATCHES = [int(b) for b in (sys.argv[1] if len(sys.argv) > 1 else "1,32,64,128,256").split(",")]
+NEW = int(sys.argv[2]) if len(sys.argv) > 2 else 96
+FORWARD, ATTENTION = "paceline.paged.forward", "paceline.kernels.paged_attention"
+
+
+def parts(qkv: int, output: int, down: int):
+    """`choose_parts` for the three narrow weights; the wide one stays whole."""
+    return lambda width, depth: 1 if width > 8192 else qkv if width > 4096 else output if depth <= 4096 else down
+
+
+def unfused(q_RQHD, *rest):
+    return quantise_rows(paged_attention(q_RQHD, *rest).flatten(0, 1).flatten(1))
+
+
+def stages(count: int):
+    def launch(processors: int, tiles: int, max_groups: int) -> Launch:
+        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count)
+
+    return launch
+
+
+VARIANTS = {
+    "as it is": {},
+    "attention does not quantise": {f"{FORWARD}.paged_attention_quantised": unfused},
+    "parts 1 2 2": {"paceline.kernels.fp8_linear.choose_parts": parts(1, 2, 2)},
+    "parts 2 2 2": {"paceline.kernels.fp8_linear.choose_parts": parts(2, 2, 2)},
+    "parts 1 1 1": {"paceline.kernels.fp8_linear.choose_parts": parts(1, 1, 1)},
+    "cuBLAS from 97": {"paceline.kernels.fp8_linear.CUBLAS_ROWS": 97},
+    "cuBLAS never": {"paceline.kernels.fp8_linear.CUBLAS_ROWS": 1 << 30},
+    "attention in 2 stages": {f"{ATTENTION}.default_launch": stages(2)},
+    "attention in 5 stages": {f"{ATTENTION}.default_launch": stages(5)},
+}
+
+
+def main() -> None:
+    assert products.choose_parts is choose_parts
+    policy = bench_policy("qwen3-8b", torch.device("cuda"))
+    print(f"{'variant':>30} " + " ".join(f"{batch:>8}" for batch in BATCHES), flush=True)
+    for precision in ("bf16", "fp8"):
+        points = bench_decode(policy, BATCHES, 128, NEW, 1, False, precision=precision)
+        print(f"{precision:>30} " + " ".join(f"{p.step_ms.median:>8.3f}" for p in points), flush=True)
+    for name, changes in VARIANTS.items():
+        with ExitStack() as stack:
+            for target, value in changes.items():
+                stack.enter_context(patch(target, value))
+            points = bench_decode(policy, BATCHES, 128, NEW, 1, False, precision="fp8+kv")
+        print(f"{name:>30} " + " ".join(f"{p.step_ms.median:>8.3f}" for p in points), flush=True)
+
+
+if __name__ == "__main__":
+    main()
