@@ -1,6 +1,6 @@
 """Prefill attention by query tile: time, and whether the bits are those of the smallest tile (which decoding uses).
 
-Run on the device machine: PYTHONPATH=src python3 bench/gpu_probe_prefill.py
+PYTHONPATH=src python3 bench/gpu_probe_prefill.py
 """
 
 import statistics
@@ -24,10 +24,12 @@ def main() -> None:
         contexts = torch.full((sequences,), context, device="cuda", dtype=torch.int32)
         base = prefill_attention_triton(q, k, v, table, bounds, contexts)
         flops = 4 * HEADS * DIM * sequences * (new * context + new * new / 2)
-        for rows, warps, stages in ((16, 4, 3), (64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (128, 8, 4)):
-            name = f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages}"
+        for rows, warps, stages, tile, *flat in (
+            (16, 4, 3, 64), (64, 4, 3, 64), (128, 8, 3, 64), (128, 8, 2, 128), (64, 4, 3, 64, True), (128, 8, 3, 64, True), (128, 8, 2, 128, True), (128, 8, 3, 128, True),
+        ):  # fmt: skip
+            name = f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages} tile {tile}{' flat' if flat else ''}"
             try:
-                run = lambda: prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages)  # noqa: B023, E731
+                run = lambda: prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages, tile=tile, flat=bool(flat))  # noqa: B023, E731
                 same = torch.equal(run(), base)
                 times = []
                 for _ in range(4):

@@ -5,7 +5,7 @@ import torch
 
 from paceline.kernels import paged_attention as decode
 from paceline.kernels.paged_attention import Launch, paged_attention, paged_attention_reference, paged_attention_triton
-from paceline.kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_attention_triton
+from paceline.kernels.prefill_attention import FLAT_TILE, prefill_attention, prefill_attention_reference, prefill_attention_triton
 
 HEADS = [(4, 2, 32), (3, 1, 64), (4, 4, 32), (14, 2, 64)]
 
@@ -91,6 +91,22 @@ def test_prefill_kernel(device, num_heads, num_kv_heads, head_dim):
     out = prefill_attention_triton(*(t.to(device) for t in (q, k, v, table, cu_seqlens, context)))
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(expected[60].double(), brute_force(q[60], k, v, table[3], 160), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows, tile", [(16, 32), (64, 16)])
+def test_flat_prefill_kernel(device, rows, tile):
+    """Chunks that begin inside a tile, at its start and behind many of them; a block table in any order."""
+    if device == "cuda":
+        rows, tile = 128, FLAT_TILE
+    k, v, table = caches(2, 32, 3, 640)
+    context, lengths = torch.tensor([0, 100, 33], dtype=torch.int32), [70, 9, 40]
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    q = torch.randn(sum(lengths), 4, 32).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    forget(k, v, table, [70, 109, 73])
+    expected = prefill_attention_reference(q, *finite(k, v), table, cu_seqlens, context)
+    out = prefill_attention_triton(*(t.to(device) for t in (q, k, v, table, cu_seqlens, context)), rows, 4, 2, tile=tile, flat=True)
+    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=2e-2 if device == "cuda" else 1e-5)
 
 
 def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 * decode.GROUP + 60):

@@ -7,7 +7,8 @@ each sequence were in the cache before, and the chunk's own K and V have been wr
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
 A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and groups are those of
-attention_tiles.py, and the tensor core rounds alike for tiles of any height.
+attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where nobody asks for that, one softmax runs over all keys
+(`flat`): without groups there is one accumulator instead of two, so tiles can be larger, and keys that every query sees need no mask.
 """
 
 import torch
@@ -30,6 +31,7 @@ from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
 
 QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
+FLAT_TILE, FLAT_STAGES = 128, 2  # as much as registers and shared memory hold without the second accumulator
 FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see attention_tiles.py
 
 
@@ -44,12 +46,37 @@ def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seql
     return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache, k_scale_H, v_scale_H)
 
 
+@triton.jit
+def _attend_flat(
+    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Carry one softmax over the TILE keys from `start`, all groups in one and sums in whatever order; not MASKED: every query sees all."""
+    token = start + tl.arange(0, TILE)
+    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    if MASKED:
+        exists = (token < end)[:, None]
+        k, v = tl.load(k_cache_ptr + offset, mask=exists, other=0.0), tl.load(v_cache_ptr + offset, mask=exists, other=0.0)
+    else:
+        k, v = tl.load(k_cache_ptr + offset), tl.load(v_cache_ptr + offset)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_maximum, total * rescale + tl.sum(weights, axis=1)
+
+
 @triton.jit(do_not_specialize=["num_sequences", "table_width"])
 def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr,
     num_sequences, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     wait_previous(PDL)
@@ -82,17 +109,32 @@ def _prefill_attention_kernel(
         scale *= tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
     acc, maximum, total = fresh(ROWS, HEAD_DIM)
-    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, False)
     row_table_ptr = table_ptr + low.to(tl.int64) * table_width
     block = tile_blocks(row_table_ptr, 0, table_width, BLOCK_SIZE, TILE)
-    for start in range(0, end, TILE):
-        group_acc, group_maximum, group_total = attend_tile(
-            q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, False,
-        )  # fmt: skip
-        block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
-        if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-            acc, maximum, total = fold(acc, maximum, total, whole(group_acc, False), group_maximum, tl.max(group_total, axis=1))
+    if FLAT:
+        seen_by_all = (context + first_query) // TILE * TILE
+        for start in range(0, seen_by_all, TILE):
+            acc, maximum, total = _attend_flat(
+                q, acc, maximum, total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, False,
+            )  # fmt: skip
+            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+        for start in range(seen_by_all, end, TILE):
+            acc, maximum, total = _attend_flat(
+                q, acc, maximum, total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, True,
+            )  # fmt: skip
+            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+    else:
+        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, False)
+        for start in range(0, end, TILE):
+            group_acc, group_maximum, group_total = attend_tile(
+                q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, False,
+            )  # fmt: skip
+            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+            if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
+                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, False), group_maximum, tl.max(group_total, axis=1))
     out = normalised(acc, total)
     if FP8:
         out *= tl.load(v_scale_ptr + kv_head) * 256.0
@@ -100,7 +142,8 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention_triton(
-    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=3, k_scale_H=None, v_scale_H=None
+    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=3, k_scale_H=None, v_scale_H=None,
+    tile=TILE, flat=False,
 ):  # fmt: skip
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
@@ -114,7 +157,7 @@ def prefill_attention_triton(
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
         block_table_SB.shape[1], head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, FP8=fp8,
+        ROWS=rows, PADDED_GQA=padded_gqa, TILE=tile, GROUP=GROUP, FLAT=flat, FP8=fp8,
         **launch_options(num_warps=warps, num_stages=stages),
     )  # fmt: skip
     return out
@@ -129,10 +172,15 @@ def prefill_attention(
     context_len_S: torch.Tensor,
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries.
 
-    Tokens past the last sequence are padding: their output is undefined.
+    Tokens past the last sequence are padding: their output is undefined. Not `deterministic`: bits may depend on chunks.
     """
-    run = prefill_attention_triton if q_THD.is_cuda else prefill_attention_reference
-    return run(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
+    inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
+    if not q_THD.is_cuda:
+        return prefill_attention_reference(*inputs, k_scale_H, v_scale_H)
+    if deterministic or k_cache.dtype == E4M3:
+        return prefill_attention_triton(*inputs, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
+    return prefill_attention_triton(*inputs, stages=FLAT_STAGES, tile=FLAT_TILE, flat=True)
