@@ -1,6 +1,7 @@
 """Whole decode steps at fp8+kv with one thing changed at a time: milliseconds, Qwen3-8B shape, random weights.
 
-PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py [BATCHES [NEW_TOKENS]]
+PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py [BATCHES [NEW_TOKENS]]     steps
+PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py kernels                    what each kernel of a step takes, by the profiler
 """
 
 import sys
@@ -16,7 +17,8 @@ from paceline.kernels.fp8_linear import choose_parts
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.paged_attention import Launch, paged_attention
 
-BATCHES = [int(b) for b in (sys.argv[1] if len(sys.argv) > 1 else "1,32,64,128,256").split(",")]
+KERNELS = sys.argv[1:2] == ["kernels"]
+BATCHES = [int(b) for b in (sys.argv[1] if len(sys.argv) > 1 and not KERNELS else "1,32,64,128,256").split(",")]
 NEW = int(sys.argv[2]) if len(sys.argv) > 2 else 96
 FORWARD, ATTENTION = "paceline.paged.forward", "paceline.kernels.paged_attention"
 
@@ -50,9 +52,24 @@ VARIANTS = {
 }
 
 
+def kernels(policy, precision: str) -> None:
+    """Mean microseconds and launches per step of each kernel; overlapped launches count in full, so sums exceed a step's time."""
+    for batch in (1, 64, 128):
+        bench_decode(policy, [batch], 128, 32, 1, False, precision=precision)  # compiles
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            bench_decode(policy, [batch], 128, 32, 1, False, precision=precision)
+        steps = 2 * 32  # of the first run and the repeat; the short run and prefill stand apart by name or by being few
+        rows = sorted(((e.key, e.count / steps, e.self_device_time_total / steps) for e in profiler.key_averages()), key=lambda row: -row[2])
+        print(f"{precision}, batch {batch}: " + "; ".join(f"{key[:40]} {us:.0f} us / {count:.0f}" for key, count, us in rows[:14]), flush=True)
+
+
 def main() -> None:
     assert products.choose_parts is choose_parts
     policy = bench_policy("qwen3-8b", torch.device("cuda"))
+    if KERNELS:
+        for precision in ("bf16", "fp8+kv"):
+            kernels(policy, precision)
+        return
     print(f"{'variant':>30} " + " ".join(f"{batch:>8}" for batch in BATCHES), flush=True)
     for precision in ("bf16", "fp8"):
         points = bench_decode(policy, BATCHES, 128, NEW, 1, False, precision=precision)
