@@ -32,9 +32,9 @@ def unfused(q_RQHD, *rest):
     return quantise_rows(paged_attention(q_RQHD, *rest).flatten(0, 1).flatten(1))
 
 
-def stages(count: int):
+def stages(count: int, registers: int | None = None):
     def launch(processors: int, tiles: int, max_groups: int) -> Launch:
-        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count)
+        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count, registers)
 
     return launch
 
@@ -49,6 +49,8 @@ VARIANTS = {
     "cuBLAS never": {"paceline.kernels.fp8_linear.CUBLAS_ROWS": 1 << 30},
     "attention in 2 stages": {f"{ATTENTION}.default_launch": stages(2)},
     "attention in 5 stages": {f"{ATTENTION}.default_launch": stages(5)},
+    "in 3, 128 registers": {f"{ATTENTION}.default_launch": stages(3, 128)},
+    "in 3, 96 registers": {f"{ATTENTION}.default_launch": stages(3, 96)},
 }
 
 

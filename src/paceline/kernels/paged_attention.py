@@ -219,6 +219,10 @@ class Launch:
 
     programs: int  # per row, query tile and kv head, at most
     stages: int  # tiles in flight
+    registers: int | None = None  # at most, per thread: fewer let more programs run at once
+
+    def options(self) -> dict:
+        return launch_options(num_warps=4, num_stages=self.stages) | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
@@ -255,7 +259,7 @@ def paged_attention_triton(
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
-        **launch_options(num_warps=4, num_stages=launch.stages),
+        **launch.options(),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](
