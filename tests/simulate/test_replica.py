@@ -3,8 +3,10 @@
 import math
 import random
 
+import numpy as np
 import pytest
 
+from paceline.simulate import operators
 from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Parallelism, Precision
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
@@ -125,3 +127,18 @@ def test_a_cache_computed_again_is_work_and_not_idleness(cost):
     again = replica.clock - (before + 1.0)
     assert again > 0 and math.isclose(replica.totals.busy_seconds, before + again)
     assert math.isclose(replica.totals.prefill_seconds, before + again) and replica.totals.prefill_tokens == 600
+
+
+def test_experts_of_several_attention_groups_exchange_instead_of_summing():
+    """Per layer: a sum after attention, then two exchanges in place of the second sum."""
+    model, hardware, tokens = load_model("qwen3-30b-a3b"), load_hardware("h200"), 64
+
+    def collectives(split: Parallelism) -> float:
+        cost = StepCost(Deployment(hardware, model, ENGINES["paceline"], Precision(), split), eagle(model))
+        return float(cost.breakdown(np.asarray(tokens * split.attention_groups), 0).collectives)
+
+    message = tokens * model.hidden * 2.0
+    one_sum = model.layers * operators.all_reduce(hardware.links, 2, message)
+    exchange = model.expert_layers * operators.all_to_all(hardware.links, 8, message * model.experts_per_token / 2)
+    assert collectives(Parallelism(2, 2)) == pytest.approx(2 * one_sum)
+    assert model.expert_layers == model.layers and collectives(Parallelism(2, 8)) == pytest.approx(one_sum + 2 * exchange)

@@ -159,10 +159,11 @@ class StepCost:
         """Two sums a layer under tensor parallelism; experts beyond an attention group's devices need two exchanges instead of the second."""
         model, split, links = self.model, self.deployment.parallelism, self.deployment.hardware.links
         message = tokens * model.hidden * 2.0
-        seconds = model.layers * 2 * op.all_reduce(links, split.tensor, message)
-        if model.expert_layers and split.attention_groups > 1:
+        exchanging = model.expert_layers if split.attention_groups > 1 else 0
+        seconds = (2 * model.layers - exchanging) * op.all_reduce(links, split.tensor, message)
+        if exchanging:
             sent = message * model.experts_per_token / split.tensor
-            seconds = seconds + model.expert_layers * 2 * op.all_to_all(links, split.expert, sent)
+            seconds = seconds + exchanging * 2 * op.all_to_all(links, split.expert, sent)
         return seconds
 
     def draft_seconds(self, rows: float, draft_tokens: int) -> float:
