@@ -1,5 +1,6 @@
 """The engine under a pacer: the same bits as without one, times and traces that add up, memory and training respected."""
 
+import json
 import threading
 from dataclasses import asdict
 
@@ -133,6 +134,9 @@ def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tm
     again, elsewhere = make_pacer(), make_pacer()
     assert load_pacing(tmp_path / "pacing.json", again, "this machine") and not load_pacing(tmp_path / "pacing.json", elsewhere, "another")
     assert again.state() == pacer.state() != elsewhere.state()
+    earlier = {key: value for key, value in json.loads((tmp_path / "pacing.json").read_text()).items() if key != "format"}
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    assert not load_pacing(tmp_path / "earlier.json", elsewhere, "this machine"), "what another version of the pacer kept is not understood"
     assert not load_pacing(tmp_path / "missing.json", make_pacer(), "x") and not load_pacing(tmp_path / "pacing.json", FixedPacer(PLAIN), "x")
 
 
