@@ -180,7 +180,7 @@ def test_choices_are_a_function_of_what_was_recorded():
         return chosen
 
     assert replay(3) == outcome.strategies
-    assert replay(4) != outcome.strategies
+    assert any(simulate(world, make_pacer("x", "y", seed=seed), lengths).strategies != outcome.strategies for seed in (4, 5, 6))
 
 
 def test_what_was_learnt_can_be_kept():

@@ -1,6 +1,8 @@
 """The engine under a pacer: the same bits as without one, times and traces that add up, memory and training respected."""
 
+import json
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from paceline.engine.capture_guard import CaptureGuard
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graph_memory import LARGE_STEP, GraphMemory
 from paceline.engine.graphs import buckets_up_to
+from paceline.engine.step import StepVariant
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Strategy
@@ -131,6 +134,9 @@ def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tm
     again, elsewhere = make_pacer(), make_pacer()
     assert load_pacing(tmp_path / "pacing.json", again, "this machine") and not load_pacing(tmp_path / "pacing.json", elsewhere, "another")
     assert again.state() == pacer.state() != elsewhere.state()
+    earlier = {key: value for key, value in json.loads((tmp_path / "pacing.json").read_text()).items() if key != "format"}
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    assert not load_pacing(tmp_path / "earlier.json", elsewhere, "this machine"), "what another version of the pacer kept is not understood"
     assert not load_pacing(tmp_path / "missing.json", make_pacer(), "x") and not load_pacing(tmp_path / "pacing.json", FixedPacer(PLAIN), "x")
 
 
@@ -143,10 +149,12 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
         rows = engine.take_stats().trace
         append_trace(path, step, rows)
     read = read_trace(path)
-    assert sorted(read) == [1, 2, 3] and [(r.steps, r.tokens, r.seconds) for r in read[3]] == [(r.steps, r.tokens, r.seconds) for r in rows]
+    assert sorted(read) == [1, 2, 3] and [asdict(r) | {"decision": None} for r in read[3]] == [asdict(r) | {"decision": None} for r in rows]
     assert write_page(path, tmp_path / "page.html", "a <run>") == 3
     page = (tmp_path / "page.html").read_text()
     assert "a &lt;run&gt;" in page and page.count("<rect") == len(rows) and page.count("<polyline") == 3
+    last = rows[-1]
+    assert f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, {last.decision.expected:.0f} tokens/s expected" in page
     assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
     with path.open("a") as file:
         file.write('{"step": 4, "strat')
@@ -226,6 +234,20 @@ def test_the_recipe_makes_the_pacer(policy):
     assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
     fixed = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]).rollout.speculation
     assert make_pacer(fixed, [HistoryDrafter()], 8, 0).choose(Moment(8)).strategy == Strategy("history", 7)
+
+
+@pytest.mark.gpu
+def test_a_capture_is_not_charged_for_the_steps_in_flight():
+    """Else strategies that capture on the way would seem faster than those whose graphs are there."""
+    config = DecoderConfig("qwen3", 1024, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
+    runner = Engine(Decoder(config, torch.bfloat16, "cuda").initialise(0), EngineSettings(max_running=8, kv_tokens=4096)).runner
+    with torch.inference_mode():
+        runner.run(8, 1, StepVariant())  # compiles
+        runner.captured.clear()
+        before = runner.capture_seconds
+        torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
+        runner.run(8, 1, StepVariant())
+    assert 0 < runner.capture_seconds - before < 1.5
 
 
 @pytest.mark.gpu

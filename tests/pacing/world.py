@@ -2,7 +2,8 @@
 
 A step's time is a smooth roofline in bucket * queries plus a part for attended tokens, seen through noise and outliers. A drafter
 is its acceptance (by depth, context and step), its seconds, and what catching up costs. Outcomes reach the pacer `ahead`
-steps late, as they do in an engine that launches ahead.
+steps late, as they do in an engine that launches ahead, and rows that have ended run so many steps more. Which positions are
+hard is drawn before anybody runs, so strategies are compared on the same luck.
 """
 
 import random
@@ -15,6 +16,7 @@ import numpy as np
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Pacer, Strategy
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+DEEPEST = 15
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,15 @@ class World:
     attention_seconds: float = 2e-9  # per attended token
     noise: float = 0.02
     outliers: float = 0.005
+    buckets: tuple[int, ...] = BUCKETS
+    max_tokens: int = 1 << 30  # of one step, by the memory for captured graphs
+    capture_seconds: float = 0.0  # in a rollout's first step of each (bucket, queries): the pacer sees it, nobody is charged for it
 
     def bucket(self, running: int) -> int:
-        return next(b for b in BUCKETS if b >= running)
+        return next(b for b in self.buckets if b >= running)
+
+    def max_queries(self, running: int) -> int:
+        return max(1, self.max_tokens // self.bucket(running))
 
     def verify_seconds(self, running: int, queries: int, context: float) -> float:
         tokens = self.bucket(running) * queries
@@ -72,52 +80,88 @@ def long_tailed(count: int, mean: int, seed: int = 0, longest: int = 4096) -> li
     return [max(8, min(longest, int(rng.lognormvariate(np.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
 
+class Rows:
+    """The requests in order of arrival; `slots` of them run at a time."""
+
+    def __init__(self, lengths: list[int], prompt: int, slots: int, ahead: int, rng: np.random.Generator) -> None:
+        self.prompt, self.slots, self.ahead = prompt, slots, ahead
+        self.length = np.array(lengths)
+        self.done = np.zeros(len(lengths), dtype=np.int64)
+        self.ended = np.full(len(lengths), -1)  # the step that ended it
+        self.hardness = rng.random((len(lengths), max(lengths) + DEEPEST), dtype=np.float32)
+        self.waiting = 0  # the first that has not been admitted
+        self.running = np.zeros(0, dtype=np.int64)
+
+    def begin(self, step: int) -> bool:
+        """Whether the batch changed."""
+        ended = self.ended[self.running]
+        staying = self.running[(ended < 0) | (ended + self.ahead >= step)]
+        entering = np.arange(self.waiting, min(len(self.length), self.waiting + self.slots - len(staying)))
+        changed = len(staying) < len(self.running) or len(entering) > 0
+        self.running = np.concatenate((staying, entering))
+        self.waiting += len(entering)
+        return changed
+
+    def context(self) -> float:
+        return self.prompt + float(self.done[self.running].mean())
+
+    def accepted(self, rates: list[float]) -> np.ndarray:
+        """Of each running row's proposal, by the acceptance at each depth."""
+        position = self.done[self.running][:, None] + np.arange(len(rates))
+        return np.cumprod(self.hardness[self.running[:, None], position] < rates, axis=1).sum(1)
+
+    def advance(self, gained: np.ndarray, step: int) -> np.ndarray:
+        """What each really gained: nothing beyond its length."""
+        gained = np.minimum(gained, (self.length - self.done)[self.running])
+        self.done[self.running] += gained
+        over = self.running[self.done[self.running] == self.length[self.running]]
+        self.ended[over[self.ended[over] < 0]] = step
+        return gained
+
+
 def simulate(world: World, pacer: Pacer, lengths: list[int], seed: int = 0, ahead: int = 4, prompt: int = 128, slots: int = 256) -> Outcome:
     rng = np.random.default_rng(seed)
-    outcome, unread = Outcome(), deque()
-    waiting = deque(lengths)
-    left = np.zeros(0, dtype=np.int64)
-    context = np.zeros(0)
-    drafter, moment, step = "", None, 0
-    while len(left) or waiting:
-        room = slots - len(left)
-        new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-        if new or moment is None or moment.running != len(left) or step % 16 == 0:
-            left, context = np.concatenate((left, new)).astype(np.int64), np.concatenate((context, np.full(len(new), float(prompt))))
-            moment = Moment(len(left), float(context.mean()))
+    rows = Rows(lengths, prompt, slots, ahead, rng)
+    outcome, unread, captured = Outcome(), deque(), set()
+    drafter, moment, step, looked = "", None, 0, 0
+    while True:
+        changed = rows.begin(step)
+        running = len(rows.running)
+        if not running:
+            return outcome
+        if changed or step - looked == 16:
+            moment, looked = Moment(running, rows.context(), world.max_queries(running)), step
         decision = pacer.choose(moment)
         outcome.events.append(moment)
-        strategy = decision.strategy
-        rows, mean = len(left), float(context.mean())
-        gained, accepted = np.ones(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        strategy, mean, bucket = decision.strategy, rows.context(), world.bucket(running)
+        accepted = np.zeros(running, dtype=np.int64)
         draft_seconds, switched = 0.0, False
         if strategy.count:
             simulated = world.drafters[strategy.drafter]
-            rates = [simulated.acceptance(d, mean, step) for d in range(1, strategy.count + 1)]
-            accepted = np.cumprod(rng.random((rows, strategy.count)) < rates, axis=1).sum(1)
-            gained += accepted
-            draft_seconds = simulated.seconds(strategy.count, world.bucket(rows))
+            accepted = rows.accepted([simulated.acceptance(d, mean, step) for d in range(1, strategy.count + 1)])
+            draft_seconds = simulated.seconds(strategy.count, bucket)
             switched = drafter != strategy.drafter
             draft_seconds += simulated.switch_seconds if switched else 0.0
         drafter = strategy.drafter
-        gained = np.minimum(gained, left)
-        verify_seconds = world.verify_seconds(rows, strategy.queries, mean)
-        noise = (1 + world.noise * rng.standard_normal()) * (3.0 if rng.random() < world.outliers else 1.0)
-        accepted_at = tuple(int((accepted > i).sum()) for i in range(strategy.count))
-        drafts = rows if strategy.count else 0
-        unread.append(Observation(decision, rows, mean, draft_seconds, verify_seconds * noise, int(gained.sum()), drafts, accepted_at, switched))
+        gained = rows.advance(accepted + 1, step)
+        accepted_at = tuple(int((gained > i + 1).sum()) for i in range(strategy.count))
+        drafts = int((gained > 0).sum()) if strategy.count else 0
+        verify_seconds = world.verify_seconds(running, strategy.queries, mean)
+        outcome.seconds += draft_seconds + verify_seconds
+        outcome.step_seconds.append(draft_seconds + verify_seconds)
+        seen = verify_seconds * (1 + world.noise * rng.standard_normal()) * (3.0 if rng.random() < world.outliers else 1.0)
+        disturbed = world.capture_seconds > 0 and (bucket, strategy.queries) not in captured
+        if disturbed:
+            captured.add((bucket, strategy.queries))
+            seen += world.capture_seconds
+        unread.append(Observation(decision, running, mean, draft_seconds, seen, int(gained.sum()), drafts, accepted_at, switched, disturbed))
         while len(unread) > ahead:
             outcome.events.append(unread[0])
             pacer.observe(unread.popleft())
-        outcome.seconds += draft_seconds + verify_seconds
-        outcome.step_seconds.append(draft_seconds + verify_seconds)
         outcome.strategies.append(strategy)
         outcome.decisions.append(decision)
-        outcome.running.append(rows)
-        left, context = left - gained, context + gained
-        left, context = left[left > 0], context[: len(left)][left > 0]
+        outcome.running.append(running)
         step += 1
-    return outcome
 
 
 class BestPacer:
@@ -128,7 +172,8 @@ class BestPacer:
 
     def choose(self, moment: Moment) -> Decision:
         self.step += 1
-        return Decision(max(self.strategies, key=lambda s: self.world.rate(s, moment.running, moment.context, self.step)))
+        allowed = [s for s in self.strategies if s.queries <= moment.max_queries]
+        return Decision(max(allowed, key=lambda s: self.world.rate(s, moment.running, moment.context, self.step)))
 
     def observe(self, observation: Observation) -> None:
         pass

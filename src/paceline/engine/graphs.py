@@ -107,10 +107,10 @@ class StepRunner:
 
     def _captured(self, tokens: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
-        start = time.perf_counter()
         kept = self.slots.clone()
         try:
             torch.cuda.synchronize()
+            start = time.perf_counter()  # not before: the steps in flight would have taken their time anyway
             self.slots.fill_(self.rows.null_slot)
             stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())

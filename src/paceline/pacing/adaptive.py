@@ -6,7 +6,7 @@ Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules ke
 
 - hysteresis: another strategy must promise a margin more, and pay for the drafter's catching up;
 - guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it;
-- trials: a drafter that does not run is tried now and then (`exploration.py`), and so is plain decoding where its time is unknown;
+- trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be best is timed where it never ran;
 - purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing else is read.
 """
 
@@ -28,8 +28,8 @@ LOOK_SOON = 4
 PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
 GUARD_STEPS, GUARD_MARGIN = 64, 0.02  # slower than plain decoding by more than this over so many steps: it is left
 ALARM_STEPS, ALARM_MARGIN = 16, 0.15  # the same, sooner, when it is bad
-TRIAL_DRAFTS, SHORTEST_TRIAL, LONGEST_TRIAL, PLAIN_TRIAL = 32, 2, 16, 3  # a trial sees about so many drafts, within these steps
-PLAIN_IN_DOUBT = 1.5  # times plain decoding's rate: who is faster than this need not know that rate exactly
+TRIAL_DRAFTS, SHORTEST_TRIAL, LONGEST_TRIAL = 32, 2, 16  # a trial of a drafter sees about so many drafts, within these steps
+TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
 HOPE = 0.9  # acceptance at every depth that a trial may hope for
 TRIAL_COST = 1.25  # times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
 
@@ -48,8 +48,10 @@ class Stretch:
     """What the guard remembers of consecutive steps under one decision."""
 
     steps: int
+    running: int
+    context: float
     seconds: float
-    plain_seconds: float  # that plain decoding would have taken for the same tokens
+    plain_steps: float  # that plain decoding would have needed for the same tokens
     drafts: int
     accepted_at: tuple[int, ...]
 
@@ -63,13 +65,13 @@ class AdaptivePacer:
         for strategy in sorted(settings.strategies, key=lambda s: (s.drafter, s.count)):
             self.strategies.setdefault(strategy.drafter, []).append(strategy)
         self.records = {name: DrafterRecord(own[-1].count) for name, own in self.strategies.items()}
-        self.plain_record = DrafterRecord(1)  # plain decoding is tried too, where speculation runs and its time is not known
+        self.timing_lost = 0.0  # seconds, to finding out how long strategies take
         self.elapsed = 0.0  # seconds observed
         self.steps = 0
         self._rng = random.Random(settings.seed)
         self._pending: list[Observation] = []
         self._trial: Trial | None = None
-        self._baseline = 0.0  # of the last trial: some of its steps are seen after it has ended
+        self._last_trial: Trial | None = None  # some of its steps are seen after it has ended
         self._recent: deque[Stretch] = deque()  # of the drafter that runs, since it was chosen
         self._current = PLAIN
         self._decision = Decision(PLAIN)
@@ -115,7 +117,7 @@ class AdaptivePacer:
         if reason == "trial":
             self._left = self._trial.started + self._trial.length - self.steps - 1
         else:
-            waiting = self._trial is not None or not rates[PLAIN]  # for what a trial gave, or for the first time of all
+            waiting = self._trial is not None or not self.cost.knows(moment.running, strategy.queries, moment.context)  # for what was seen to be read
             self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
 
     def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
@@ -124,9 +126,8 @@ class AdaptivePacer:
             return trial.strategy, "trial"
         if trial is not None and trial.over(self.steps):
             self._conclude_trial(trial, rates)
-        reason = "best"
-        too_slow = self._too_slow()
-        if too_slow:
+        reason, too_slow = "best", self._too_slow()
+        if too_slow and self.cost.knows(moment.running, 1, moment.context):
             self._leave_current(context_class(moment.context), too_slow)
             rates.clear()
             rates |= self._expected_rates(moment)
@@ -137,9 +138,12 @@ class AdaptivePacer:
         elif self._current not in rates:
             self._settle_on(PLAIN)
         if self._trial is None:
-            self._trial = trial = self._next_trial(moment, rates)
+            if too_slow and reason == "best" and self._current.count:  # than a guess at plain decoding's time, so far
+                trial = Trial(PLAIN, rates[self._current], TIMED_STEPS, self.steps)
+            else:
+                trial = self._next_drafter(moment, rates) or self._next_timing(moment, rates)
             if trial is not None:
-                self._baseline = trial.baseline
+                self._trial = self._last_trial = trial
                 return trial.strategy, "trial"
         return self._current, reason
 
@@ -159,7 +163,7 @@ class AdaptivePacer:
             catching_up = 0.0 if name == self._decision.strategy.drafter else self.cost.switch(name) / PAYBACK_STEPS
             for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
                 if strategy.queries <= moment.max_queries:
-                    seconds = draft_seconds + float(verify[1 + self.counts.index(strategy.count)]) + catching_up
+                    seconds = draft_seconds + float(verify[self.cost.queries.index(strategy.queries)]) + catching_up
                     rates[strategy] = moment.running * float(emitted[strategy.count]) / seconds
         return rates
 
@@ -174,9 +178,12 @@ class AdaptivePacer:
         for stretch in reversed(self._recent):
             last.append(stretch)
             if sum(s.steps for s in last) >= wanted:
-                slower = sum(s.plain_seconds for s in last) < (1 - margin) * sum(s.seconds for s in last)
+                slower = sum(map(self._plain_seconds, last)) < (1 - margin) * sum(s.seconds for s in last)
                 return last if slower else []
         return []
+
+    def _plain_seconds(self, stretch: Stretch) -> float:
+        return stretch.plain_steps * float(self.cost.verify(stretch.running, stretch.context)[0])
 
     def _leave_current(self, where: int, last: list[Stretch]) -> None:
         """What it did last is all that is believed of its drafter, which is left alone for a while."""
@@ -185,7 +192,7 @@ class AdaptivePacer:
         record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
         record.failed(self.steps, self._rng)
         record.barred_until = record.next_trial
-        record.lost += sum(s.seconds - s.plain_seconds for s in last)
+        record.lost += sum(s.seconds - self._plain_seconds(s) for s in last)
         self._settle_on(PLAIN)
 
     def _settle_on(self, strategy: Strategy) -> None:
@@ -195,7 +202,7 @@ class AdaptivePacer:
 
     # -- trials ---------------------------------------------------------------------------------------------------
 
-    def _next_trial(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
+    def _next_drafter(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
         """The first that is due, could win, and can be afforded even if nothing is accepted; drafters that have never run first."""
         baseline = rates[self._current]
         if baseline <= 0:
@@ -210,31 +217,47 @@ class AdaptivePacer:
             per_token = {s: float(emitted[s.count]) / rate for s, rate in hoped.items()}  # if nothing is accepted
             cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
             strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
-            length = self._affordable(
-                self.records[name], moment.running * (per_token[strategy] - 1.0 / baseline), self.cost.switch(name), moment.running / rates[PLAIN]
-            )
+            per_step = moment.running * (per_token[strategy] - 1.0 / baseline)
+            length = self._affordable(self.records[name].lost + self.cost.switch(name), per_step, moment.running / rates[PLAIN])
             if length >= SHORTEST_TRIAL:
                 length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
                 self.records[name].acceptance.fade(OLD_NEWS)
-                return Trial(strategy, baseline, length, self.steps)
-        in_doubt = baseline < PLAIN_IN_DOUBT * rates[PLAIN] and not self.cost.knows(moment.running, 1, moment.context)
-        if self._current is not PLAIN and in_doubt:
-            per_step = moment.running * (1.0 / rates[PLAIN] - 1.0 / baseline)
-            if self._affordable(self.plain_record, per_step, self.cost.switch(self._current.drafter), moment.running / rates[PLAIN]) >= PLAIN_TRIAL:
-                return Trial(PLAIN, baseline, PLAIN_TRIAL, self.steps)
+                return Trial(strategy, baseline, length, self.steps, self.records[name])
         return None
 
-    def _affordable(self, record: DrafterRecord, loss_per_step: float, switch_seconds: float, plain_step: float) -> int:
+    def _next_timing(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
+        """A few steps of what would be best if it took a little less time than expected, where its time was never measured."""
+        baseline = rates[self._current]
+        could_win = [
+            strategy
+            for strategy, rate in rates.items()
+            if strategy != self._current
+            and strategy.drafter in (self._current.drafter, PLAIN.drafter)
+            and rate > (1 - IN_DOUBT) * (1 + self.settings.margin) * baseline
+            and not self.cost.knows(moment.running, strategy.queries, moment.context)
+        ]
+        if not could_win:
+            return None
+        strategy = max(could_win, key=rates.__getitem__)
+        tokens, switch = float(moment.running), self.cost.switch(self._current.drafter)  # which must catch up when plain decoding has run
+        if strategy.count:
+            tokens *= float(self.records[strategy.drafter].acceptance.emitted(context_class(moment.context))[strategy.count])
+            switch = 0.0
+        per_step = tokens * (1.0 / rates[strategy] - 1.0 / baseline)
+        if self._affordable(self.timing_lost + switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
+            return None
+        return Trial(strategy, baseline, TIMED_STEPS, self.steps)
+
+    def _affordable(self, lost: float, loss_per_step: float, plain_step: float) -> int:
         """Steps of a trial that there is time to lose for."""
-        left = max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step) - record.lost - switch_seconds
+        left = max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step) - lost
         return int(min(LONGEST_TRIAL, left / max(loss_per_step, plain_step / LONGEST_TRIAL))) if left > 0 else 0
 
     def _conclude_trial(self, trial: Trial, rates: dict[Strategy, float]) -> None:
-        self._trial = None
-        if trial.strategy is PLAIN:
-            return
+        self._trial, record = None, trial.record
+        if record is None:
+            return  # its time is known now
         own = max((rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter), default=0.0)
-        record = self.records[trial.strategy.drafter]
         if own > rates.get(self._current, 0.0) * (1 + self.settings.margin):
             record.succeeded(self.steps)
         else:
@@ -256,27 +279,28 @@ class AdaptivePacer:
             self.cost.note_verify(running, strategy.queries, context, median_low(o.verify_seconds for o in clean), len(clean))
             if strategy.count:
                 self.cost.note_draft(strategy.drafter, strategy.count, running, median_low(o.draft_seconds for o in clean), len(clean))
-        verify = self.cost.verify(running, context)
         for o in block:
             if o.switched and not o.disturbed:
-                usual = float(verify[self.cost.queries.index(strategy.queries)]) + float(
-                    self.cost.draft(strategy.drafter, [strategy.count], running)[0]
-                )
-                self.cost.note_switch(strategy.drafter, o.seconds - usual)
-        seconds, tokens = sum(o.seconds for o in block), sum(o.tokens for o in block)
-        self.elapsed += seconds
+                verify = self.cost.verify(running, context)[self.cost.queries.index(strategy.queries)]
+                draft = self.cost.draft(strategy.drafter, [strategy.count], running)[0]
+                self.cost.note_switch(strategy.drafter, o.seconds - float(verify + draft))
+        self.elapsed += sum(o.seconds for o in block)
         drafts = sum(o.drafts for o in block)
         accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
         if strategy.count and drafts:
             self.records[strategy.drafter].note(context_class(context), drafts, accepted_at, len(block))
         if first.decision.reason == "trial":
-            record = self.records[strategy.drafter] if strategy.count else self.plain_record
-            record.lost += max(0.0, seconds - tokens / self._baseline)
+            # A capture happens once and pays for ever, a prefill is nobody's fault.
+            lost = max(0.0, sum(o.seconds - o.tokens / self._last_trial.baseline for o in block if not o.disturbed))
+            if self._last_trial.record is None:
+                self.timing_lost += lost
+            else:
+                self._last_trial.record.lost += lost
             if self._trial is not None and self._trial.strategy == strategy:
                 self._trial.seen += len(block)
         elif strategy.count and strategy.drafter == self._current.drafter and clean:
             rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
-            plain = gained / rows * len(clean) * float(verify[0])
-            self._recent.append(Stretch(len(clean), sum(o.seconds for o in clean), plain, drafts, accepted_at))
+            stretch = Stretch(len(clean), running, context, sum(o.seconds for o in clean), gained / rows * len(clean), drafts, accepted_at)
+            self._recent.append(stretch)
             while sum(s.steps for s in self._recent) - self._recent[0].steps >= GUARD_STEPS:
                 self._recent.popleft()

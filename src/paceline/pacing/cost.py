@@ -1,12 +1,13 @@
 """How long a step takes: c(batch, queries, context) from times that were measured, and each drafter's own time.
 
-A step's time is what its batch bucket and its queries per row cost, plus a part that grows with the cached tokens its rows
-attend to. Times are kept in cells by (bucket, queries, context class):
+Times are kept in cells by (batch bucket, queries per row, context class). A machine works in tiles, so more tokens need not take
+longer, and what was measured is believed as it is; only the part that grows with the cached tokens is corrected:
 
-    seconds(bucket, queries, load) = base(bucket, queries) + slope(queries) * load        load = rows * mean context
+    seconds(bucket, queries, load) = cell + slope * (load - the cell's load)        load = rows * mean context
 
-Where nothing was measured, `base` is interpolated over bucket * queries, since a matrix product does not care whose rows it
-multiplies; verifying 4 tokens of 8 rows costs about what decoding 32 rows does. The whole is monotone in both.
+Where nothing was measured, time follows a curve through what was, over bucket * queries, since a matrix product does not care
+whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding 32 rows does. The curve is only a guess: who
+could win by its being wrong is measured (`adaptive.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 MEMORY_STEPS = 64  # a cell's estimate follows about this many steps
 TRUSTED_STEPS, OUTLIER = 4, 1.25
-SAME = 0.01  # times that differ by less are the same
+OLD_STEPS = 1 << 14  # a time that was measured so long ago is worth measuring again
 
 
 def context_class(context: float) -> int:
@@ -31,7 +32,7 @@ class Cell:
     seconds: float = 0.0
     load: float = 0.0
     steps: float = 0.0
-    shown: float = 0.0  # the seconds that tables were last made for
+    noted_at: int = 0  # steps that all cells together had seen
 
     def note(self, seconds: float, load: float, steps: int) -> None:
         if self.steps and steps < TRUSTED_STEPS:
@@ -41,12 +42,6 @@ class Cell:
         self.load += share * (load - self.load)
         self.steps = min(MEMORY_STEPS, self.steps + steps)
 
-    def has_moved(self) -> bool:
-        """Since this was last asked and true; by enough to matter."""
-        moved = abs(self.seconds - self.shown) > SAME * self.shown
-        self.shown = self.seconds if moved else self.shown
-        return moved
-
 
 class CostModel:
     def __init__(self, buckets: Sequence[int], queries: Sequence[int]) -> None:
@@ -55,7 +50,11 @@ class CostModel:
         self._cells: dict[tuple[int, int], dict[int, Cell]] = {}  # by (bucket, queries), then context class
         self._drafts: dict[str, dict[tuple[int, int], Cell]] = {}  # by drafter, then (count, bucket)
         self._switches: dict[str, Cell] = {}
-        self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # base and slopes by context class, until something is noted
+        self._steps = 0
+        self._spread, self._tilt = 0.0, 0.0  # of load within cells, and of seconds with it
+        # Until something is noted, what follows from the cells without load: by context class tokens and seconds; by bucket and class seconds.
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
 
     def bucket(self, running: int) -> int:
         return next((size for size in self.buckets if size >= running), self.buckets[-1])
@@ -63,13 +62,16 @@ class CostModel:
     # -- what was seen --------------------------------------------------------------------------------------------
 
     def note_verify(self, running: int, queries: int, context: float, seconds: float, steps: int = 1) -> None:
-        """`seconds`: the median over `steps` like steps. A measurement on rows without context counts as class 0's start."""
-        cells = self._cells.setdefault((self.bucket(running), queries), {})
-        key = context_class(context) if context else -1
-        cell = cells.setdefault(key, Cell())
-        cell.note(seconds, running * context, steps)
-        if cell.has_moved():
-            self._tables.clear()
+        """`seconds`: the median over `steps` like steps."""
+        cell, load = self._cells.setdefault((self.bucket(running), queries), {}).setdefault(context_class(context), Cell()), running * context
+        if cell.steps:
+            weight = steps * cell.steps / (steps + cell.steps)
+            self._spread += weight * (load - cell.load) ** 2
+            self._tilt += weight * (load - cell.load) * (min(seconds, OUTLIER * cell.seconds) - cell.seconds)
+        cell.note(seconds, load, steps)
+        self._steps += steps
+        cell.noted_at = self._steps
+        self._forget_tables()
 
     def note_draft(self, drafter: str, count: int, running: int, seconds: float, steps: int = 1) -> None:
         cells = self._drafts.setdefault(drafter, {})
@@ -81,13 +83,23 @@ class CostModel:
     # -- what is expected -----------------------------------------------------------------------------------------
 
     def knows(self, running: int, queries: int, context: float) -> bool:
-        """Measured at this bucket, in this context class."""
-        return context_class(context) in self._cells.get((self.bucket(running), queries), {})
+        """Measured at this bucket and about this context, and not too long ago."""
+        near, cells = context_class(context), self._cells.get((self.bucket(running), queries), {})
+        return any(abs(c - near) <= 1 and self._steps - cell.noted_at < OLD_STEPS for c, cell in cells.items())
+
+    @property
+    def slope(self) -> float:
+        """Seconds per attended token, from how cells' times moved with their load."""
+        return max(0.0, self._tilt / self._spread) if self._spread else 0.0
 
     def verify(self, running: int, context: float) -> np.ndarray:
         """Seconds of a step for each entry of `queries`; zeros while nothing at all is known."""
-        base, slopes = self._table(context_class(context))
-        return base[self.buckets.index(self.bucket(running))] + slopes * (running * context)
+        if not self._cells:
+            return np.zeros(len(self.queries))
+        key = self.bucket(running), context_class(context)
+        if key not in self._tables:
+            self._tables[key] = self._table(*key)
+        return self._tables[key] + self.slope * running * context
 
     def draft(self, drafter: str, counts: Sequence[int], running: int, at_worst: bool = False) -> np.ndarray:
         """Seconds to propose each of `counts` tokens; zeros for a drafter that has never run.
@@ -115,42 +127,34 @@ class CostModel:
         cell = self._switches.get(drafter)
         return 0.0 if cell is None else cell.seconds
 
-    def _table(self, wanted_class: int) -> tuple[np.ndarray, np.ndarray]:
-        if wanted_class not in self._tables:
-            slopes = self._slopes()
-            self._tables[wanted_class] = monotone(self._filled(wanted_class, slopes)), slopes
-        return self._tables[wanted_class]
+    def _table(self, bucket: int, where: int) -> np.ndarray:
+        """Seconds without load for each entry of `queries`: the curve's where nothing was measured."""
+        if where not in self._curves:
+            self._curves[where] = self._curve(where)
+        queries = np.array(self.queries)
+        guess = _along(*self._curves[where], bucket * queries)
+        known = [i for i, q in enumerate(self.queries) if (bucket, q) in self._cells]
+        if not known:
+            return guess
+        measured = np.array([self._base(bucket, self.queries[i], where) for i in known])
+        missed = measured - guess[known]
+        beside = np.abs(np.log(queries[:, None] / queries[known])).argmin(1)
+        table = np.maximum(guess + missed[beside], 0.25 * guess)  # what the curve misses there it misses here, too
+        table[known] = measured
+        return table
 
-    def _slopes(self) -> np.ndarray:
-        """Seconds per attended token, by queries: the median of what cells of one bucket in different classes say."""
-        found: dict[int, list[float]] = {}
-        for (_, queries), cells in self._cells.items():
-            loads = np.array([cell.load for cell in cells.values()])
-            if len(cells) > 1 and loads.max() > 1.2 * loads.min():
-                weights = np.array([cell.steps for cell in cells.values()])
-                seconds = np.array([cell.seconds for cell in cells.values()])
-                centred = loads - np.average(loads, weights=weights)
-                found.setdefault(queries, []).append(float((weights * centred * seconds).sum() / (weights * centred**2).sum()))
-        slopes = np.zeros(len(self.queries))
-        if found:
-            medians = {queries: max(0.0, float(np.median(values))) for queries, values in found.items()}
-            for i, queries in enumerate(self.queries):
-                slopes[i] = medians[min(medians, key=lambda q: (abs(q - queries), q))]
-        return np.maximum.accumulate(slopes)
+    def _curve(self, where: int) -> tuple[np.ndarray, np.ndarray]:
+        by_tokens: dict[int, list[float]] = {}
+        for bucket, queries in self._cells:
+            by_tokens.setdefault(bucket * queries, []).append(self._base(bucket, queries, where))
+        tokens = sorted(by_tokens)
+        return np.array(tokens, dtype=float), np.array([sum(by_tokens[t]) / len(by_tokens[t]) for t in tokens])
 
-    def _filled(self, wanted_class: int, slopes: np.ndarray) -> np.ndarray:
-        base = np.full((len(self.buckets), len(self.queries)), np.nan)
-        for (bucket, queries), cells in self._cells.items():
-            if bucket in self.buckets and queries in self.queries:
-                cell = cells[min(cells, key=lambda c: (abs(c - wanted_class), c))]
-                i, j = self.buckets.index(bucket), self.queries.index(queries)
-                base[i, j] = max(cell.seconds - slopes[j] * cell.load, 0.05 * cell.seconds)
-        known = ~np.isnan(base)
-        if not known.any():
-            return np.zeros_like(base)
-        tokens = np.outer(self.buckets, self.queries).astype(float)
-        base[~known] = _by_tokens(tokens[known], base[known], tokens[~known])
-        return base
+    def _base(self, bucket: int, queries: int, where: int) -> float:
+        """Without what grows with the load, from the context class that is nearest."""
+        cells = self._cells[bucket, queries]
+        cell = cells.get(where) or cells[min(cells, key=lambda c: (abs(c - where), c))]
+        return max(cell.seconds - self.slope * cell.load, 0.05 * cell.seconds)
 
     # -- keeping it -----------------------------------------------------------------------------------------------
 
@@ -159,33 +163,30 @@ class CostModel:
             "steps": [[*key, c, asdict(cell)] for key, cells in self._cells.items() for c, cell in cells.items()],
             "drafts": [[name, *key, asdict(cell)] for name, cells in self._drafts.items() for key, cell in cells.items()],
             "switches": [[name, asdict(cell)] for name, cell in self._switches.items()],
+            "load": [self._steps, self._spread, self._tilt],
         }
 
     def load_state(self, state: dict[str, list]) -> None:
-        for bucket, queries, key, cell in state["steps"]:
-            self._cells.setdefault((bucket, queries), {})[key] = Cell(**cell)
+        for bucket, queries, where, cell in state["steps"]:
+            if bucket in self.buckets and queries in self.queries:
+                self._cells.setdefault((bucket, queries), {})[where] = Cell(**cell)
         for name, count, bucket, cell in state["drafts"]:
             self._drafts.setdefault(name, {})[count, bucket] = Cell(**cell)
         self._switches |= {name: Cell(**cell) for name, cell in state["switches"]}
+        self._steps, self._spread, self._tilt = state["load"]
+        self._forget_tables()
+
+    def _forget_tables(self) -> None:
+        self._curves.clear()
         self._tables.clear()
 
 
-def monotone(table: np.ndarray) -> np.ndarray:
-    """The mean of the least monotone table above and the greatest below; a table that is monotone stays as it is."""
-    above = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
-    below = np.minimum.accumulate(np.minimum.accumulate(table[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
-    return (above + below) / 2
-
-
-def _by_tokens(known: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _along(tokens: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Interpolates between measured token counts; beyond them it goes on as it went between the two outermost."""
-    tokens = np.unique(known)
-    mean = np.array([seconds[known == t].mean() for t in tokens])
-    mean = np.maximum.accumulate(mean)
     first, last = tokens[0], tokens[-1]
-    rising = (mean[1] - mean[0]) / (tokens[1] - first) if len(tokens) > 1 else 0.0
+    rising = max(0.0, (seconds[1] - seconds[0]) / (tokens[1] - first)) if len(tokens) > 1 else 0.0
     # A machine that is full takes time in proportion; whether it is full is not known, so a part of that at least.
-    steep = max((mean[-1] - mean[-2]) / (last - tokens[-2]) if len(tokens) > 1 else 0.0, 0.25 * mean[-1] / last)
-    below = np.maximum(mean[0] - rising * (first - wanted), 0.25 * mean[0])
-    above = mean[-1] + steep * (wanted - last)
-    return np.where(wanted < first, below, np.where(wanted > last, above, np.interp(wanted, tokens, mean)))
+    steep = max((seconds[-1] - seconds[-2]) / (last - tokens[-2]) if len(tokens) > 1 else 0.0, 0.25 * seconds[-1] / last)
+    below = np.maximum(seconds[0] - rising * (first - wanted), 0.25 * seconds[0])
+    above = seconds[-1] + steep * (wanted - last)
+    return np.where(wanted < first, below, np.where(wanted > last, above, np.interp(wanted, tokens, seconds)))

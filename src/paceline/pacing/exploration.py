@@ -1,7 +1,8 @@
 """What may be tried, and when: short trials paid from a fixed share of the time, each drafter's failures waited out.
 
 A trial runs a drafter for a few steps to see what it gains. Its worst case (nothing accepted) must fit what is left of the
-share, so a drafter that is never right costs no more than that, however often it is tried and however dear it is.
+share, so a drafter that is never right costs no more than that, however often it is tried and however dear it is. A shorter
+kind only measures how long a strategy takes, from a share of its own.
 """
 
 import random
@@ -26,6 +27,7 @@ class Trial:
     baseline: float  # tokens per second that the incumbent would have made
     length: int
     started: int  # step
+    record: "DrafterRecord | None" = None  # of the drafter that is being tried; None: only the strategy's time is asked for
     seen: int = 0
 
     def running(self, step: int) -> bool:

@@ -17,12 +17,14 @@ class TraceRow:
     rows: int = 0  # summed over the steps
     tokens: int = 0
     seconds: float = 0.0
+    disturbed_seconds: float = 0.0  # of these, in steps that waited for something else (a prefill, a capture)
 
     def note(self, observation: Observation) -> None:
         self.steps += 1
         self.rows += observation.running
         self.tokens += observation.tokens
         self.seconds += observation.seconds
+        self.disturbed_seconds += observation.seconds if observation.disturbed else 0.0
 
     @property
     def running(self) -> float:
@@ -42,6 +44,7 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
             record = {
                 "step": step, "strategy": str(decision.strategy), "reason": decision.reason, "context": round(decision.context, 1),
                 "expected": round(decision.expected, 2), "steps": row.steps, "rows": row.rows, "tokens": row.tokens, "seconds": row.seconds,
+                "disturbed_seconds": row.disturbed_seconds,
             }  # fmt: skip
             file.write(json.dumps(record) + "\n")
 
@@ -56,7 +59,7 @@ def read_trace(path: Path) -> dict[int, list[TraceRow]]:
             break
         strategy, running = Strategy.parse(r["strategy"]), r["rows"] // max(1, r["steps"])
         decision = Decision(strategy, running, r["context"], r["expected"], r["reason"])
-        rows.setdefault(r["step"], []).append(TraceRow(decision, r["steps"], r["rows"], r["tokens"], r["seconds"]))
+        rows.setdefault(r["step"], []).append(TraceRow(decision, r["steps"], r["rows"], r["tokens"], r["seconds"], r.get("disturbed_seconds", 0.0)))
     return rows
 
 
