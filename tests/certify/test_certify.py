@@ -13,7 +13,7 @@ from paceline.certify.run import Certificate, Plan, certify
 from paceline.cli import app
 from paceline.config import SpeculationConfig
 from paceline.drafting.draft_model import DraftModel
-from paceline.engine import step
+from paceline.engine import sampling
 from paceline.kernels import rejection
 from paceline.kernels.noise import STREAM_SAMPLE
 from paceline.policy.config import DecoderConfig
@@ -98,18 +98,18 @@ def test_an_acceptance_that_is_too_kind_is_caught(policies, monkeypatch):
     def kind(logits, temperature, seed, position, truncation, proposals, probabilities):
         return sound(logits, temperature, seed, position, truncation, proposals, probabilities / 2)
 
-    monkeypatch.setattr(step, "verify_by_rejection", kind)
+    monkeypatch.setattr(sampling, "verify_by_rejection", kind)
     certificate = certify(subject(policies, "rejection"), PROMPTS, Plan(contexts=2, samples=600, further=(), mixed=6), {})
     assert min(check.adjusted for check in certificate.checks if check.adjusted is not None) < 1e-6, certificate.table()
 
 
 def break_sampler(monkeypatch, change) -> None:
-    sound = step.sample
+    sound = sampling.sample
 
     def broken(logits, temperature, seed, position):
         return change(sound, logits, temperature, seed, position)
 
-    monkeypatch.setattr(step, "sample", broken)
+    monkeypatch.setattr(sampling, "sample", broken)
 
 
 def test_wrong_logprobs_are_caught(policies, monkeypatch):
@@ -135,8 +135,8 @@ def test_noise_used_twice_is_caught(policies, monkeypatch):
 
 
 def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
-    sound = step.sample_truncated
-    monkeypatch.setattr(step, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
+    sound = sampling.sample_truncated
+    monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
     policy, exact = policies
     plan = Plan(contexts=2, samples=60, fewer=60, further=(SamplingParams(1.0, top_k=3),), mixed=6)
     certificate = certify(NativeSubject(policy, exact, None, 0, "shared-noise"), PROMPTS, plan, {})

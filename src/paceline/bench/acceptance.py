@@ -19,8 +19,8 @@ import torch
 
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.sampling import Verify
 from paceline.engine.sequence import Sequence
-from paceline.engine.step import Verify
 from paceline.learning.batch import pack, training_sequence
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder

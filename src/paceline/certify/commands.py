@@ -31,7 +31,7 @@ def certify(
     from paceline.certify.run import QUICK, Plan
     from paceline.certify.run import certify as run
     from paceline.config import load_config
-    from paceline.engine.step import Verify
+    from paceline.engine.sampling import Verify
 
     if backend not in ("native", "reference"):
         raise ValueError(f"--backend {backend!r}: must be native or reference")

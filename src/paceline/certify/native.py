@@ -13,8 +13,8 @@ from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.sampling import Verify
 from paceline.engine.sequence import Sequence
-from paceline.engine.step import Verify
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 

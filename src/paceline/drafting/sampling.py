@@ -5,7 +5,7 @@ import torch
 from paceline.drafting.base import Seat
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation, sampled_distribution
-from paceline.kernels.sampler import sample, sample_truncated
+from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated
 
 
 def sample_draft(logits_RV: torch.Tensor, seat: Seat, slots_R: torch.Tensor, queries: DraftQueries, column: int, truncates: bool) -> torch.Tensor:
@@ -13,7 +13,10 @@ def sample_draft(logits_RV: torch.Tensor, seat: Seat, slots_R: torch.Tensor, que
     rows = seat.rows
     cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
     if seat.probabilities_SKV is not None:
-        seat.probabilities_SKV[slots_R, column] = sampled_distribution(logits_RV, queries.temperature_R, cut).to(seat.probabilities_SKV.dtype)
+        for first in range(0, len(slots_R), WIDE_ROWS):
+            few = slice(first, first + WIDE_ROWS)
+            case = logits_RV[few], queries.temperature_R[few], None if cut is None else cut.of_rows(few)
+            seat.probabilities_SKV[slots_R[few], column] = sampled_distribution(*case).to(seat.probabilities_SKV.dtype)
     noise = queries.temperature_R, queries.seed_R, queries.sample_positions_CR[column]
     if cut is not None:
         return sample_truncated(logits_RV, *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]

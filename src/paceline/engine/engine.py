@@ -28,10 +28,10 @@ from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.refusal import refusal
 from paceline.engine.rows import NewRow, Rows, to_device
+from paceline.engine.sampling import StepVariant, Verify
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
-from paceline.engine.step import StepVariant, Verify
 from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for

@@ -15,7 +15,8 @@ from paceline.drafting.base import Drafter
 from paceline.engine.capture_guard import CaptureGuard
 from paceline.engine.graph_memory import GraphMemory, pool_bytes_taken
 from paceline.engine.rows import MAX_QUERY, Rows
-from paceline.engine.step import StepStatus, StepVariant, step
+from paceline.engine.sampling import StepVariant
+from paceline.engine.step import StepStatus, step
 from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
 from paceline.precision.weights import QuantisedWeights

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from paceline.backends.base import RolloutStats
 from paceline.engine.rows import Rows
+from paceline.engine.sampling import StepVariant
 from paceline.engine.sequence import Sequence
-from paceline.engine.step import StepStatus, StepVariant
+from paceline.engine.step import StepStatus
 from paceline.engine.step_timer import StepTimer, StepTiming
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import Decision, Observation

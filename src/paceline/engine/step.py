@@ -8,41 +8,22 @@ is sampled with its own noise, and the longest prefix where proposal equals samp
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
 Drafters that follow the policy see the hidden states and the samples at the end of the step, in the same graph.
-Stop tokens and limits cut the appended run where plain decoding would have stopped. With `verify: rejection` the samples come
-from `kernels/rejection.py`, which gives a proposal itself where it accepts it; everything else is the same.
+Stop tokens and limits cut the appended run where plain decoding would have stopped. How samples come out of hidden states is
+`sampling.py`'s: with `verify: rejection` a proposal is its own sample where it is accepted, and everything else is the same.
 """
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from paceline.drafting.base import Drafter, TargetStep
 from paceline.engine.rows import Rows
+from paceline.engine.sampling import StepVariant, sample_step
 from paceline.engine.sequence import Sequence
-from paceline.kernels.rejection import Truncation, verify_by_rejection
-from paceline.kernels.row_step import Queries, append_samples, gather_queries
-from paceline.kernels.sampler import sample, sample_truncated
+from paceline.kernels.row_step import append_samples, gather_queries
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
-
-
-class Verify(StrEnum):
-    """How a step decides what it keeps of a proposal."""
-
-    SHARED_NOISE = "shared-noise"
-    REJECTION = "rejection"
-    REJECTION_OF_CERTAIN = "rejection-of-certain"  # of a drafter without probabilities
-
-
-@dataclass(frozen=True)
-class StepVariant:
-    """What the batch needs beyond plain sampling; each combination is a graph of its own."""
-
-    truncates: bool = False
-    top_logprobs: int = 0
-    verify: Verify = Verify.SHARED_NOISE
 
 
 @dataclass(frozen=True)
@@ -81,51 +62,17 @@ def step(
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
     hidden_TE, captured = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
-    logits_TV = forward.logits(hidden_TE)
-    if variant.verify is Verify.SHARED_NOISE:
-        sampled_T, logprobs_T = _sample(rows, logits_TV, slots_R, gathered, variant.truncates)
-    else:
-        known_SKV = probabilities_SKV if variant.verify is Verify.REJECTION else None
-        sampled_T, logprobs_T = _sample_by_rejection(rows, logits_TV, slots_R, gathered, variant.truncates, proposals_SK, known_SKV)
+    samples = sample_step(forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV)
     shape = gathered.tokens_RQ.shape
-    lengths_states = append_samples(state, slots_R, proposals_SK, sampled_T.view(shape), logprobs_T.view(shape))
+    sampled_RQ, logprobs_RQ = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
+    lengths_states = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
     for follower in followers:
-        follower.observe_step(TargetStep(slots_R, gathered, sampled_T.view(shape), captured))
+        follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
     if not variant.top_logprobs:
         return StepStatus(lengths_states)
-    temperature_T1 = gathered.temperature_RQ.flatten().unsqueeze(1)
-    scaled_TV = logits_TV / torch.where(temperature_T1 > 0, temperature_T1, 1.0)
-    top = scaled_TV.log_softmax(-1).topk(variant.top_logprobs)
-    return StepStatus(lengths_states, top.values.unflatten(0, shape), top.indices.unflatten(0, shape))
+    return StepStatus(lengths_states, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape))
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)
-
-
-def _sample(rows: Rows, logits_TV: torch.Tensor, slots_R: torch.Tensor, gathered: Queries, truncates: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    noise = gathered.temperature_RQ.flatten(), gathered.seed_RQ.flatten(), gathered.sample_positions_RQ.flatten()
-    if not truncates:
-        return sample(logits_TV, *noise)
-    slots_T = slots_R.repeat_interleave(gathered.tokens_RQ.shape[1])
-    state = rows.state
-    tokens_T, logprobs_T, _ = sample_truncated(logits_TV, *noise, state.top_k[slots_T], state.top_p[slots_T], state.min_p[slots_T])
-    return tokens_T, logprobs_T
-
-
-def _sample_by_rejection(
-    rows: Rows,
-    logits_TV: torch.Tensor,
-    slots_R: torch.Tensor,
-    gathered: Queries,
-    truncates: bool,
-    proposals_SK: torch.Tensor,
-    probabilities_SKV: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    count, state = gathered.tokens_RQ.shape[1] - 1, rows.state
-    truncation = Truncation(state.top_k[slots_R], state.top_p[slots_R], state.min_p[slots_R]) if truncates else None
-    return verify_by_rejection(
-        logits_TV.unflatten(0, gathered.tokens_RQ.shape), gathered.temperature_RQ, gathered.seed_RQ, gathered.sample_positions_RQ,
-        truncation, proposals_SK[slots_R, :count], None if probabilities_SKV is None else probabilities_SKV[slots_R, :count],
-    )  # fmt: skip

@@ -29,6 +29,9 @@ class Truncation:
     top_p_R: torch.Tensor
     min_p_R: torch.Tensor
 
+    def of_rows(self, few: slice) -> "Truncation":
+        return Truncation(self.top_k_R[few], self.top_p_R[few], self.min_p_R[few])
+
 
 def sampled_distribution(logits_RV: torch.Tensor, temperature_R: torch.Tensor, truncation: Truncation | None = None) -> torch.Tensor:
     """The probabilities that sampling draws from: at the row's temperature, within what truncation leaves; one token where it is 0."""

@@ -1,7 +1,8 @@
 """The decoder's layers over the paged cache, with the kernels: the same parameters that learning trains.
 
 `policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is fused into the
-norm that follows it, so a layer is nine launches, thirteen with experts.
+norm that follows it, so a layer is nine launches, thirteen with experts. What a layer makes on the way gets no name that would keep
+it alive: captured graphs hold the memory of all that is alive at once (`engine/step_bytes.py` counts it).
 
 Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm, attention or SwiGLU before them then hands
 over quantised rows instead of plain ones.
@@ -24,7 +25,7 @@ from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.paged.cache import KVCache
-from paceline.policy.decoder import Decoder, DecoderLayer, ExpertFeedForward, FeedForward
+from paceline.policy.decoder import Attention, Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights
 
 Captured = dict[int, torch.Tensor]
@@ -93,7 +94,7 @@ class PagedForward:
     ) -> tuple[torch.Tensor, Captured]:
         """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the last layer's keys and
         values, or with its routing where that is recorded."""
-        policy, eps, last = self.policy, self.policy.config.norm_eps, len(self.policy.layers) - 1
+        policy, last = self.policy, len(self.policy.layers) - 1
         filled = last if fill_only and (self.cache.routing is None or not policy.config.has_experts(last)) else None
         captured: Captured = {}
         chosen_LTK: list[torch.Tensor] = []  # experts, of the layers that have any
@@ -103,22 +104,33 @@ class PagedForward:
         for index, (layer, (following_norm, following_linear)) in enumerate(zip(policy.layers, following, strict=True)):
             if index in self.captured_layers:
                 captured[index] = residual_TE
-            attention = layer.attention
-            qkv = self._linear(normed_TE, attention.qkv, in_parts=True)
-            norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm is not None else (None, None)
-            q_THD = rope_and_write_kv(
-                qkv, positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(index), attention.heads, *norms, eps,
-                *self.cache.scales(index), dtype=residual_TE.dtype,
-            )  # fmt: skip
             if index == filled:
+                self._rotated(normed_TE, layer.attention, index, positions_T, slots_T)
                 break
-            out_TE = self._linear(attend(q_THD, index), attention.output, in_parts=True)
-            normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, layer.feed_forward_norm.weight, _dense_input(layer))
-            out_TE = self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK)
-            normed_TE, residual_TE = self._norm_residual(out_TE, residual_TE, following_norm.weight, following_linear)
+            normed_TE, residual_TE = self._norm_residual(
+                self._attention(normed_TE, layer.attention, index, positions_T, slots_T, attend),
+                residual_TE, layer.feed_forward_norm.weight, _dense_input(layer),
+            )  # fmt: skip
+            normed_TE, residual_TE = self._norm_residual(
+                self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK), residual_TE, following_norm.weight, following_linear
+            )
         if self.cache.routing is not None:
             self.cache.routing.write(slots_T, chosen_LTK)
         return normed_TE, captured
+
+    def _attention(
+        self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache
+    ) -> torch.Tensor:
+        attended = attend(self._rotated(x_TE, module, layer, positions_T, slots_T), layer)
+        return self._linear(attended, module.output, in_parts=True)
+
+    def _rotated(self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+        """The queries; keys and values go to the cache."""
+        norms = (module.q_norm.weight, module.k_norm.weight) if module.q_norm is not None else (None, None)
+        return rope_and_write_kv(
+            self._linear(x_TE, module.qkv, in_parts=True), positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(layer), module.heads,
+            *norms, self.policy.config.norm_eps, *self.cache.scales(layer), dtype=self.policy.dtype,
+        )  # fmt: skip
 
     def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):

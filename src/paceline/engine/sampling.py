@@ -1,0 +1,134 @@
+"""From a step's hidden states to its samples: the LM head and the sampler, for a piece of the tokens at a time.
+
+    hidden states   | piece 0 | piece 1 | piece 2 |        [T, E]
+    logits            [piece, V]                           one piece's, and the next one's in the same memory
+    samples         | piece 0 | piece 1 | piece 2 |        [T]
+
+All logits of 256 rows with 8 queries would be 1.2 GB (vocabulary of 151,936), and every captured graph of another size would keep its own.
+Rejection looks at a row's queries together, so its pieces are whole rows.
+"""
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import torch
+
+from paceline.kernels.rejection import Truncation, verify_by_rejection
+from paceline.kernels.row_step import Queries, RowTensors
+from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated, top_logprobs
+from paceline.paged.forward import PagedForward
+
+# From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to read the head's weight (0.27 ms), so more and
+# smaller products cost no time; twice as many tokens would save 4% of the head's time and take another 0.16 GB. A multiple of
+# `kernels/linear.py`'s ROW_TILE, so a CPU pads no more rows than it would without pieces.
+SAMPLE_TOKENS = 256
+
+
+class Verify(StrEnum):
+    """How a step decides what it keeps of a proposal."""
+
+    SHARED_NOISE = "shared-noise"
+    REJECTION = "rejection"
+    REJECTION_OF_CERTAIN = "rejection-of-certain"  # of a drafter without probabilities
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """What the batch needs beyond plain sampling; each combination is a graph of its own."""
+
+    truncates: bool = False
+    top_logprobs: int = 0
+    verify: Verify = Verify.SHARED_NOISE
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of all of a step's tokens, or of a piece of them."""
+
+    tokens_T: torch.Tensor
+    logprobs_T: torch.Tensor
+    top_values_TN: torch.Tensor | None = None
+    top_tokens_TN: torch.Tensor | None = None
+
+    @staticmethod
+    def joined(pieces: list["Samples"]) -> "Samples":
+        if len(pieces) == 1:
+            return pieces[0]
+        columns = ([getattr(piece, field.name) for piece in pieces] for field in fields(Samples))
+        return Samples(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+def sample_step(
+    forward: PagedForward,
+    rows: RowTensors,
+    hidden_TE: torch.Tensor,
+    slots_R: torch.Tensor,
+    queries: Queries,
+    variant: StepVariant,
+    proposals_SK: torch.Tensor,
+    probabilities_SKV: torch.Tensor | None,
+) -> Samples:
+    """One sample for each of the R x Q hidden states; `probabilities_SKV` is what proposals were drawn from, for rejection."""
+    per_row = queries.tokens_RQ.shape[1]
+    size = SAMPLE_TOKENS if variant.verify is Verify.SHARED_NOISE else max(1, SAMPLE_TOKENS // per_row) * per_row
+    known_SKV = probabilities_SKV if variant.verify is Verify.REJECTION else None
+    slots_T = slots_R.repeat_interleave(per_row) if variant.truncates else None
+
+    def sampled(piece: slice) -> Samples:
+        """A function of its own, so that its logits are gone before the next piece's are made."""
+        logits_PV = forward.logits(hidden_TE[piece])
+        temperature_P = queries.temperature_RQ.flatten()[piece]
+        if variant.verify is Verify.SHARED_NOISE:
+            noise = temperature_P, queries.seed_RQ.flatten()[piece], queries.sample_positions_RQ.flatten()[piece]
+            tokens_P, logprobs_P = _by_shared_noise(logits_PV, *noise, None if slots_T is None else _truncation(rows, slots_T[piece]))
+        else:
+            whole = slice(piece.start // per_row, piece.stop // per_row)
+            of_rows = logits_PV, slots_R[whole], _of_rows(queries, whole)
+            tokens_P, logprobs_P = _by_rejection(rows, *of_rows, variant.truncates, proposals_SK, known_SKV)
+        top = top_logprobs(logits_PV, temperature_P, variant.top_logprobs) if variant.top_logprobs else ()
+        return Samples(tokens_P, logprobs_P, *top)
+
+    return Samples.joined([sampled(slice(first, first + size)) for first in range(0, len(hidden_TE), size)])
+
+
+def _by_shared_noise(
+    logits_PV: torch.Tensor, temperature_P: torch.Tensor, seed_P: torch.Tensor, position_P: torch.Tensor, truncation: Truncation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if truncation is None:
+        return sample(logits_PV, temperature_P, seed_P, position_P)
+    cut = truncation.top_k_R, truncation.top_p_R, truncation.min_p_R
+    return sample_truncated(logits_PV, temperature_P, seed_P, position_P, *cut)[:2]
+
+
+def _by_rejection(
+    rows: RowTensors,
+    logits_PV: torch.Tensor,
+    slots_R: torch.Tensor,
+    queries: Queries,
+    truncates: bool,
+    proposals_SK: torch.Tensor,
+    probabilities_SKV: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch with some thirty bytes a logit, so a few rows at a time."""
+    num_rows, per_row = queries.tokens_RQ.shape
+    logits_RQV, count = logits_PV.unflatten(0, (num_rows, per_row)), per_row - 1
+
+    def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        slots, some = slots_R[few], _of_rows(queries, few)
+        tokens_RQ, logprobs_RQ = verify_by_rejection(
+            logits_RQV[few], some.temperature_RQ, some.seed_RQ, some.sample_positions_RQ, _truncation(rows, slots) if truncates else None,
+            proposals_SK[slots, :count], None if probabilities_SKV is None else probabilities_SKV[slots, :count],
+        )  # fmt: skip
+        return tokens_RQ.flatten(), logprobs_RQ.flatten()
+
+    size = max(1, WIDE_ROWS // per_row)
+    tokens, logprobs = zip(*(verified(slice(first, first + size)) for first in range(0, num_rows, size)), strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _truncation(rows: RowTensors, slots: torch.Tensor) -> Truncation:
+    return Truncation(rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+
+
+def _of_rows(queries: Queries, few: slice) -> Queries:
+    return Queries(*(getattr(queries, field.name)[few] for field in fields(Queries)))
