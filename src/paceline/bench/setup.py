@@ -54,7 +54,7 @@ def recipe_engine(
     """With room for the requests."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
     room = max_running * (longest + RESERVE_STEPS * (MAX_QUERY + 1))  # what is reserved ahead for the deepest drafts, too
-    settings = EngineSettings(max_running, room, longest, deterministic=config.rollout.deterministic, verify=verify)
+    settings = EngineSettings(max_running, room, max_length=longest, deterministic=config.rollout.deterministic, verify=verify)
     drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation, widened_from(config))]
     return Engine(policy, settings, drafters=drafters)
 
