@@ -14,6 +14,7 @@ from paceline.cli import app
 from paceline.config import SpeculationConfig
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine import sampling
+from paceline.engine.settings import EngineSettings
 from paceline.kernels import rejection
 from paceline.kernels.noise import STREAM_SAMPLE
 from paceline.policy.config import DecoderConfig
@@ -37,9 +38,9 @@ def policies() -> tuple[Decoder, Decoder]:
 def subject(policies, verify: str, drafter: str = "disturbed", tokens: int = 2) -> NativeSubject:
     policy, exact = policies
     if drafter != "disturbed":
-        return NativeSubject(policy, exact, drafter_maker(drafter, policy, SpeculationConfig()), tokens, verify)
+        return NativeSubject(policy, exact, [drafter_maker(drafter, policy, SpeculationConfig())], tokens, EngineSettings(verify=verify))
     model = disturbed(policy, 0.4)
-    return NativeSubject(policy, exact, lambda: DraftModel(model), tokens, verify)
+    return NativeSubject(policy, exact, [lambda: DraftModel(model)], tokens, EngineSettings(verify=verify))
 
 
 def failed(certificate: Certificate) -> list[str]:
@@ -82,7 +83,7 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     target, plan = [0.6, 0.2, 0.1, 0.06, 0.04], Plan(contexts=2, samples=1500, further=(), mixed=6, mixed_tokens=6)
     drafter = DraftModel(always([0.39, 0.02, 0.52, 0.02, 0.05] if known else [0.3, 0.3, 0.3, 0.05, 0.05]))
     drafter.has_probabilities = known
-    biased = NativeSubject(always(target), always(target, torch.float64), lambda: drafter, 1, "rejection")
+    biased = NativeSubject(always(target), always(target, torch.float64), [lambda: drafter], 1, EngineSettings(verify="rejection"))
     prompts = [(1, 2, 3), (4, 4)]
     assert certify(biased, prompts, plan, {}).passed
     monkeypatch.setattr(rejection, "STREAM_RECOVER", STREAM_SAMPLE)
@@ -122,7 +123,7 @@ def test_wrong_logprobs_are_caught(policies, monkeypatch):
     break_sampler(monkeypatch, cold)  # `sample`, hence only where nobody truncates
     policy, exact = policies
     plan = Plan(contexts=2, samples=60, fewer=60, further=(SamplingParams(0.7), SamplingParams(0.7, top_k=5)), mixed=12)
-    certificate = certify(NativeSubject(policy, exact, None, 0, "shared-noise"), PROMPTS, plan, {})
+    certificate = certify(NativeSubject(policy, exact, [], 0, EngineSettings()), PROMPTS, plan, {})
     assert "T 0.7: logprobs of a learner" in failed(certificate), certificate.table()
 
 
@@ -130,7 +131,7 @@ def test_noise_used_twice_is_caught(policies, monkeypatch):
     """Every second position samples with the noise of the one before: each token alone is drawn right."""
     break_sampler(monkeypatch, lambda sound, logits, temperature, seed, position: sound(logits, temperature, seed, position // 2 * 2))
     policy, exact = policies
-    certificate = certify(NativeSubject(policy, exact, None, 0, "shared-noise"), PROMPTS, Plan(contexts=2, samples=1000, further=(), mixed=6), {})
+    certificate = certify(NativeSubject(policy, exact, [], 0, EngineSettings()), PROMPTS, Plan(contexts=2, samples=1000, further=(), mixed=6), {})
     assert not certificate.passed, certificate.table()
 
 
@@ -139,7 +140,7 @@ def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
     monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
     policy, exact = policies
     plan = Plan(contexts=2, samples=60, fewer=60, further=(SamplingParams(1.0, top_k=3),), mixed=6)
-    certificate = certify(NativeSubject(policy, exact, None, 0, "shared-noise"), PROMPTS, plan, {})
+    certificate = certify(NativeSubject(policy, exact, [], 0, EngineSettings()), PROMPTS, plan, {})
     assert [name for name in failed(certificate) if "top-k 3" in name], certificate.table()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from paceline.certify.statistics import holm, test_frequencies
+from paceline.certify.statistics import _chi_square_tail, holm, test_frequencies
 
 
 def draw(probabilities_NB: torch.Tensor, seed: int) -> torch.Tensor:
@@ -41,6 +41,41 @@ def test_impossible_tokens_and_certain_contexts():
     certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
     assert test_frequencies(certain, torch.zeros(500, dtype=torch.int64)).p_value == 1.0
     assert test_frequencies(certain, torch.tensor([1] + [0] * 499)).p_value == 0.0
+
+
+def shaken(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
+    """What rounding makes of them: some tokens' logits are moved."""
+    noise = torch.randn(probabilities.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (probabilities.log() + by * noise).softmax(-1)
+
+
+def test_what_rounding_explains_is_not_held_against_a_backend():
+    """One context, known up to rounding: the backend is one more shaken copy. Without the copies it would fail; a bias still does."""
+    context = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    rows, failures, bare, caught = 20000, 0, 0, 0
+    for seed in range(30):
+        copies = torch.stack([shaken(context, 0.05, 100 * seed + i) for i in range(4)])
+        drawn = draw(copies[3].expand(rows, -1), seed)
+        known = context.expand(rows, -1), drawn, None, copies[:3].expand(rows, -1, -1)
+        failures += test_frequencies(*known).p_value < 0.01
+        bare += test_frequencies(*known[:2]).p_value < 0.01
+        biased = draw((copies[3] * torch.tensor([1.6, 1, 1, 1])).expand(rows, -1), seed)
+        caught += test_frequencies(known[0], biased, None, known[3]).p_value < 0.01
+    assert failures <= 5 and bare > 20 and caught > 25
+
+
+def test_tokens_that_only_rounding_makes_possible():
+    certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
+    sometimes = torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)  # five are expected, ten explained and half a one unseen
+    few, many = (test_frequencies(certain, torch.tensor([1] * n + [0] * (500 - n)), None, sometimes) for n in (8, 40))
+    assert few.ruled_out == 8 and few.explained == pytest.approx(10.5) and few.p_value > 0.5 and many.p_value < 1e-6
+    assert many.p_value == pytest.approx(2 * stats.poisson.sf(39, 10.5))
+
+
+def test_a_shifted_statistic_is_noncentral_chi_square():
+    for statistic, degrees, shift in ((30.0, 12, 0.0), (30.0, 12, 7.5), (400.0, 30, 350.0), (5.0, 1, 2.0)):
+        expected = stats.ncx2.sf(statistic, degrees, shift) if shift else stats.chi2.sf(statistic, degrees)
+        assert _chi_square_tail(statistic, degrees, shift) == pytest.approx(expected, rel=1e-6)
 
 
 def test_holm():

@@ -34,6 +34,13 @@ def test_cpu_row_does_not_see_its_neighbours():
     assert torch.equal(linear_reference(other, weight)[17], linear_reference(x, weight)[3])
 
 
+def test_cpu_logits_of_a_16_bit_policy_are_not_rounded_to_16_bits():
+    weight, x = torch.randn(48, 128).bfloat16(), torch.randn(40, 128).bfloat16()
+    logits = linear_reference(x, weight, torch.float32)
+    assert logits.dtype == torch.float32 and (logits - x.double() @ weight.double().t()).abs().max() < 1e-4
+    assert torch.equal(linear_reference(x[3:4], weight, torch.float32), logits[3:4])
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 33, 70])
 @pytest.mark.parametrize("depth, width", [(128, 96), (192, 50)])
 def test_kernels_interpreted(num_rows, depth, width):

@@ -1,7 +1,8 @@
-"""The three kinds of check: the same bits, the right frequencies, the learner's logprobs."""
+"""The same bits, and the right frequencies. Logprobs are in `parity.py`."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,16 +11,9 @@ from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.statistics import FrequencyTest, test_frequencies
 from paceline.certify.subject import Opened, Subject
 from paceline.engine.rows import MAX_QUERY
-from paceline.learning.batch import TrainingSequence, micro_batches
-from paceline.learning.logprobs import token_logprobs
-from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
 
-# (largest, mean) difference of a logprob between backend and learner. bf16 keeps 8 bits, so logits of about 10 are off by a few hundredths.
-PARITY_LIMITS = {torch.float64: (1e-8, 1e-9), torch.float32: (1e-3, 1e-5), torch.bfloat16: (1.0, 0.03)}
-# How far apart the same logits may come out in this type; contexts that hang on less are left out.
-LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
-PARITY_COMPLETIONS = 64  # of each sampling, for the logprobs
+PARITY_COMPLETIONS, PARITY_TOKENS = 24, 8  # of each sampling, for the logprobs
 SAME_CONTEXT = 200  # tokens, from which on a context is tested for itself
 MIXED_SAMPLINGS = (
     SamplingParams(1.0), SamplingParams(0.7), SamplingParams(1.5, top_k=7),
@@ -42,7 +36,8 @@ def check_equality(subject: Subject, requests: list[Request], plain: list[Comple
     """Tokens and logprobs against plain decoding: other batches, and every depth of speculation up to the subject's."""
     runs = [(f"same bits, plain, {n} at a time", 0, n) for n in (1, 5)]
     depths = sorted({1, subject.tokens, min(2 * subject.tokens + 1, MAX_QUERY - 1)}) if subject.tokens else []
-    runs += [(f"same bits, {k} proposed, {n} at a time", k, n) for k, n in zip(depths, (3, 64, 8), strict=False)]
+    depth = "up to {} proposed" if subject.adaptive else "{} proposed"
+    runs += [(f"same bits, {depth.format(k)}, {n} at a time", k, n) for k, n in zip(depths, (3, 64, 8), strict=False)]
     checks = []
     for name, tokens, max_running in runs:
         some = slice(0, len(requests) if max_running > 1 else 6)
@@ -57,37 +52,34 @@ def _bits(completion: Completion) -> tuple:
     return completion.tokens, completion.logprobs, completion.finish_reason
 
 
-def check_parity(policy: Decoder, completions: list[Completion], name: str) -> Check:
-    """The logprobs that came with the tokens against a learner's forward pass over the same text."""
-    differences = []
-    with torch.inference_mode():
-        for batch in micro_batches([_text(c) for c in completions if c.tokens], 4096, policy.device):
-            logprobs_R, _ = token_logprobs(policy, batch)
-            differences.append((logprobs_R.double() - batch.rollout_logprobs_R).abs())
-    difference_R = torch.cat(differences)
-    largest, mean = float(difference_R.max()), float(difference_R.mean())
-    limit_largest, limit_mean = PARITY_LIMITS[policy.dtype]
-    detail = f"differ by {largest:.1e} at most and {mean:.1e} on average over {len(difference_R)} tokens (allowed: {limit_largest:g}, {limit_mean:g})"
-    return Check(name, largest <= limit_largest and mean <= limit_mean, detail)
-
-
-def _text(completion: Completion) -> TrainingSequence:
-    """As a learner sees it; truncated samples too, since what is compared is the full vocabulary's logprob."""
-    prompt, temperature = completion.request.prompt, completion.request.sampling.temperature or 1.0
-    return TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature)
-
-
 def describe(sampling: SamplingParams) -> str:
     extra = f", top-k {sampling.top_k}" if sampling.top_k else f", top-p {sampling.top_p}" if sampling.top_p < 1 else ""
     return f"T {sampling.temperature:g}{extra}"
 
 
+def sampling_requests(prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int) -> list[Request]:
+    """Of one kind, over many prompts: those who share one share whatever rounding did to it."""
+    label, sampling = describe(sampling), replace(sampling, max_tokens=PARITY_TOKENS, ignore_eos=True)
+    chosen = [prompts[i % len(prompts)] for i in range(PARITY_COMPLETIONS)]
+    return [
+        Request(f"{label}/logprobs/{i}", prompt, request_seed(Purpose.EVAL, seed, 0, f"certify logprobs {label}", 0, i), sampling)
+        for i, prompt in enumerate(chosen)
+    ]
+
+
 def check_frequencies(
-    subject: Subject, opened: Opened, prompts: Sequence[tuple[int, ...]], samples: int, sampling: SamplingParams, seed: int
+    subject: Subject,
+    opened: Opened,
+    prompts: Sequence[tuple[int, ...]],
+    samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    tolerance: float,
 ) -> list[Check]:
     """Many seeds over few prompts: are tokens drawn as they should, by their place in the step that made them?
 
     A token is reached because of what was accepted before it, and given that it must have its own context's distribution.
+    `tolerance`: how far the same logits may lie apart anywhere; contexts in which so little decides what truncation keeps are left out.
     """
     label = describe(sampling)
     requests = [
@@ -97,22 +89,28 @@ def check_frequencies(
     ]
     opened.step_starts.clear()
     completions = opened.run(requests)
-    tokens = expected_tokens(subject.exact_policy, completions, sampling, LOGIT_TOLERANCE[subject.policy.dtype])
+    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, subject.shaken)
     depth_N, certain_N = _depths(completions, opened), tokens.certain_N
     uncertain = int((~certain_N).sum())
-    checks = [check_parity(subject.policy, completions[:: max(1, len(completions) // PARITY_COMPLETIONS)], f"{label}: logprobs of a learner")]
     if sampling.temperature == 0:
-        wrong = int((tokens.observed_N[certain_N] != 0).sum())
-        detail = f"{wrong} of {int(certain_N.sum())} tokens are not the most likely one ({uncertain} too close to tell)"
-        return [*checks, Check(f"{label}: the most likely token", wrong == 0, detail)]
+        return [_most_likely_check(f"{label}: the most likely token", tokens.where(certain_N), bool(subject.shaken), uncertain)]
+    checks = []
     for depth in range(int(depth_N.max()) + 1):
         mask_N = certain_N & (depth_N == depth)
         if mask_N.any():
             part = tokens.where(mask_N)
-            result = test_frequencies(part.probabilities_NB, part.observed_N, _strata(tokens, mask_N))
+            result = test_frequencies(part.probabilities_NB, part.observed_N, _strata(tokens, mask_N), part.shaken_NSB)
             place = "every token" if not opened.step_starts else "first of a step" if depth == 0 else f"after {depth} accepted"
             checks.append(_frequency_check(f"{label}: {place}", result, uncertain))
     return checks
+
+
+def _most_likely_check(name: str, tokens: Expected, by_chance: bool, uncertain: int) -> Check:
+    result = test_frequencies(tokens.probabilities_NB, tokens.observed_N, None, tokens.shaken_NSB)
+    detail = f"{result.ruled_out} of {result.tokens} tokens are not the most likely one ({uncertain} too close to tell)"
+    if not by_chance:
+        return Check(name, result.ruled_out == 0, detail)
+    return Check(name, None, f"{detail}; rounding may explain {result.explained:.1f}", result.p_value)
 
 
 def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
@@ -120,7 +118,9 @@ def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
     if result.p_value == 1.0 and not result.degrees:
         return Check(name, None, f"{told}: too little randomness to test", promised=False)
     left_out = f", {uncertain} left out" if uncertain else ""
-    return Check(name, None, f"{told} (5 sigma: {100 * result.resolution:.2f}%{left_out})", result.p_value)
+    rounding = f", rounding may add {result.shift:.1f} to the chi-square of {result.statistic:.0f} ({result.degrees} degrees)" if result.shift else ""
+    ruled_out = f", {result.ruled_out} ruled out by truncation, {result.explained:.1f} explained" if result.ruled_out else ""
+    return Check(name, None, f"{told} (5 sigma: {100 * result.resolution:.2f}%{left_out}{rounding}{ruled_out})", result.p_value)
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,11 @@ def certify(
         Optional[list[str]], typer.Argument(help="section.key=value of the recipe, such as rollout.speculation.eagle_path=FOLDER")
     ] = None,
     backend: Annotated[str, typer.Option(help="native or reference")] = "native",
-    drafter: Annotated[str, typer.Option(help="disturbed (the policy with noise on its weights), history, eagle or draft_model")] = "disturbed",
-    tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
+    drafter: Annotated[
+        str, typer.Option(help="disturbed (the policy with noise on its weights), history, eagle, draft_model; with --pacing adaptive also a,b")
+    ] = "disturbed",
+    tokens: Annotated[int, typer.Option(help="proposed per step, at most if pacing is adaptive", min=1, max=15)] = 3,
+    pacing: Annotated[str, typer.Option(help="fixed (always as many tokens) or adaptive (up to as many, whatever is fastest now)")] = "fixed",
     verify: Annotated[str, typer.Option(help="shared-noise or rejection")] = "shared-noise",
     precision: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: float32 on a CPU, bfloat16 on a GPU")] = "",
     deterministic: Annotated[bool, typer.Option(help="GPU: the engine's deterministic mode, which promises the same bits")] = False,
@@ -26,26 +29,48 @@ def certify(
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
     from dataclasses import replace
 
+    from paceline.backends.base import BASE_PRECISION
     from paceline.bench.setup import recipe_policy
+    from paceline.certify.fp8 import Fp8Subject
     from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
     from paceline.certify.run import QUICK, Plan
     from paceline.certify.run import certify as run
     from paceline.config import load_config
     from paceline.engine.sampling import Verify
+    from paceline.engine.settings import EngineSettings
 
     if backend not in ("native", "reference"):
         raise ValueError(f"--backend {backend!r}: must be native or reference")
     if verify not in (Verify.SHARED_NOISE, Verify.REJECTION):
         raise ValueError(f"--verify {verify!r}: must be {Verify.SHARED_NOISE} or {Verify.REJECTION}")
+    if pacing not in ("fixed", "adaptive"):
+        raise ValueError(f"--pacing {pacing!r}: must be fixed or adaptive")
+    names = drafter.split(",")
+    if len(names) > 1 and pacing == "fixed":
+        raise ValueError(f"--drafter {drafter!r}: fixed pacing takes one drafter; add --pacing adaptive for several")
     config = load_config(recipe, [*(overrides or []), f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
+    rollout = config.rollout
+    if backend == "reference" and rollout.precision != BASE_PRECISION:
+        raise ValueError(f"rollout.precision = {rollout.precision!r} needs --backend native; the reference computes in the policy's own type only")
     model, prompts = recipe_policy(config)
+    settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch.")}
     if backend == "reference":
-        subject, settings = ReferenceSubject(model, widest(model)), {}
+        subject = ReferenceSubject(model, widest(model))
     else:
-        make_drafter = drafter_maker(drafter, model, config.rollout.speculation)
-        subject = NativeSubject(model, widest(model), make_drafter, tokens, verify, deterministic)
-        settings = {"drafter": drafter, "tokens": str(tokens), "verify": verify, "deterministic": str(deterministic).lower()}
-    settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch."), **settings, "device": model.device.type}
+        drafters = [drafter_maker(name, model, rollout.speculation) for name in names]
+        engine = EngineSettings(
+            deterministic=deterministic or rollout.deterministic,
+            verify=verify,
+            precision=rollout.precision,
+            base_precision_layers=rollout.base_precision_layers,
+            kv_scales_per_head=rollout.kv_scales == "head",
+        )
+        how = (drafters, tokens, engine, pacing == "adaptive")
+        subject = NativeSubject(model, widest(model), *how) if rollout.precision == BASE_PRECISION else Fp8Subject(model, prompts, *how)
+        settings |= {"rollout": rollout.precision} if rollout.precision != BASE_PRECISION else {}
+        settings |= {"drafter": drafter, "tokens": str(tokens), "pacing": pacing, "verify": verify}
+        settings["deterministic"] = str(engine.deterministic).lower()
+    settings["device"] = model.device.type
     plan = replace(QUICK if quick else Plan(), seed=seed)
     certificate = run(
         subject, prompts, replace(plan, samples=samples) if samples else plan, settings, lambda what: typer.echo(f"... {what}", err=True)

@@ -2,22 +2,56 @@
 
 Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one bin: a sampler that
 favours likely tokens, or proposed ones, shows there whatever the contexts are.
+
+Where an exact policy is exact only up to rounding that nobody can predict (`fp8_policy.py`), its shaken copies come along: the
+probabilities they give the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from paceline.certify.subject import Policy
 from paceline.kernels.rejection import Truncation, sampled_distribution
 from paceline.kernels.sampler import kept_tokens, row_logsumexp, scaled_logits
 from paceline.policy.attention import PackedAttention
-from paceline.policy.decoder import Decoder
 from paceline.types import Completion, SamplingParams
 
 RANKS = 32
 PASS_TOKENS = 4096
 PASS_LOGITS = 1 << 25  # held at once
+APART = 2.0  # how far two logits move apart, over the standard deviation of what moved a context's
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Texts that run together, and the contexts within them that are wanted."""
+
+    texts: list[tuple[int, ...]]
+    contexts: list[tuple[int, ...]]
+    places: list[int]  # of each context's last token among all tokens
+
+    def logits(self, policy: Policy) -> torch.Tensor:
+        """After each of the contexts."""
+        packed = PackedAttention([len(text) for text in self.texts], policy.device)
+        tokens_T, places_N = (torch.tensor(x, device=policy.device) for x in ([token for text in self.texts for token in text], self.places))
+        return policy.logits(policy(tokens_T, packed.positions_T, packed)[places_N])
+
+
+def passes(policy: Policy, texts: dict[tuple[int, ...], int]) -> Iterator[Pass]:
+    """Texts with the length of their prompt: wanted is every context from the prompt on."""
+    waiting = sorted(texts, key=len)
+    per_pass = max(1, min(PASS_TOKENS // len(waiting[-1]), PASS_LOGITS // (policy.config.vocab_size * len(waiting[-1]))))
+    for start in range(0, len(waiting), per_pass):
+        part = Pass(waiting[start : start + per_pass], [], [])
+        first = 0
+        for text in part.texts:
+            for length in range(texts[text], len(text) + 1):
+                part.contexts.append(text[:length])
+                part.places.append(first + length - 1)
+            first += len(text)
+        yield part
 
 
 @dataclass(frozen=True)
@@ -29,14 +63,18 @@ class Expected:
     certain_N: torch.Tensor  # what truncation leaves does not hang on the last digits
     place_N: torch.Tensor  # index within the response
     context_N: torch.Tensor  # equal for tokens with the same text before them
+    shaken_NSB: torch.Tensor  # the probabilities of the same bins under each shaken copy
 
     def where(self, mask_N: torch.Tensor) -> "Expected":
         return Expected(*(x[mask_N] for x in vars(self).values()))
 
 
 @torch.inference_mode()
-def expected_tokens(policy: Decoder, completions: Sequence[Completion], sampling: SamplingParams, tolerance: float) -> Expected:
-    """`tolerance`: how far the backend's logits may lie from the policy's; contexts where so little decides what is kept are not certain.
+def expected_tokens(
+    policy: Policy, completions: Sequence[Completion], sampling: SamplingParams, tolerance: float, shaken: Sequence[Policy] = ()
+) -> Expected:
+    """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little, or what a shaken copy does
+    there, decides what is kept are not certain.
 
     Each context is computed once: many seeds over few prompts share most of theirs.
     """
@@ -50,69 +88,77 @@ def expected_tokens(policy: Decoder, completions: Sequence[Completion], sampling
             context_of.append(contexts.setdefault(prompt + completion.tokens[:place], len(contexts)))
             places.append(place)
             tokens.append(token)
-    order_C, probabilities_CB, certain_C = _by_rank(policy, texts, contexts, sampling, tolerance)
+    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, texts, contexts, sampling, tolerance)
     context_N, token_N = torch.tensor(context_of), torch.tensor(tokens)
-    is_token_NR = order_C[context_N] == token_N.unsqueeze(1)
-    observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_C.shape[1])
-    return Expected(probabilities_CB[context_N], observed_N, certain_C[context_N], torch.tensor(places), context_N)
+    is_token_NR = order_CR[context_N] == token_N.unsqueeze(1)
+    observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_CR.shape[1])
+    return Expected(probabilities_CB[context_N], observed_N, certain_C[context_N], torch.tensor(places), context_N, shaken_CSB[context_N])
 
 
 def _by_rank(
-    policy: Decoder, texts: dict[tuple[int, ...], int], contexts: dict[tuple[int, ...], int], sampling: SamplingParams, tolerance: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By context: the tokens of the first ranks, the probabilities of the bins, and whether that is certain."""
+    policy: Policy,
+    shaken: Sequence[Policy],
+    texts: dict[tuple[int, ...], int],
+    contexts: dict[tuple[int, ...], int],
+    sampling: SamplingParams,
+    tolerance: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By context: the tokens of the first ranks, the probabilities of the bins, whether that is certain, and the shaken probabilities."""
     ranks = min(RANKS, policy.config.vocab_size)
     order_CR = torch.zeros(len(contexts), ranks, dtype=torch.int64)
     probabilities_CB = torch.zeros(len(contexts), ranks + 1, dtype=torch.float64)
     certain_C = torch.zeros(len(contexts), dtype=torch.bool)
-    waiting = sorted(texts, key=len)
-    per_pass = max(1, min(PASS_TOKENS // len(waiting[-1]), PASS_LOGITS // (policy.config.vocab_size * len(waiting[-1]))))
-    for start in range(0, len(waiting), per_pass):
-        some = waiting[start : start + per_pass]
-        packed = PackedAttention([len(text) for text in some], policy.device)
-        first, wanted, places = 0, [], []
-        for text in some:
-            for length in range(texts[text], len(text) + 1):
-                wanted.append(contexts[text[:length]])
-                places.append(first + length - 1)
-            first += len(text)
-        tokens_T = torch.tensor([token for text in some for token in text], device=policy.device)
-        hidden_TE = policy(tokens_T, packed.positions_T, packed)
-        order, probabilities, certain = _ranked(policy.logits(hidden_TE[torch.tensor(places, device=policy.device)]), sampling, tolerance, ranks)
-        order_CR[wanted], probabilities_CB[wanted], certain_C[wanted] = order.cpu(), probabilities.double().cpu(), certain.cpu()
-    return order_CR, probabilities_CB, certain_C
+    shaken_CSB = torch.zeros(len(contexts), len(shaken), ranks + 1)
+    for part in passes(policy, texts):
+        wanted = [contexts[context] for context in part.contexts]
+        logits_NV = part.logits(policy)
+        p_NV, moved_N = _sampled(logits_NV, sampling), torch.zeros_like(logits_NV[:, 0])
+        order_NR = p_NV.topk(ranks).indices
+        for i, other in enumerate(shaken):
+            other_NV = part.logits(other)
+            moved_N = torch.maximum(moved_N, (other_NV - logits_NV).std(-1))
+            shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
+        order_CR[wanted], probabilities_CB[wanted] = order_NR.cpu(), _binned(p_NV, order_NR, sampling).double().cpu()
+        certain_C[wanted] = _certain(logits_NV, sampling, (APART * moved_N).clamp(min=tolerance)).cpu()
+    return order_CR, probabilities_CB, certain_C, shaken_CSB
 
 
-def _ranked(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance: float, ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    temperature_N = torch.full_like(logits_NV[:, 0], sampling.temperature)
-    p_NV = sampled_distribution(logits_NV, temperature_N, _truncation(sampling, len(logits_NV), logits_NV.device))
-    top = p_NV.topk(ranks)
-    rest_N1 = (1 - top.values.sum(1, keepdim=True)).clamp(min=0)
-    if ranks == p_NV.shape[1] or sampling.truncates:  # what rounding leaves there must not pass for a possible token
+def _sampled(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    return sampled_distribution(logits_NV, _temperatures(logits_NV, sampling), _truncation(sampling, len(logits_NV), logits_NV.device))
+
+
+def _temperatures(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    return torch.full_like(logits_NV[:, 0], sampling.temperature)
+
+
+def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    top_NR = p_NV.gather(1, order_NR)
+    rest_N1 = (1 - top_NR.sum(1, keepdim=True)).clamp(min=0)
+    if order_NR.shape[1] == p_NV.shape[1] or sampling.truncates:  # what rounding leaves there must not pass for a possible token
         rest_N1 = torch.where(rest_N1 < 1e-6, 0.0, rest_N1)
-    certain_N = _certain(scaled_logits(logits_NV, temperature_N), sampling, tolerance)
-    return top.indices, torch.cat((top.values, rest_N1), 1), certain_N
+    return torch.cat((top_NR, rest_N1), 1)
 
 
-def _truncation(sampling: SamplingParams, rows: int, device: torch.device, factor: float = 1.0) -> Truncation | None:
+def _truncation(sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None) -> Truncation | None:
+    """As scaled logits that moved so far would see it: the mass p of the first tokens changes by p (1 - p) of that, a ratio by all of it."""
     if not sampling.truncates:
         return None
-    top_p = sampling.top_p * factor if sampling.top_p < 1.0 else 1.0
-    values = torch.tensor(sampling.top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(sampling.min_p * factor, dtype=torch.float64)
-    return Truncation(*(value.to(device).expand(rows) for value in values))
+    moved_N = torch.zeros(rows, dtype=torch.float64, device=device) if moved_N is None else moved_N.double()
+    top_p_N = sampling.top_p * (1 + moved_N * (1 - sampling.top_p))
+    return Truncation(torch.tensor(sampling.top_k, device=device).expand(rows), top_p_N, sampling.min_p * (1 + moved_N))
 
 
-def _certain(scaled_NV: torch.Tensor, sampling: SamplingParams, tolerance: float) -> torch.Tensor:
-    """Whether the kept tokens stay the same when logits move by `tolerance`; at temperature 0, whether the most likely token does."""
-    ordered_NV = scaled_NV.sort(dim=-1, descending=True).values
+def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: torch.Tensor) -> torch.Tensor:
+    """Whether the kept tokens stay the same when logits move by that much; at temperature 0, whether the most likely token does."""
     if sampling.temperature == 0:
-        return ordered_NV[:, 0] - ordered_NV[:, 1] > tolerance
-    certain_N = torch.ones_like(scaled_NV[:, 0], dtype=torch.bool)
+        ordered_N2 = logits_NV.topk(2).values
+        return ordered_N2[:, 0] - ordered_N2[:, 1] > tolerance_N
     if not sampling.truncates:
-        return certain_N
-    if 0 < sampling.top_k < scaled_NV.shape[1]:
-        certain_N &= ordered_NV[:, sampling.top_k - 1] - ordered_NV[:, sampling.top_k] > tolerance
-    low, high = (_truncation(sampling, len(scaled_NV), scaled_NV.device, 1 + sign * tolerance) for sign in (-1, 1))
+        return torch.ones_like(logits_NV[:, 0], dtype=torch.bool)
+    scaled_NV, tolerance_N = scaled_logits(logits_NV, _temperatures(logits_NV, sampling)), tolerance_N / sampling.temperature
     logsumexp_N = row_logsumexp(scaled_NV)
-    kept = [kept_tokens(scaled_NV, logsumexp_N, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0] for cut in (low, high)]
-    return certain_N & (kept[0] == kept[1]).all(1)
+    cuts = (_truncation(sampling, len(scaled_NV), scaled_NV.device, moved_N) for moved_N in (None, -tolerance_N, tolerance_N))
+    kept_NV, *others = (kept_tokens(scaled_NV, logsumexp_N, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0] for cut in cuts)
+    last_kept_N = scaled_NV.masked_fill(~kept_NV, torch.inf).amin(1)
+    first_dropped_N = scaled_NV.masked_fill(kept_NV, -torch.inf).amax(1)
+    return (last_kept_N - first_dropped_N > tolerance_N) & (others[0] == others[1]).all(1)

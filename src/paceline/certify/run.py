@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.certify.certificate import Certificate, Check
-from paceline.certify.checks import check_equality, check_frequencies, check_parity, describe, mixed_requests
+from paceline.certify.checks import check_equality, check_frequencies, describe, mixed_requests, sampling_requests
+from paceline.certify.parity import check_logprobs
 from paceline.certify.subject import Subject
-from paceline.policy.attention import PackedAttention
-from paceline.policy.decoder import Decoder
-from paceline.types import Completion, SamplingParams
+from paceline.certify.uncertainty import measure
+from paceline.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Plan:
     seed: int = 0
 
 
+# How far apart the same logits may come out in this type.
+LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+ALL_AT_ONCE, PACED = 256, 16  # requests that run together; with few, an adaptive pacer has a choice to make
+PACED_STEPS = 4  # that a completion lasts at least, so that strategies change within it
 QUICK = Plan(samples=300, fewer=100, further=(SamplingParams(1.5, top_k=5),), mixed=12)
 
 
@@ -41,29 +45,22 @@ def certify(
     checks: list[Check] = []
     say("same bits")
     checks += check_equality(subject, requests, plain)
-    opened = subject.open(subject.tokens, 256)
+    opened = subject.open(subject.tokens, PACED if subject.adaptive else ALL_AT_ONCE)
     say("logprobs")
-    checks.append(check_parity(subject.policy, plain, "logprobs of a learner, plain"))
+    checks += check_logprobs(subject, plain, "{}, plain", tell_distance=True)
     if subject.tokens:
-        checks.append(check_parity(subject.policy, opened.run(requests), "logprobs of a learner, speculating"))
-    contexts = contested_contexts(subject.exact_policy, plain, plan.contexts)
+        checks += check_logprobs(subject, opened.run(requests), "{}, speculating")
+    uncertainty = measure(subject, plain)
+    tolerance = LOGIT_TOLERANCE[subject.policy.dtype]
+    if subject.shaken:
+        tolerance = uncertainty.tolerance
+        checks.append(Check("what rounding moves", None, uncertainty.describe(), promised=False))
+    contexts = uncertainty.contested(plan.contexts)
+    length = (subject.tokens + 1) * (PACED_STEPS if subject.adaptive else 1) if subject.tokens else 4
     for kind in (SamplingParams(1.0), *plan.further):
         say(f"frequencies, {describe(kind)}")
-        sampling = replace(kind, max_tokens=subject.tokens + 1 if subject.tokens else 4, ignore_eos=True)
+        checks += check_logprobs(subject, opened.run(sampling_requests(prompts, kind, plan.seed)), f"{describe(kind)}: {{}}")
+        sampling = replace(kind, max_tokens=length, ignore_eos=True)
         samples = plan.samples if kind == SamplingParams(1.0) else plan.fewer if kind.temperature else 10
-        checks += check_frequencies(subject, opened, contexts, samples, sampling, plan.seed)
-    return Certificate.of(subject.name, settings, checks, time.perf_counter() - start)
-
-
-@torch.inference_mode()
-def contested_contexts(policy: Decoder, completions: Sequence[Completion], count: int) -> list[tuple[int, ...]]:
-    """Beginnings of texts after which the policy is least sure: one per prompt, and there sampling has most to get wrong."""
-    found: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-    for completion in completions:
-        prompt, text = completion.request.prompt, completion.request.prompt + completion.tokens
-        packed = PackedAttention([len(text)], policy.device)
-        logprobs_TV = policy.logits(policy(torch.tensor(text, device=policy.device), packed.positions_T, packed)).log_softmax(-1)
-        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)[len(prompt) - 1 :]
-        best = int(entropy_T.argmax())
-        found[prompt] = max(found.get(prompt, (-1.0, prompt)), (float(entropy_T[best]), text[: len(prompt) + best]))
-    return [context for _, context in sorted(found.values(), reverse=True)[:count]]
+        checks += check_frequencies(subject, opened, contexts, samples, sampling, plan.seed, tolerance)
+    return Certificate.of(subject.name, settings, checks + subject.own_checks(), time.perf_counter() - start)

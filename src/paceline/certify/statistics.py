@@ -5,6 +5,9 @@ before it, that is all that may be said about it; so counts minus expectations a
 covariance is known, S = sum_n (diag(p_n) - p_n p_n^T), and d^T S^-1 d is chi-square distributed for many tokens (the martingale
 central limit theorem, Brown 1971). With one context this is Pearson's chi-square test. Conditioning on anything that was
 decided before the token, such as that a step got as far as its third position, changes nothing.
+
+Where p_n is known only up to rounding, shaken copies of it say how far counts may be shifted by that alone. A shift of m makes the
+statistic noncentral chi-square with m^T S^-1 m, and tokens that p_n rules out may appear as often as the copies let them.
 """
 
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 MIN_VARIANCE = 25.0  # of a bin's count; smaller bins are pooled, since their counts are far from normal
+ROUNDING_MARGIN = 2.0  # times what the copy that moved most explains: the backend is one more copy, and may be the one that moved most
+UNSEEN = 0.5  # tokens ruled out by rounding that no copy happened to show
 
 
 @dataclass(frozen=True)
@@ -23,43 +28,55 @@ class FrequencyTest:
     observed_top: float  # share of the tokens that were their context's most likely one
     expected_top: float
     resolution: float  # the deviation of that share that would be five standard deviations
+    ruled_out: int = 0  # tokens that should not have been possible
+    explained: float = 0.0  # how many of those rounding may explain
+    shift: float = 0.0  # of the statistic, that rounding may explain
 
 
-def test_frequencies(probabilities_NB: torch.Tensor, observed_N: torch.Tensor, stratum_N: torch.Tensor | None = None) -> FrequencyTest:
+def test_frequencies(
+    probabilities_NB: torch.Tensor, observed_N: torch.Tensor, stratum_N: torch.Tensor | None = None, shaken_NSB: torch.Tensor | None = None
+) -> FrequencyTest:
     """`observed_N` is each token's bin. Strata are tested each for itself and their statistics added; they must be known before the token."""
     probabilities_NB = probabilities_NB.double()
-    statistic, degrees = 0.0, 0
-    impossible = bool((probabilities_NB.gather(1, observed_N.unsqueeze(1)) <= 0).any())
-    strata = [torch.arange(len(observed_N))] if stratum_N is None else [(stratum_N == s).nonzero().flatten() for s in stratum_N.unique()]
+    shaken_SNB = probabilities_NB.new_zeros(0, *probabilities_NB.shape) if shaken_NSB is None else shaken_NSB.double().transpose(0, 1)
+    ruled_out_NB = probabilities_NB <= 0
+    impossible_N = ruled_out_NB.gather(1, observed_N.unsqueeze(1)).squeeze(1)
+    explained = UNSEEN + ROUNDING_MARGIN * float((shaken_SNB * ruled_out_NB).sum((1, 2)).max()) if shaken_SNB.numel() else 0.0
+    statistic, degrees, shift_S = 0.0, 0, probabilities_NB.new_zeros(len(shaken_SNB))
+    possible = (~impossible_N).nonzero().flatten()
+    strata = [possible] if stratum_N is None else [possible[stratum_N[possible] == s] for s in stratum_N[possible].unique()]
     for index in strata:
-        part_statistic, part_degrees = _chi_square(probabilities_NB[index], observed_N[index])
-        statistic, degrees = statistic + part_statistic, degrees + part_degrees
-    p_value = 0.0 if impossible else _chi_square_tail(statistic, degrees)
+        part_statistic, part_degrees, part_shift_S = _chi_square(probabilities_NB[index], observed_N[index], shaken_SNB[:, index])
+        statistic, degrees, shift_S = statistic + part_statistic, degrees + part_degrees, shift_S + part_shift_S
+    shift = ROUNDING_MARGIN * float(shift_S.max()) if len(shift_S) else 0.0
+    frequencies, ruled_out = _chi_square_tail(statistic, degrees, shift), int(impossible_N.sum())
+    p_value = min(1.0, 2 * frequencies, 2 * _poisson_tail(ruled_out, explained)) if ruled_out else frequencies
     top_N = probabilities_NB[:, 0]
     tokens = len(observed_N)
-    deviation = float((top_N * (1 - top_N)).sum().sqrt())
-    return FrequencyTest(
-        statistic, degrees, p_value, tokens, float((observed_N == 0).double().mean()), float(top_N.mean()), 5 * deviation / max(1, tokens)
-    )
+    top, deviation = float((observed_N == 0).double().mean()), float((top_N * (1 - top_N)).sum().sqrt())
+    return FrequencyTest(statistic, degrees, p_value, tokens, top, float(top_N.mean()), 5 * deviation / max(1, tokens), ruled_out, explained, shift)
 
 
 test_frequencies.__test__ = False  # not one of pytest's
 
 
-def _chi_square(probabilities_NB: torch.Tensor, observed_N: torch.Tensor) -> tuple[float, int]:
+def _chi_square(probabilities_NB: torch.Tensor, observed_N: torch.Tensor, shaken_SNB: torch.Tensor) -> tuple[float, int, torch.Tensor]:
+    """The statistic, its degrees of freedom, and its noncentrality under each shaken copy."""
     pools_B = _pools((probabilities_NB * (1 - probabilities_NB)).sum(0))
     count = int(pools_B.max()) + 1
     if count < 2:
-        return 0.0, 0
+        return 0.0, 0, torch.zeros(len(shaken_SNB), dtype=torch.float64)
     pooled_NP = torch.zeros(len(observed_N), count, dtype=torch.float64).index_add_(1, pools_B, probabilities_NB)
     # Bins add up to the number of tokens, so the last one says nothing new.
     pooled_NP, expected_P = pooled_NP[:, :-1], pooled_NP.sum(0)[:-1]
     difference_P = torch.bincount(pools_B[observed_N], minlength=count).double()[:-1] - expected_P
+    shift_SB = shaken_SNB.sum(1) - probabilities_NB.sum(0)
+    shift_SP = torch.zeros(len(shift_SB), count, dtype=torch.float64).index_add_(1, pools_B, shift_SB)[:, :-1]
     covariance_PP = torch.diag(expected_P) - pooled_NP.T @ pooled_NP
     values, vectors = torch.linalg.eigh(covariance_PP)
     kept = values > values.max() * 1e-6  # bins that always fall together
-    along = vectors.T[kept] @ difference_P
-    return float((along**2 / values[kept]).sum()), int(kept.sum())
+    along, shift_along = vectors.T[kept] @ difference_P, shift_SP @ vectors[:, kept]
+    return float((along**2 / values[kept]).sum()), int(kept.sum()), (shift_along**2 / values[kept]).sum(1)
 
 
 def _pools(variance_B: torch.Tensor) -> torch.Tensor:
@@ -75,11 +92,25 @@ def _pools(variance_B: torch.Tensor) -> torch.Tensor:
     return torch.tensor(pools)
 
 
-def _chi_square_tail(statistic: float, degrees: int) -> float:
+def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0) -> float:
+    """A noncentral chi-square is a central one with 2 j more degrees of freedom, j Poisson with half the noncentrality."""
     if degrees == 0:
         return 1.0
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    half = noncentrality / 2
+    more_J = torch.arange(int(half + 12 * half**0.5) + 13 if half else 1, dtype=torch.float64)
+    tails_J = torch.special.gammaincc(degrees / 2 + more_J, torch.full_like(more_J, statistic / 2))
+    if not half:
+        return float(tails_J)
+    weights_J = (more_J * torch.tensor(half, dtype=torch.float64).log() - half - torch.lgamma(more_J + 1)).exp()
+    return float((weights_J * tails_J).sum())
+
+
+def _poisson_tail(count: int, mean: float) -> float:
+    """Of `count` or more."""
+    if count == 0:
+        return 1.0
+    case = torch.tensor([count, mean], dtype=torch.float64)
+    return float(torch.special.gammainc(case[0], case[1]))
 
 
 def holm(p_values: list[float]) -> list[float]:

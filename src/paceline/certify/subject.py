@@ -7,8 +7,13 @@ from typing import Protocol
 import torch
 
 from paceline.backends.base import Backend
+from paceline.certify.certificate import Check
+from paceline.certify.fp8_policy import Fp8Policy
+from paceline.pacing.strategy import Strategy
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Request
+
+Policy = Decoder | Fp8Policy
 
 
 @dataclass
@@ -17,9 +22,11 @@ class Opened:
 
     backend: Backend
     step_starts: dict[str, list[int]] = field(default_factory=dict)
+    strategies: list[list[Strategy]] = field(default_factory=list)  # of the steps of each run, where a pacer chose them
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the requests' order; one that was refused is an error."""
+        self.strategies.append([])
         self.backend.submit(requests)
         with torch.inference_mode():
             done = {completion.request.id: completion for completion in self.backend.completions()}
@@ -32,11 +39,16 @@ class Opened:
 
 class Subject(Protocol):
     name: str
-    policy: Decoder  # in the backend's own precision: what a learner would run
-    exact_policy: Decoder  # the same weights in the widest type that is worth running
+    policy: Decoder  # in the backend's own type: what a learner would run
+    exact_policy: Policy  # the same weights in the widest type that is worth running
+    shaken: Sequence[Policy]  # the exact policy as rounding may move it, where it decides more than last digits
     same_in_any_batch: bool  # bit for bit, promised of plain decoding
     same_with_any_drafter: bool  # bit for bit, promised of speculation
     tokens: int  # proposed per step
+    adaptive: bool  # a pacer chooses who proposes, and how many
 
     def open(self, tokens: int, max_running: int) -> Opened:
-        """`tokens` proposed per step; 0: without speculation."""
+        """At most `tokens` proposed per step; 0: without speculation."""
+
+    def own_checks(self) -> list[Check]:
+        """What only this subject can say, after everything else ran."""

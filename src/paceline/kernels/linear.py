@@ -37,13 +37,15 @@ PULL_BYTES = 512  # of each weight row, fetched into L2 before the kernel before
 
 def linear_reference(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     num_rows = x_MK.shape[0]
+    if out_dtype is not None:  # 16-bit products would be rounded to 16 bits before they are widened
+        x_MK, weight_NK = x_MK.to(out_dtype), weight_NK.to(out_dtype)
     padding = -num_rows % ROW_TILE
     padded = F.pad(x_MK, (0, 0, 0, padding)) if padding else x_MK
     if len(padded) == ROW_TILE:
         out_MN = F.linear(padded, weight_NK)
     else:
         out_MN = torch.cat([F.linear(tile, weight_NK) for tile in padded.split(ROW_TILE)])
-    return out_MN[:num_rows].to(out_dtype or x_MK.dtype)
+    return out_MN[:num_rows]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""The native engine in FP8 as a subject.
+
+Calibration runs once, in an engine that is given prompts as any other is; every engine opened later starts from its scales, as a
+resumed run does. The oracle (`fp8_policy.py`) takes those scales too, and they are measured again without the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from paceline.certify.certificate import Check
+from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
+from paceline.certify.native import KV_TOKENS, MakeDrafter, NativeSubject, widest
+from paceline.certify.subject import Opened
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.policy.attention import PackedAttention
+from paceline.policy.decoder import Decoder
+from paceline.types import Request, SamplingParams
+
+COPIES = 8  # of the oracle, shaken
+CALIBRATION_TOKENS = 4096  # the engine measures no more than this
+KV_MARGIN = 1.05  # of a scale over what was measured
+SCALE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative; bf16 measures in bf16
+
+
+class Fp8Subject(NativeSubject):
+    name = "native engine in FP8"
+
+    def __init__(
+        self,
+        policy: Decoder,
+        prompts: Sequence[tuple[int, ...]],
+        drafters: Sequence[MakeDrafter],
+        tokens: int,
+        settings: EngineSettings,
+        adaptive: bool = False,
+    ) -> None:
+        self.prompts = _up_to(prompts, CALIBRATION_TOKENS)
+        engine = Engine(policy, replace(settings, max_running=64, kv_tokens=KV_TOKENS))
+        Opened(engine).run([Request(str(i), prompt, i, SamplingParams(max_tokens=1)) for i, prompt in enumerate(self.prompts)])
+        self.calibrated = engine.drafter_state()  # of the precision alone: nobody drafts
+        self.recipe = Fp8Recipe(settings.base_precision_layers, engine.reduced.cache_scales_L2H, frozenset(engine.reduced.kv_base_layers))
+        super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
+        self.shaken = [self.exact_policy.shaken(seed) for seed in range(COPIES)]
+
+    def _prepare(self, engine: Engine) -> None:
+        engine.load_drafter_state(self.calibrated)
+
+    def own_checks(self) -> list[Check]:
+        scales = [] if self.recipe.kv_scales_L2H is None else [self._check_scales()]
+        return [*super().own_checks(), *scales]
+
+    @torch.inference_mode()
+    def _check_scales(self) -> Check:
+        """The recipe, without the engine's code: the largest magnitude over the prompts x 1.05 / 448."""
+        largest: list[torch.Tensor] = []
+        attention = PackedAttention([len(prompt) for prompt in self.prompts], self.policy.device)
+        attention.observe = lambda layer, q_THD, k_THD, v_THD: largest.append(torch.stack((k_THD, v_THD)).abs().amax((1, 3)))
+        tokens_T = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.policy.device)
+        widest(self.policy)(tokens_T, attention.positions_T, attention)
+        largest_L2H = torch.stack(largest)
+        if not self.settings.kv_scales_per_head:
+            largest_L2H = largest_L2H.amax(-1, keepdim=True).expand_as(largest_L2H)
+        expected_L2H = (KV_MARGIN * largest_L2H).clamp(min=SMALLEST_AMAX) / LARGEST
+        off = float((self.recipe.kv_scales_L2H / expected_L2H - 1).abs().max())
+        tolerance, base = SCALE_TOLERANCE[self.policy.dtype], len(self.recipe.kv_base_layers)
+        detail = f"off by {off:.1e} at most (allowed: {tolerance:g}); {base} of {len(largest)} layers keep the policy's type"
+        return Check("KV scales", off <= tolerance, detail)
+
+
+def _up_to(prompts: Sequence[tuple[int, ...]], budget: int) -> list[tuple[int, ...]]:
+    """Different ones, with no more tokens than that altogether."""
+    chosen: list[tuple[int, ...]] = []
+    for prompt in dict.fromkeys(prompts):
+        if chosen and len(prompt) > budget:
+            break
+        chosen.append(prompt[:budget])
+        budget -= len(chosen[-1])
+    return chosen

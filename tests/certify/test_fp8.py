@@ -1,0 +1,372 @@
+"""The FP8 certificate: its oracle is FP8 by the book and agrees with a sound engine; wrong scales and biased rules are caught."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline.certify import run
+from paceline.certify.certificate import Certificate, Check
+from paceline.certify.checks import check_frequencies, mixed_requests, sampling_requests
+from paceline.certify.distribution import expected_tokens
+from paceline.certify.fp8 import Fp8Subject
+from paceline.certify.fp8_policy import Fp8Policy, Fp8Recipe, in_blocks, in_groups, nearest_e4m3
+from paceline.certify.native import disturbed, widest
+from paceline.certify.parity import check_logprobs
+from paceline.certify.run import Plan, certify
+from paceline.certify.uncertainty import measure
+from paceline.cli import app
+from paceline.drafting.draft_model import DraftModel
+from paceline.engine import sampling
+from paceline.engine.settings import EngineSettings
+from paceline.kernels import paged_attention, rejection
+from paceline.kernels.fp8_format import BlockMatrix, QuantisedRows
+from paceline.kernels.fp8_quantise import quantise_blocks_reference, quantise_rows_reference
+from paceline.paged import forward
+from paceline.paged.cache import KVCache
+from paceline.policy.attention import PackedAttention
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.precision import kv_scales
+from paceline.precision.weights import QuantisedWeights
+from paceline.types import Completion, FinishReason, Request, SamplingParams
+
+SHAPES = {
+    "biases": dict(family="qwen2", qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qk_norm": dict(family="qwen3", qk_norm=True, tie_embeddings=True),
+    "experts": dict(
+        family="qwen3_moe",
+        qk_norm=True,
+        num_experts=4,
+        num_experts_per_token=2,
+        expert_intermediate_size=40,
+        dense_layers=(1,),
+        normalise_expert_weights=True,
+    ),  # fmt: skip
+}
+_rng = random.Random(0)
+PROMPTS = [tuple(_rng.randrange(1, 24) for _ in range(_rng.randint(3, 9))) for _ in range(16)]
+SMALL = Plan(contexts=2, samples=100, fewer=20, further=(), mixed=8, mixed_tokens=8)
+
+
+def make_policy(kind: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Decoder:
+    """No size is a multiple of 128, and every number counts."""
+    sizes = dict(
+        vocab_size=24, hidden_size=160, intermediate_size=144, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=24, max_positions=128
+    )
+    config = DecoderConfig(**sizes, eos_token_ids=(0,), **SHAPES[kind])
+    policy, generator = Decoder(config), torch.Generator().manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = noise * (0.1 if "layers" in name else 0.3) if parameter.ndim > 1 else 0.2 * noise + (0 if name.endswith("bias") else 1)
+    if config.tie_embeddings:
+        policy.head.weight = policy.embedding.weight
+    return policy.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[str, Decoder]:
+    return {kind: make_policy(kind) for kind in SHAPES}
+
+
+def make_subject(policy: Decoder, tokens: int = 2, precision: str = "fp8+kv", **settings) -> Fp8Subject:
+    model = disturbed(policy, 0.2)
+    return Fp8Subject(policy, PROMPTS, [lambda: DraftModel(model)], tokens, EngineSettings(precision=precision, **settings))
+
+
+def failed(certificate: Certificate) -> list[str]:
+    return [check.name for check in certificate.checks if check.promised and not check.passed]
+
+
+def parity(subject: Fp8Subject) -> Check:
+    done = subject.open(0, 64).run(mixed_requests(PROMPTS, 16, 24, 0))
+    return check_logprobs(subject, done, "{}")[0]
+
+
+# -- the oracle -----------------------------------------------------------------------------------------------------
+
+
+def test_e4m3_by_arithmetic_is_torchs():
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].sort().values
+    between = (every[1:] + every[:-1]) / 2
+    x = torch.cat((every, between, between.nextafter(every[1:]), between.nextafter(every[:-1]), torch.randn(10000) * torch.logspace(-4, 3, 10000)))
+    assert torch.equal(nearest_e4m3(x), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+def test_scaled_numbers_are_the_kernels():
+    weight, x = torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200), torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1)
+    matrix = BlockMatrix.poisoned(weight.shape, weight.device)
+    quantise_blocks_reference(weight, matrix)
+    assert torch.equal(in_blocks(weight).float(), matrix.dequantise()[..., :200])
+    assert torch.equal(in_groups(x), quantise_rows_reference(x).dequantise()[:, :200])
+
+
+def test_without_fp8_it_is_the_decoder(policies):
+    """Every layer in base precision, and K and V too; in float64 nothing is rounded."""
+    for policy in policies.values():
+        exact = widest(policy)
+        oracle = Fp8Policy(exact, Fp8Recipe(base_layers=1))
+        packed, tokens_T = PackedAttention([7, 9], policy.device), torch.arange(3, 19)
+        with torch.no_grad():
+            hidden_TE, expected_TE = (model(tokens_T, packed.positions_T, packed) for model in (oracle, exact))
+        torch.testing.assert_close(oracle.logits(hidden_TE), exact.logits(expected_TE), rtol=1e-9, atol=1e-9)
+
+
+def test_shaking_moves_equal_beginnings_alike_and_copies_differently(policies):
+    oracle = Fp8Policy(policies["experts"], Fp8Recipe())
+    packed, tokens_T = PackedAttention([9, 6], torch.device("cpu")), torch.tensor([*range(3, 12), *range(3, 9)])
+    with torch.no_grad():
+        still, one, other = (model(tokens_T, packed.positions_T, packed) for model in (oracle, oracle.shaken(0), oracle.shaken(1)))
+    torch.testing.assert_close(one[:6], one[9:])
+    assert not torch.equal(one, still) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "kind, precision, dtype, settings",
+    [
+        ("biases", "fp8+kv", torch.float32, {}),
+        ("qk_norm", "fp8", torch.float32, {"base_precision_layers": 1}),
+        ("qk_norm", "fp8+kv", torch.bfloat16, {"kv_scales_per_head": True}),
+        ("experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}),
+        ("experts", "fp8", torch.float32, {}),
+    ],
+)
+def test_a_sound_engine_agrees(kind, precision, dtype, settings):
+    subject = make_subject(make_policy(kind, dtype, 3), 0, precision, **settings)
+    check = parity(subject)
+    assert check.passed, check.detail
+    assert all(own.passed for own in subject.own_checks()) and len(subject.own_checks()) == (precision == "fp8+kv")
+
+
+def test_layers_that_failed_validation_are_known(policies, monkeypatch):
+    monkeypatch.setattr(kv_scales, "MAX_ERROR", 0.025)
+    with pytest.warns(RuntimeWarning, match="stay in torch.float32"):
+        subject = make_subject(policies["qk_norm"], 0)
+    assert 0 < len(subject.recipe.kv_base_layers) < 2
+    check = parity(subject)
+    assert check.passed, check.detail
+    subject.exact_policy.recipe = replace(subject.recipe, kv_base_layers=frozenset())
+    subject.shaken = [subject.exact_policy.shaken(seed) for seed in range(8)]
+    assert not parity(subject).passed, "an oracle that does not know it is found out"
+
+
+def test_logprobs_that_are_no_numbers_are_caught(policies):
+    subject = make_subject(policies["biases"], 0)
+    done = subject.open(0, 64).run(mixed_requests(PROMPTS, 8, 12, 0))
+    done = [replace(completion, logprobs=(math.nan,) * len(completion.tokens)) for completion in done]
+    assert not check_logprobs(subject, done, "{}")[0].passed
+
+
+class Fixed:
+    """A policy whose logits depend on the last token alone."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, logits_VV: torch.Tensor) -> None:
+        self.logits_VV, self.config = logits_VV, SimpleNamespace(vocab_size=len(logits_VV))
+
+    def moved(self, seed: int) -> "Fixed":
+        return Fixed(self.logits_VV + 0.15 * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed)))
+
+    def __call__(self, tokens_T, positions_T, attend, replay=None):
+        return tokens_T
+
+    def logits(self, tokens_T):
+        return self.logits_VV[tokens_T]
+
+    def run(self, requests: list[Request]) -> list[Completion]:
+        """One token each, drawn from these logits."""
+        logprobs_NV = self.logits_VV[[request.prompt[-1] for request in requests]].log_softmax(-1)
+        tokens_N1 = torch.multinomial(logprobs_NV.exp(), 1, generator=torch.Generator().manual_seed(0))
+        drawn = zip(requests, tokens_N1.flatten().tolist(), logprobs_NV.gather(1, tokens_N1).flatten().tolist(), strict=True)
+        return [Completion(request, (token,), (logprob,), FinishReason.LENGTH, ()) for request, token, logprob in drawn]
+
+
+def test_a_backend_that_is_one_more_shaken_copy_passes():
+    exact = Fixed(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
+    backend = exact.moved(100)
+    prompts, sampling = [(i, j) for i in range(6) for j in range(6)], SamplingParams(max_tokens=1)
+    for shaken in ([exact.moved(seed) for seed in range(8)], [exact]):  # the second is told nothing about rounding
+        subject = SimpleNamespace(policy=exact, exact_policy=exact, shaken=shaken)
+        opened = SimpleNamespace(run=backend.run, step_starts={})
+        (logprobs,) = check_logprobs(subject, backend.run(sampling_requests(prompts, sampling, 0)), "{}")
+        (frequencies,) = check_frequencies(subject, opened, prompts, 500, sampling, 0, 0.0)
+        assert logprobs.passed == (len(shaken) > 1), logprobs.detail
+        assert (frequencies.p_value > 0.001) == (len(shaken) > 1), frequencies.detail
+
+
+@pytest.mark.parametrize(
+    "sampling, expected",
+    [
+        (SamplingParams(1.0, max_tokens=1), [True, True, True]),
+        (SamplingParams(1.0, max_tokens=1, top_k=2), [True, False, False]),  # the second and the third change places
+        (SamplingParams(1.0, max_tokens=1, top_p=0.6), [False, True, False]),  # 60% lies between; or the second and the third change places
+        (SamplingParams(0.0, max_tokens=1), [True, True, False]),
+    ],
+)
+def test_what_is_kept_is_certain_where_rounding_cannot_change_it(sampling, expected):
+    policy = Fixed(torch.tensor([[0.598, 0.3, 0.102], [0.7, 0.16, 0.14], [0.34, 0.335, 0.325]]).log())
+    requests = [Request(str(last), (last,), 0, sampling) for last in range(3)]
+    assert expected_tokens(policy, policy.run(requests), sampling, 0.2).certain_N.tolist() == expected
+    assert expected_tokens(policy, policy.run(requests), sampling, 1e-4).certain_N.all()
+
+
+def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():
+    logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
+    moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])  # after token 2, where it is least sure
+    completion = Completion(Request("a", (0,), 0, SamplingParams()), (0, 2, 1), (0.0,) * 3, FinishReason.LENGTH, ())
+    subject = SimpleNamespace(exact_policy=Fixed(logits_VV), shaken=[])
+    assert measure(subject, [completion]).contested(1) == [(0, 0, 2)]
+    subject.shaken = [Fixed(logits_VV), Fixed(moved_VV)]
+    moved = measure(subject, [completion])
+    assert moved.contested(1) == [(0, 0, 2, 1)]
+    assert moved.moved(0.5) == 0 and moved.moved(1.0) == pytest.approx(float(torch.tensor([0.0, 0.0, 0.5]).std()))
+    assert 0 < moved.tolerance < 2 * moved.moved(1.0)
+
+
+# -- the certificate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, verify, further", [("qk_norm", "shared-noise", (SamplingParams(0.0),)), ("experts", "rejection", ())])
+def test_a_sound_engine_passes(policies, kind, verify, further):
+    certificate = certify(make_subject(policies[kind], verify=verify), PROMPTS, replace(SMALL, further=further), {})
+    assert certificate.passed, certificate.table()
+    names = [check.name for check in certificate.checks]
+    assert any("same bits, 2 proposed" in name for name in names) and "distance to the learner, plain" in names
+    distance = next(check for check in certificate.checks if check.name.startswith("distance"))
+    assert not distance.promised, "told, not promised"
+
+
+def test_speculation_that_verifies_in_another_precision_is_caught(policies, monkeypatch):
+    """Steps with several queries a row multiply by the policy's own weights: near, but not the FP8 policy."""
+    sound = forward.PagedForward.decode
+
+    def wide(self, tokens_RQ, *rest):
+        quantised, self.quantised = self.quantised, None if tokens_RQ.shape[1] > 1 else self.quantised
+        try:
+            return sound(self, tokens_RQ, *rest)
+        finally:
+            self.quantised = quantised
+
+    monkeypatch.setattr(forward.PagedForward, "decode", wide)
+    names = failed(certify(make_subject(policies["qk_norm"]), PROMPTS, replace(SMALL, samples=10), {}))
+    assert "logprobs of the FP8 policy, speculating" in names and any("proposed" in name for name in names)
+    assert "logprobs of the FP8 policy, plain" not in names
+
+
+def wrong_key_scale(monkeypatch):
+    """Attention reads keys with a scale 5% larger than they were written with."""
+    sound = paged_attention.paged_attention
+    monkeypatch.setattr(paged_attention, "paged_attention", lambda *case: sound(*case[:-2], 1.05 * case[-2], case[-1]))
+
+
+def wrong_cache_scale(monkeypatch):
+    """Everybody uses another scale than calibration gave, in one layer: written and read alike, hence only rounded otherwise."""
+    sound = KVCache.scales
+    monkeypatch.setattr(KVCache, "scales", lambda self, layer: [scale * (1.3 if layer == 1 else 1.0) for scale in sound(self, layer)])
+
+
+def wrong_weight_scale(monkeypatch):
+    """One block of one matrix is 10% too large."""
+    sound = QuantisedWeights.sync
+
+    def sync(self):
+        sound(self)
+        matrix = self.matrices[4]
+        matrix.scales.view(-1)[0] *= 1.1
+        matrix.wide.copy_(matrix.dequantise())
+
+    monkeypatch.setattr(QuantisedWeights, "sync", sync)
+
+
+def wide_activations(monkeypatch):
+    """What attention hands over is not quantised: closer to the learner, and not the FP8 policy."""
+
+    class PlainRows(QuantisedRows):
+        def dequantise(self):
+            return torch.nn.functional.pad(self.values_MK, (0, -self.values_MK.shape[1] % 128))
+
+    for module in (forward, paged_attention):  # after a prompt, after a decoding step
+        monkeypatch.setattr(module, "quantise_rows", lambda x_MK: PlainRows(x_MK, None, len(x_MK), x_MK.dtype))
+
+
+@pytest.mark.parametrize("plant", [wrong_key_scale, wrong_weight_scale])
+def test_a_certificate_is_refused_to_a_wrong_scale(policies, monkeypatch, plant):
+    plant(monkeypatch)
+    certificate = certify(make_subject(policies["qk_norm"], 0), PROMPTS, replace(SMALL, samples=10), {})
+    assert "logprobs of the FP8 policy, plain" in failed(certificate) and not certificate.passed, certificate.table()
+
+
+@pytest.mark.parametrize("plant", [wrong_cache_scale, wide_activations])
+def test_logprobs_tell_another_rounding(policies, monkeypatch, plant):
+    plant(monkeypatch)
+    check = parity(make_subject(policies["qk_norm"], 0))
+    assert not check.passed, check.detail
+
+
+def test_a_wrong_calibration_is_caught(policies, monkeypatch):
+    monkeypatch.setattr(kv_scales, "MARGIN", 1.2)
+    (check,) = make_subject(policies["qk_norm"], 0).own_checks()
+    assert check.name == "KV scales" and not check.passed
+
+
+def test_an_acceptance_that_is_too_kind_is_caught(policies, monkeypatch):
+    """As without FP8: accepting whatever is at least half as likely as proposed."""
+    sound = rejection.verify_by_rejection
+    monkeypatch.setattr(sampling, "verify_by_rejection", lambda *case: sound(*case[:-1], case[-1] / 2))
+    certificate = certify(make_subject(policies["qk_norm"], 1, verify="rejection"), PROMPTS, replace(SMALL, samples=150), {})
+    assert min(check.adjusted for check in certificate.checks if check.adjusted is not None) < 1e-6, certificate.table()
+
+
+def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
+    """More of them than rounding can explain."""
+    sound = sampling.sample_truncated
+    monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
+    plan = Plan(contexts=2, samples=10, fewer=150, further=(SamplingParams(1.5, top_k=3),), mixed=8, mixed_tokens=8)
+    certificate = certify(make_subject(policies["qk_norm"], 0), PROMPTS, plan, {})
+    (check,) = [check for check in certificate.checks if check.name == "T 1.5, top-k 3: every token"]
+    assert not check.passed, certificate.table()
+    assert "left out" in check.detail, "where rounding may decide what is kept, nothing is held against it"
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_certifies_what_the_recipe_says(monkeypatch):
+    """The recipe's precision, layers and scales reach every engine."""
+    seen = []
+
+    def record(subject, prompts, plan, settings, say):
+        seen.append((subject, settings))
+        return Certificate.of("", {}, [Check("any", None, "", 0.5)], 0.0)
+
+    monkeypatch.setattr(run, "certify", record)
+    recipe = ["rollout.precision=fp8+kv", "rollout.base_precision_layers=1", "rollout.kv_scales=head", "rollout.deterministic=true"]
+    result = CliRunner().invoke(app, ["certify", "builtin", *recipe, "--drafter", "eagle,history", "--pacing", "adaptive"], catch_exceptions=False)
+    assert result.exit_code == 0
+    ((subject, settings),) = seen
+    engine = subject.open(3, 4).backend
+    assert engine.precision == "fp8+kv" and engine.settings.base_precision_layers == 1 and engine.settings.deterministic
+    assert torch.equal(engine.reduced.kv.scales_L2H, subject.recipe.kv_scales_L2H) and len(subject.recipe.kv_scales_L2H[0, 0].unique()) == 2
+    assert subject.exact_policy.in_fp8 == [False, True, True, True, True, False]
+    assert set(engine.drafters) == {"eagle", "history"} and subject.adaptive and settings["rollout"] == "fp8+kv"
+    with pytest.raises(ValueError, match="needs --backend native"):
+        CliRunner().invoke(app, ["certify", "builtin", "rollout.precision=fp8", "--backend", "reference"], catch_exceptions=False)
+    with pytest.raises(ValueError, match="fixed pacing takes one drafter"):
+        CliRunner().invoke(app, ["certify", "--drafter", "eagle,history"], catch_exceptions=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, drafter", [("builtin", "eagle"), ("builtin-moe", "disturbed")])
+def test_the_built_in_policies_are_certified_in_fp8(tmp_path, policy, drafter):
+    arguments = ["certify", policy, "rollout.precision=fp8+kv", "--drafter", drafter, "--quick", "--json", str(tmp_path / "c.json")]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    names = {check["name"]: check for check in json.loads((tmp_path / "c.json").read_text())["checks"]}
+    assert names["KV scales"]["passed"] and names["T 1: first of a step"]["p_value"] is not None
