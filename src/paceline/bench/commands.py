@@ -168,7 +168,7 @@ def pacing(
     rates = [float(a) for a in acceptance.split(",")]
     oracle = OracleDrafter(wanted, rates, draft_megabytes * 1_000_000)
     kv_tokens, longest = sum(sizes) + requests * (prompt + 64 + 256), prompt + max(sizes) + 2
-    settings = EngineSettings(requests, kv_tokens, longest, deterministic=True, graph_memory=int(graph_memory_gb * 1e9))
+    settings = EngineSettings(requests, kv_tokens, max_length=longest, deterministic=True, graph_memory=int(graph_memory_gb * 1e9))
     engine = Engine(policy, settings, drafters=[oracle])
     strategies = tuple(Strategy(oracle.name, count) for count in counts_up_to(max_tokens))
     pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), strategies))
