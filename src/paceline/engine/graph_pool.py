@@ -31,15 +31,14 @@ class GraphPool:
         keeps a workspace for the capturing stream from its first product on: better before the segment than in the middle of it.
         """
         some = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
-        if uses_cublas:
-            torch.mm(some, some)  # makes its handle, which a capture could not
 
-        def allocate() -> None:
+        def allocate(size: int) -> None:
             if uses_cublas:
                 torch.mm(some, some)
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)[:1].zero_()
+            torch.empty(size, dtype=torch.uint8, device=self.device)[:1].zero_()
 
-        capture = self._record(allocate)
+        allocate(1)  # loads what it launches and makes cuBLAS's handle, where no graph records it
+        capture = self._record(lambda: allocate(num_bytes))
         self._segment = capture.graph
         return capture.pool_bytes
 
