@@ -9,17 +9,13 @@ from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.config import load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.kernels import rejection
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
 from paceline.plan.lengths import Lengths
-from paceline.plan.live_bytes import LiveBytes
-from paceline.plan.rollout import kv_pool_bytes, rollout_bytes, step_bytes
+from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy, save_policy
 from paceline.session import BUILTIN_POLICY
 from tests.plan.shapes import SMALL_SHAPES
-
-HISTORY = ["rollout.max_running=24", "rollout.speculation.drafters=[history]", "rollout.speculation.tokens=7"]
 
 
 @pytest.mark.parametrize("drafter", ["none", "history", "eagle", "draft_model"])
@@ -63,34 +59,6 @@ def test_pool_is_the_caches(tokens):
     per_token = token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
     assert kv_pool_bytes(per_token, tokens) == cache.num_bytes == cache.storage_L2NBHD.nbytes
     assert cache.num_blocks * BLOCK_SIZE >= tokens
-
-
-def test_a_step_holds_its_logits():
-    shape = SMALL_SHAPES["llama"]
-    assert step_bytes(shape, 32, torch.bfloat16, truncates=False) == 32 * (500 * 4 + 2 * 2 * 64)
-    assert step_bytes(shape, 32, torch.bfloat16, truncates=True) > 10 * 32 * 500 * 4
-
-
-@pytest.mark.parametrize("truncates", [False, True])
-def test_a_step_that_rejects_holds_more_than_its_logits(truncates, monkeypatch):
-    """Against the tensors that verification makes; noise comes in one piece, as the GPU's kernel makes it."""
-    monkeypatch.setattr(rejection, "draw_gumbel", lambda seed, position, vocab, stream: torch.zeros(len(seed), vocab))
-    rows, proposals, vocab = 4, 15, 500
-    queries = rows, proposals + 1
-    logits, probabilities = torch.randn(*queries, vocab), torch.randn(rows, proposals, vocab).softmax(-1)
-    settings = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 0.9), torch.zeros(rows)
-    truncation = rejection.Truncation(*settings) if truncates else None
-    draft, seed = torch.zeros(rows, proposals, dtype=torch.int64), torch.zeros(queries, dtype=torch.int64)
-    with LiveBytes([logits]) as memory:
-        rejection.verify_by_rejection(logits, torch.ones(queries), seed, seed, truncation, draft, probabilities[torch.arange(rows)])
-    shape = dataclasses.replace(SMALL_SHAPES["llama"], vocab_size=vocab)
-    planned = step_bytes(shape, rows * (proposals + 1), torch.float32, truncates, rejects=True)
-    assert 0.6 * planned < memory.peak + logits.nbytes <= planned
-    plans = [
-        rollout_bytes(Decoder(shape, torch.float32, "meta"), load_config(None, [*HISTORY, f"rollout.speculation.verify={verify}"]))
-        for verify in ("rejection", "shared-noise")
-    ]
-    assert plans[0].graphs - plans[1].graphs == 24 * 8 * vocab * 28, "eight queries of 24 rows"
 
 
 def test_cpu_pool_has_room_for_everybody():

@@ -46,6 +46,7 @@ def make_native(
         kv_scales_per_head=rollout.kv_scales == "head",
         verify=rollout.speculation.verify,
         graph_memory=int(rollout.graph_memory_gb * 1e9),
+        max_proposal=rollout.speculation.tokens,
         records_routing=rollout.router_replay,
     )
     speculation = rollout.speculation

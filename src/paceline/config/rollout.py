@@ -51,7 +51,7 @@ class RolloutConfig(Section):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")
     speculation: SpeculationConfig = SpeculationConfig()
-    graph_memory_gb: float = Field(2.0, gt=0, description="for captured steps, logits included; limits how much a large batch may have proposed")
+    graph_memory_gb: float = Field(2.0, gt=0, description="for captured steps; limits how much a large batch may have proposed")
     sentinel: SentinelConfig = SentinelConfig()
     deterministic: bool = Field(False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do")
     precision: Literal["bf16", "fp8", "fp8+kv"] = Field(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.row_step import Queries, RowTensors
+from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.types import Request
 
@@ -65,6 +66,7 @@ class Drafter:
     # which is exact too and accepts less.
     has_probabilities = False
     token_bytes = 0  # of a cache of its own, per token of the paged pool
+    shape: DecoderConfig | None = None  # of its layers, if it has any: what a draft holds of the GPU follows from it
 
     def bind(self, seat: Seat) -> None:
         self.seat = seat

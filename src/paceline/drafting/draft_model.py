@@ -27,7 +27,7 @@ class DraftModel(CachedDrafter):
 
     def __init__(self, policy: Decoder) -> None:
         self.policy = policy
-        config = policy.config
+        config = self.shape = policy.config
         self.token_bytes = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
 
     def bind(self, seat: Seat) -> None:

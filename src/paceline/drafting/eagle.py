@@ -33,7 +33,7 @@ class EagleDrafter(CachedDrafter):
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
-        layer = head.config.layer
+        layer = self.shape = head.config.layer
         self.captured_layers = head.config.captured_layers
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
 

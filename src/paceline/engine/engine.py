@@ -66,9 +66,9 @@ class Engine:
         self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H, records)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        followers = [drafter for drafter in drafters if drafter.captured_layers]
-        forward = PagedForward(policy, self.cache, settings.deterministic, {i for f in followers for i in f.captured_layers}, self.reduced.weights)
-        self.runner = StepRunner(forward, self.rows, slots, followers, settings.graph_memory)
+        captured = {layer for drafter in drafters for layer in drafter.captured_layers}
+        forward = PagedForward(policy, self.cache, settings.deterministic, captured, self.reduced.weights)
+        self.runner = StepRunner(forward, self.rows, settings, drafters)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
@@ -287,7 +287,7 @@ class Engine:
         self.moment_left -= 1
         if self.moment_left < 0:
             bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-            self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.max_queries(bucket))
+            self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.memory.max_queries(bucket))
             self.moment_left = RESERVE_STEPS - 1
         return self.moment
 

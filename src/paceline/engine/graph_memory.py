@@ -1,43 +1,77 @@
-"""The memory of captured graphs, and what may be captured within a budget.
+"""How large the memory of captured graphs becomes, and what may be captured within a budget.
 
-All graphs allocate from one pool, one after the other, and none keeps more than its small outputs: the pool is as large as
-the largest step needs, nearly all of it for logits and the widest activations, which grow with the tokens of a step. So a
-budget in bytes is a limit on tokens per step, and deep proposals exist for small batches only.
+Graphs run one after the other, and none keeps more than its small outputs, so all of them can lie in what the largest needs:
+
+    segment     |<------ reserved before the first capture ------>|
+    256 x 1     | .................... |
+    256 x 8     | ............................................... |
+    16 x 16     | .............................. |
+
+torch's allocator alone would not let them. It takes a segment of its own for each tensor that none of its free ones holds, never joins
+two, and gives none back: captured from small to large, what one step has outgrown stays beside what the next one takes (0.98 GB instead of
+0.57 for the steps of up to 256 x 16 tokens of Qwen3-8B). So everything above 1 MiB comes out of one segment (those are multiples of 2 MiB;
+between 1 and 10 MiB a tensor alone would get 20), and only smaller tensors, and what each graph gives out, take segments of 2 MiB beside it.
+
+A budget is therefore a limit on the steps that exist: the segment is as large as the largest within it, and deeper ones run for smaller
+batches only. What turns out to take more than its estimate is noticed, and nothing deeper is captured from there on.
 """
 
-import torch
+import functools
+from collections.abc import Sequence
 
-from paceline.policy.config import DecoderConfig
+from paceline.engine.step_bytes import StepBytes
 
-LARGE_STEP = 64  # tokens from which a step's memory is in proportion to them
+# Where best fit puts tensors of different sizes there are gaps between them. Replaying the allocations of the shapes in `policy/shapes.py`
+# took up to 1.48 times what was alive at once (FP8, whose products in parts are larger than anything else).
+GAPS = 1.5
+SEGMENT = 2 << 20  # what torch's allocator rounds to
+SMALL_BYTES = 16 << 20  # up to 10 MiB of small tensors in one step, and the outputs of some hundred graphs
+CUBLAS_BYTES = 64 << 20  # what cuBLAS keeps for a stream is 32 MiB, and matmuls in FP8 may take as much for themselves
 
 
 class GraphMemory:
-    def __init__(self, config: DecoderConfig, score_bytes: int, activation_bytes: int, budget: int) -> None:
+    def __init__(self, needs: StepBytes, buckets: Sequence[int], depth: int, budget: int, uses_cublas: bool) -> None:
+        """Steps of up to `depth` tokens a row, for each of the batch sizes `buckets`."""
+        self.buckets, self.depth = buckets, depth
         self.budget = budget  # bytes; 0: no limit
+        self.beside = SMALL_BYTES + (CUBLAS_BYTES if uses_cublas else 0)
+        self.segment = 0  # bytes; 0: nothing has been captured
         self.pool_bytes = 0  # what the pool has taken from the device
         self.graph_bytes = 0  # what captures took beside it: the graphs themselves, and kernels loaded meanwhile
-        self.largest = 0  # tokens of the largest step captured
-        # Before anything has been measured: logits, and what the feed-forward layer holds at once.
-        self._estimate = score_bytes * config.vocab_size + activation_bytes * (3 * config.intermediate_size + 6 * config.hidden_size)
+        self.captured: set[tuple[int, int]] = set()  # batch size and tokens a row
+        self._needs = needs
+        self.need = functools.cache(self._need)
 
-    def note(self, tokens: int, pool_bytes: int, graph_bytes: int) -> None:
-        """A step of so many tokens was captured, and took so much more."""
-        self.pool_bytes += pool_bytes
-        self.graph_bytes += graph_bytes
-        self.largest = max(self.largest, tokens)
+    def _need(self, bucket: int, queries: int) -> int:
+        """Of the segment, for a step and whoever drafts for it."""
+        held = max(self._needs.step(bucket, queries), self._needs.draft(bucket) if queries > 1 else 0)
+        return -(-int(GAPS * held) // SEGMENT) * SEGMENT
 
-    @property
-    def bytes_per_token(self) -> float:
-        return self.pool_bytes / self.largest if self.largest >= LARGE_STEP else self._estimate
+    def would_hold(self, bucket: int, queries: int) -> int:
+        """The pool's bytes once this step has been captured."""
+        need = self.need(bucket, queries)
+        if not self.segment:
+            return need + self.beside
+        return self.pool_bytes + (need if need > self.segment else 0)
+
+    def fits(self, bucket: int, queries: int) -> bool:
+        """Plain decoding always does."""
+        return queries == 1 or not self.budget or (bucket, queries) in self.captured or self.would_hold(bucket, queries) <= self.budget
 
     def max_queries(self, bucket: int) -> int:
-        """Tokens per row that a step of this bucket may look at; at least 1, since plain decoding always runs."""
-        if not self.budget:
-            return 1 << 30
-        return max(1, int(self.budget / self.bytes_per_token) // bucket)
+        """Tokens per row that a step of this bucket may look at."""
+        return next((queries for queries in range(self.depth, 1, -1) if self.fits(bucket, queries)), 1)
 
+    def largest(self) -> int:
+        """What the segment must hold: the largest of all steps that fit."""
+        return max(self.need(bucket, self.max_queries(bucket)) for bucket in self.buckets)
 
-def pool_bytes_taken() -> int:
-    """Bytes that torch holds of the device; only a pool grows it while a graph is being captured."""
-    return torch.cuda.memory_reserved()
+    def note_segment(self, num_bytes: int, pool_bytes: int) -> None:
+        self.segment = num_bytes
+        self.pool_bytes += pool_bytes
+
+    def note(self, bucket: int, queries: int, pool_bytes: int, graph_bytes: int) -> None:
+        """A step was captured, or a draft (of one token a row), and took so much more."""
+        self.captured.add((bucket, queries))
+        self.pool_bytes += pool_bytes
+        self.graph_bytes += graph_bytes

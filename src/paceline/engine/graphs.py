@@ -1,7 +1,7 @@
 """Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, variant).
 
 On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains (`capture_guard.py`).
-What may be captured at all is a matter of memory (`graph_memory.py`).
+What may be captured at all is a matter of memory (`graph_memory.py`); a step that may not be runs as it is, too.
 """
 
 import time
@@ -13,10 +13,14 @@ import torch
 
 from paceline.drafting.base import Drafter
 from paceline.engine.capture_guard import CaptureGuard
-from paceline.engine.graph_memory import GraphMemory, pool_bytes_taken
+from paceline.engine.graph_memory import GraphMemory
+from paceline.engine.graph_pool import GraphPool
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.sampling import StepVariant
+from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepStatus, step
+from paceline.engine.step_bytes import StepBytes
+from paceline.kernels.triton_support import multiprocessors
 from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
 from paceline.precision.weights import QuantisedWeights
@@ -51,36 +55,37 @@ class StepRunner:
     A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
     """
 
-    def __init__(self, forward: PagedForward, rows: Rows, num_slots: int, followers: Sequence[Drafter] = (), graph_memory: int = 0) -> None:
+    def __init__(self, forward: PagedForward, rows: Rows, settings: EngineSettings, drafters: Sequence[Drafter] = ()) -> None:
         self.forward = forward
-        self.followers = followers
+        self.followers = [drafter for drafter in drafters if drafter.captured_layers]
         self.rows = rows
-        self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=rows.device)
-        self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=rows.device)
+        num_slots, device, policy = settings.max_running, rows.device, forward.policy
+        self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
+        self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
         self.probabilities_SKV: torch.Tensor | None = None  # what proposals were drawn from, where rejection needs it
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self.guard = CaptureGuard()
-        score, policy = rows.state.logprobs.dtype, forward.policy
-        self.memory = GraphMemory(policy.config, score.itemsize, policy.dtype.itemsize, graph_memory if rows.device.type == "cuda" else 0)
-        self._pool = None
-        self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
+        self.pool = GraphPool(device)
+        needs = StepBytes(
+            policy.config, policy.dtype, rows.state.tokens.shape[1], multiprocessors(device), forward.quantised is not None,
+            len(forward.captured_layers), forward.cache.routing is not None, tuple(d.shape for d in drafters if d.shape is not None),
+        )  # fmt: skip
+        deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
+        budget = settings.graph_memory if device.type == "cuda" else 0
+        self.memory = GraphMemory(needs, buckets_up_to(num_slots), min(MAX_QUERY, 1 + deepest), budget, not settings.deterministic)
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
-
-    def max_queries(self, bucket: int) -> int:
-        """Tokens per row that a step of this bucket may look at."""
-        return min(MAX_QUERY, self.memory.max_queries(bucket))
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
         key = GraphKey(bucket, queries, variant)
         if key not in self.captured:
-            if not self._may_capture():
+            if not self.memory.fits(bucket, queries) or not self._may_capture():
                 return self._step(bucket, queries, variant)
-            self.captured[key] = CapturedStep(*self._captured(bucket * queries, lambda: self._step(bucket, queries, variant)))
+            self.captured[key] = CapturedStep(*self._captured(bucket, queries, lambda: self._step(bucket, queries, variant)))
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
@@ -89,10 +94,10 @@ class StepRunner:
         """Fills the proposals of the bucket's rows."""
         key = DraftKey(bucket, drafter.name, count, truncates)
         if key not in self.captured_drafts:
-            if not self._may_capture():
+            if not self.memory.fits(bucket, count + 1) or not self._may_capture():
                 drafter.propose(self.slots[:bucket], count, truncates)
                 return
-            self.captured_drafts[key], _ = self._captured(bucket, lambda: drafter.propose(self.slots[:bucket], count, truncates))
+            self.captured_drafts[key], _ = self._captured(bucket, 1, lambda: drafter.propose(self.slots[:bucket], count, truncates))
         self.captured_drafts[key].replay()
 
     def _may_capture(self) -> bool:
@@ -106,33 +111,24 @@ class StepRunner:
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)
 
-    def _captured(self, tokens: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    def _captured(self, bucket: int, queries: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
         kept = self.slots.clone()
         try:
             torch.cuda.synchronize()
             start = time.perf_counter()  # not before: the steps in flight would have taken their time anyway
             self.slots.fill_(self.rows.null_slot)
-            stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                function()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # as capturing would do anyway: from here on only the pool grows
-            pool_before, free_before = pool_bytes_taken(), torch.cuda.mem_get_info()[0]
-            with torch.cuda.graph(graph, pool=self._pool):
-                outcome = function()
-            pool_bytes = pool_bytes_taken() - pool_before
-            self.memory.note(tokens, pool_bytes, free_before - torch.cuda.mem_get_info()[0] - pool_bytes)
+            if not self.memory.segment:
+                num_bytes = self.memory.largest()
+                self.memory.note_segment(num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic))
+            capture = self.pool.capture(function)
+            self.memory.note(bucket, queries, capture.pool_bytes, capture.graph_bytes)
         finally:
             self.slots.copy_(kept)
             torch.cuda.synchronize()
             self.guard.end_capture()
         self.capture_seconds += time.perf_counter() - start
-        return graph, outcome
+        return capture.graph, capture.outcome
 
 
 def buckets_up_to(num_slots: int) -> list[int]:

@@ -17,6 +17,7 @@ class EngineSettings:
     deterministic: bool = False
     verify: str = "shared-noise"  # or "rejection"
     graph_memory: int = 0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
+    max_proposal: int = 15  # tokens that drafters propose for a row at most: with the batch, the largest step that graphs have memory for
     precision: str = BASE_PRECISION  # or "fp8" or "fp8+kv"
     base_precision_layers: int = 0  # at either end, with FP8
     kv_scales_per_head: bool = False

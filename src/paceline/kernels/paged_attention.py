@@ -232,6 +232,15 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)  # with three, more programs fit a multiprocessor
 
 
+def partial_bytes(rows: int, queries: int, heads: int, kv_heads: int, head_dim: int, table_tokens: int, processors: int) -> int:
+    """What the groups' partial results take where programs share rows; block tables address `table_tokens` tokens."""
+    padded_gqa, max_groups = next_power_of_2(heads // kv_heads), cdiv(table_tokens, GROUP)
+    tiles = rows * cdiv(queries, max(QUERY_ROWS, padded_gqa) // padded_gqa) * kv_heads
+    if default_launch(processors, tiles, max_groups).programs == 1:
+        return 0
+    return rows * queries * heads * cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH * (head_dim + 2) * 4
+
+
 def paged_attention_triton(
     q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, launch: Launch | None = None, k_scale_H=None, v_scale_H=None, quantise=False
 ):  # fmt: skip

@@ -15,7 +15,7 @@ from paceline.drafting.history import HistoryDrafter
 from paceline.engine.rows import Rows
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
-from paceline.policy.config import read_config
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 
 
@@ -23,6 +23,8 @@ from paceline.policy.decoder import Decoder
 class DrafterBytes:
     fixed: int = 0  # weights, banks, what rejection keeps
     per_token: int = 0  # of the KV pool, in a cache of its own
+    shapes: tuple[DecoderConfig, ...] = ()  # of those that have layers
+    captured_layers: int = 0  # of the policy, for those that follow it
 
 
 def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, widened: bool) -> DrafterBytes:
@@ -37,7 +39,9 @@ def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, p
         drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False))
         own += _tensors(drafter)
     seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
-    return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters))
+    shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
+    captured = {layer for drafter in drafters for layer in drafter.captured_layers}
+    return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters), shapes, len(captured))
 
 
 def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:

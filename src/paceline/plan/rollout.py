@@ -1,9 +1,7 @@
-"""What generation takes: resident rows, the drafter, one step's tensors for the graphs, a prefill chunk, the KV pool.
+"""What generation takes: resident rows, the drafter, the memory of graphs, a prefill chunk, the KV pool.
 
-Rows and drafter are the engine's own objects, made on the meta device. The two passes are formulas that follow
-`paged/forward.py`: its kernels differ from the torch code that the meta device would run.
-
-Shape letters: T tokens, E hidden size, Q and KV width of all heads, F feed-forward, I expert feed-forward, K experts per token.
+Rows and drafter are the engine's own objects, made on the meta device. What the two passes hold is counted by the engine's formulas
+(`engine/step_bytes.py`): its kernels differ from the torch code that the meta device would run.
 """
 
 from dataclasses import dataclass
@@ -12,22 +10,21 @@ import torch
 
 from paceline.backends.base import BASE_PRECISION
 from paceline.config import Config
+from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.rows import MAX_QUERY, Rows
+from paceline.engine.step_bytes import StepBytes, layer_token_bytes
 from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.paged.routing import routing_token_bytes
 from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
-from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.precision.weights import quantised_parameters
 
 PACED_DEPTHS = 2
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
-# The Triton sampler keeps nothing of a logit; truncated sampling sorts: scores, sorted scores, ids, and five of int64 at a time.
-LOGIT_BYTES, TRUNCATED_LOGIT_BYTES = 4, 64
-REJECTION_LOGIT_BYTES = 28  # verification by rejection is plain torch: both distributions, their difference, noise, and what is between
+PROCESSORS = 148  # multiprocessors of a B200, the most of the GPUs in `machine.py`: partial results of attention are planned for them
 
 
 @dataclass(frozen=True)
@@ -45,27 +42,26 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
     drafter = drafter_bytes(speculation, policy, rows, proposals, bool(config.policy.widen))
-    queries, graphs, rejects = slots, len(buckets_up_to(slots)), bool(speculation.drafters) and speculation.verify == "rejection"
+    graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
-        widest = min(slots, speculation.max_running or slots)
-        fits = int(config.rollout.graph_memory_gb * 1e9) // step_bytes(shape, 1, dtype, truncates=False)  # see `engine/graph_memory.py`
-        queries = max(slots, min(fits, widest * (speculation.tokens + 1)))
+        depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)
         # A draft and its verification; pacing goes through a few depths at each batch size.
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
-    step = step_bytes(shape, queries, dtype, truncates=config.eval.top_p < 1, rejects=rejects)
     table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
     precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
-    chosen = [] if precision == BASE_PRECISION else quantised_parameters(policy, config.rollout.base_precision_layers)
+    fp8 = precision != BASE_PRECISION
+    chosen = quantised_parameters(policy, config.rollout.base_precision_layers) if fp8 else []
     quantised = sum(parameter.numel() for _, parameter in chosen) * E4M3.itemsize
     # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the record's type.
     routing = routing_token_bytes(shape) if config.rollout.router_replay else 0
     routing_pass = routing + 2 * 4 * len(shape.expert_layers) * shape.num_experts_per_token if routing else 0
-    step += queries * routing_pass
+    needs = StepBytes(shape, dtype, rows.state.tokens.shape[1], PROCESSORS, fp8, drafter.captured_layers, bool(routing), drafter.shapes)
+    memory = GraphMemory(needs, buckets_up_to(slots), depth, int(config.rollout.graph_memory_gb * 1e9), not config.rollout.deterministic)
     return RolloutBytes(
         rows=total_bytes([*vars(rows.state).values(), proposals]) + table + quantised,
         drafter=drafter.fixed,
-        graphs=step + graphs * GRAPH_BYTES,
-        workspace=max(step, config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype) + routing_pass)),
+        graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
+        workspace=max(memory.largest(), config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype, fp8) + routing_pass)),
         kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype) + drafter.per_token + routing,
     )
 
@@ -73,25 +69,3 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
 def kv_pool_bytes(kv_token: int, tokens: int) -> int:
     """As `KVCache` takes it: whole blocks, and the one that belongs to nobody."""
     return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token
-
-
-def step_bytes(shape: DecoderConfig, queries: int, dtype: torch.dtype, truncates: bool, rejects: bool = False) -> int:
-    """All logits of a step in float32, beside the last hidden states; the layers before them take less."""
-    beside = max(TRUNCATED_LOGIT_BYTES * truncates, REJECTION_LOGIT_BYTES * rejects)
-    logits = queries * shape.vocab_size * (LOGIT_BYTES + beside)
-    return max(logits + 2 * queries * shape.hidden_size * dtype.itemsize, queries * layer_token_bytes(shape, dtype))
-
-
-def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype) -> int:
-    """The most that is alive per token within a layer.
-
-    attention      residual E, normed E, qkv Q + 2 KV, rotated queries Q, output Q
-    feed-forward   residual E, normed E, gate and up 2 F, their product F
-    experts        residual E, normed E, and for each of K: gate and up 2 I with their product I, or that product with its output E
-    """
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    inner, expert = shape.intermediate_size, shape.expert_intermediate_size
-    widths = [3 * q + 2 * kv, 3 * inner]
-    if shape.num_experts:
-        widths.append(shape.num_experts_per_token * max(3 * expert, expert + shape.hidden_size))
-    return dtype.itemsize * (2 * shape.hidden_size + max(widths))

@@ -1,0 +1,63 @@
+"""Capturing into one memory pool of torch's allocator, and what that takes of the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True)
+class Capture(Generic[Outcome]):
+    graph: torch.cuda.CUDAGraph
+    outcome: Outcome
+    pool_bytes: int  # by which the pool grew
+    graph_bytes: int  # taken beside it
+
+
+class GraphPool:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._handle = None
+        self._segment: torch.cuda.CUDAGraph | None = None  # a pool lives as long as one of its graphs
+        self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
+
+    def reserve(self, num_bytes: int, uses_cublas: bool) -> int:
+        """One segment that captures from here on allocate from; how much the pool grew.
+
+        The allocator hands out a pool's memory to captures only, so a graph that nobody replays allocates it and lets it go. cuBLAS
+        keeps a workspace for the capturing stream from its first product on: better before the segment than in the middle of it.
+        """
+        some = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
+
+        def allocate(size: int) -> None:
+            if uses_cublas:
+                torch.mm(some, some)
+            torch.empty(size, dtype=torch.uint8, device=self.device)[:1].zero_()
+
+        allocate(1)  # loads what it launches and makes cuBLAS's handle, where no graph records it
+        capture = self._record(lambda: allocate(num_bytes))
+        self._segment = capture.graph
+        return capture.pool_bytes
+
+    def capture(self, function: Callable[[], Outcome]) -> Capture[Outcome]:
+        """`function` runs once before: kernels are compiled and libraries set up where no graph records it."""
+        stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        return self._record(function)
+
+    def _record(self, function: Callable[[], Outcome]) -> Capture[Outcome]:
+        graph = torch.cuda.CUDAGraph()
+        self._handle = self._handle or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as capturing would do anyway: from here on only the pool grows
+        reserved, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+        with torch.cuda.graph(graph, pool=self._handle):
+            outcome = function()
+        pool_bytes = torch.cuda.memory_reserved() - reserved
+        return Capture(graph, outcome, pool_bytes, free - torch.cuda.mem_get_info()[0] - pool_bytes)
