@@ -97,6 +97,29 @@ def assert_rows_equal(actual: QuantisedRows, expected: QuantisedRows) -> None:
     assert actual.dtype == expected.dtype and actual.num_rows == rows
 
 
+@pytest.mark.gpu
+def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
+    """Groups whose largest number has each of the 128 mantissas, with all 127 others beside it, sixteen binades down."""
+    mantissa = 1 + torch.arange(128) / 128
+    smaller_BM = mantissa.flip(0)[:127] * 2.0 ** -torch.arange(1, 17).unsqueeze(1)
+    x_MK = torch.cat((mantissa.repeat_interleave(16).unsqueeze(1), smaller_BM.repeat(128, 1)), dim=1).to(torch.bfloat16)
+    expected, actual = quantise_rows_reference(x_MK), quantise_rows_triton(x_MK.cuda())
+    assert same_bits(actual.values_MK, expected.values_MK) and same_bits(actual.scales_GM, expected.scales_GM)
+
+
+def test_two_corrections_make_a_quotient_exact():
+    """What `_quotient` does on a GPU, with its fused operations in float64: the products are exact there, and so is the first difference."""
+    x, scale = torch.randn(1 << 20), torch.rand(1 << 20) + 0.001
+    inverse, wide_scale = 1 / scale, scale.double()
+    quotient = x * inverse
+    wrong = [(quotient != x / scale).sum()]
+    for _ in range(2):
+        left = (x.double() - quotient.double() * wide_scale).float()
+        quotient = (quotient.double() + left.double() * inverse.double()).float()
+        wrong.append((quotient != x / scale).sum())
+    assert wrong[0] > 100_000 and wrong[2] == 0, wrong
+
+
 def test_norm_adds_parts_in_order(device):
     parts, residual, weight = (torch.randn(*s, device=device) for s in ((3, 5, 300), (5, 300), (300,)))
     out, total = rms_norm_triton(parts, residual, weight, 1e-6)

@@ -105,13 +105,28 @@ def quantise_groups(x):
 
 @triton.jit
 def e4m3_of(x, scale):
-    scaled = tl.clamp(tl.div_rn(x, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    if ROUND_FIRST:
+    """`scale` is one number for many of x."""
+    scaled = tl.clamp(_quotient(x, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    if EMULATED:
         scaled = _rounded(scaled)
     return scaled.to(tl.float8e4nv)
 
 
-ROUND_FIRST = tl.constexpr(INTERPRETED)  # a GPU rounds to nearest when it converts; Triton's interpreter does not
+EMULATED = tl.constexpr(INTERPRETED)  # Triton's interpreter does not round when it converts, and rounds twice where a GPU fuses
+
+
+@triton.jit
+def _quotient(x, scale):
+    """x / scale, rounded correctly: one division for all of x, and two corrections of each quotient. The first makes it one of the two
+    numbers next to the exact one, the second then the nearer (Markstein 1990, doi:10.1147/rd.341.0111)."""
+    if EMULATED:
+        quotient = tl.div_rn(x, scale)
+    else:
+        inverse = tl.div_rn(1.0, scale)
+        quotient = x * inverse
+        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+    return quotient
 
 
 @triton.jit

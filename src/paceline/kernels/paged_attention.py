@@ -101,7 +101,7 @@ def _paged_attention_kernel(
         stride = tl.maximum(1, tl.minimum(groups * resident // tl.maximum(1, work), tl.num_programs(2)))
     if FP8:
         scale *= tl.load(k_scale_ptr + kv_head)
-        v_scale = tl.load(v_scale_ptr + kv_head) * 256.0
+        v_scale = tl.load(v_scale_ptr + kv_head)
     wait_previous(PDL)
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     if FP8:
@@ -197,7 +197,7 @@ def _combine_kernel(
     partial = q_row * max_groups
     context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
     if FP8:
-        v_scale = tl.load(v_scale_ptr + tl.program_id(1)) * 256.0
+        v_scale = tl.load(v_scale_ptr + tl.program_id(1))
     wait_previous(PDL)
     accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM, BATCH)
     num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
