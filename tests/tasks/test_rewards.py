@@ -211,15 +211,18 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
         "task = make_task(TaskConfig(rewards=rewards), byte_tokenizer(), Path('.'))\n"
         "task.scoring.open_group(task.train[0], 1).add(0, Response('hang', False))\n"
         "time.sleep(1.5)\n"
-        "print([p.process.pid for p in task.scoring.pool.state.alive][0], flush=True)\n" + ("time.sleep(100)\n" if ending == "kill" else "")
+        "print([p.process.pid for p in task.scoring.pool.state.alive][0], flush=True)\n"
+        "sys.stdin.readline()\n"
     )
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    process = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     worker = int(process.stdout.readline())
-    assert Path(f"/proc/{worker}").exists()
+    assert _read(Path(f"/proc/{worker}/cmdline"))
     if ending == "kill":
         process.send_signal(signal.SIGKILL)
+    else:
+        process.stdin.close()
     process.wait(timeout=20)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and (_read(Path(f"/proc/{worker}/cmdline")) or sleepers()):
