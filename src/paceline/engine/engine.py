@@ -23,17 +23,19 @@ from tokenizers import Tokenizer
 from paceline.backends.base import BASE_PRECISION, RolloutStats
 from paceline.drafting.base import Drafter, Seat
 from paceline.engine.blocks import BlockPool
+from paceline.engine.drafters import Drafters
 from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.refusal import refusal
+from paceline.engine.reservation import STEPS, Reservation
 from paceline.engine.rows import NewRow, Rows, to_device
-from paceline.engine.sampling import StepVariant, Verify
+from paceline.engine.sampling import Verify
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step_timer import StepTimer
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer, Strategy
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
@@ -43,7 +45,6 @@ from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Completion, FinishReason, Request
 
 NO_PACER = Decision(PLAIN)
-RESERVE_STEPS = 16  # blocks are handed out for this many steps at a time, so the host looks at rows this rarely
 
 
 class Engine:
@@ -65,18 +66,14 @@ class Engine:
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
         self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H, records)
         self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.drafters = {drafter.name: drafter for drafter in drafters}
-        captured = {layer for drafter in drafters for layer in drafter.captured_layers}
-        forward = PagedForward(policy, self.cache, settings.deterministic, captured, self.reduced.weights)
+        self.drafters = Drafters(drafters, slots)
+        forward = PagedForward(policy, self.cache, settings.deterministic, self.drafters.captured_layers, self.reduced.weights)
         self.runner = StepRunner(forward, self.rows, settings, drafters)
         self.buckets = buckets_up_to(slots)
-        if settings.verify == Verify.REJECTION and any(drafter.has_probabilities for drafter in drafters):
+        if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
         shared = self.runner.proposals_SK, self.runner.probabilities_SKV
-        for drafter in drafters:
-            drafter.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
-        # By drafter that must be told: the slots whose rows ran without it.
-        self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
+        self.drafters.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
         self.pacer, self.timer = pacer, StepTimer(device)
         self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
         self.moment_left = 0
@@ -87,12 +84,9 @@ class Engine:
         self.running: dict[int, Sequence] = {}  # by slot
         self.outcomes = Outcomes(self.rows, tokenizer)
         self.finished: deque[Completion] = deque()
-        # Per slot: a bound on the length the row may have reached, and the tokens its blocks can hold.
-        self.length_bound = np.zeros(slots + 1, dtype=np.int64)
-        self.capacity = np.zeros(slots + 1, dtype=np.int64)
-        self.limit = np.zeros(slots + 1, dtype=np.int64)
+        self.reservation = Reservation(self.rows, self.pool, slots)
         self.batch = Batch.of([], self.outcomes.tenancy)
-        self.queries, self.reserved_queries = 1, 0  # of the last step; positions per row that may run before blocks are looked at again
+        self.queries = 1  # per row, of the last step
         self.paused, self.preemptions = False, 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
@@ -125,8 +119,8 @@ class Engine:
                     return
             if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
                 self._rebuild_cache()
-            spared = int(self._missing_blocks(self.queries).sum()) if self.scheduler.may_admit else 0  # as `_reserve` will ask for
-            for sequence in self.scheduler.admit(not self.running, RESERVE_STEPS * self.queries, spared):
+            spared = self._missing_blocks(self.queries) if self.scheduler.may_admit else 0  # as `_reserve` will ask for
+            for sequence in self.scheduler.admit(not self.running, STEPS * self.queries, spared):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
                 self._prefill()
@@ -191,13 +185,11 @@ class Engine:
     def sleep(self) -> None:
         self._preempt_all()
         self.cache.sleep()
-        for drafter in self.drafters.values():
-            drafter.sleep()
+        self.drafters.sleep()
 
     def wake(self) -> None:
         self.cache.wake()
-        for drafter in self.drafters.values():
-            drafter.wake()
+        self.drafters.wake()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
@@ -205,14 +197,10 @@ class Engine:
         return stats
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"{name}.{key}": tensor for name, drafter in self.drafters.items() for key, tensor in drafter.state().items()}
-        return tensors | self.reduced.state()
+        return self.drafters.state() | self.reduced.state()
 
     def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, drafter in self.drafters.items():
-            own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-            if own:
-                drafter.load_state(own)
+        self.drafters.load_state(tensors)
         if self.reduced.load_state(tensors):
             self._rebuild_cache()
 
@@ -232,7 +220,7 @@ class Engine:
         self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
-            for cache in (self.cache, *self.drafters.values()):
+            for cache in (self.cache, self.drafters):
                 cache.copy_blocks(ready.copy_from, ready.copy_to)
         for sequence in [s for s in ready.sequences if s.aborted]:
             self.scheduler.release(sequence)
@@ -242,20 +230,14 @@ class Engine:
     def _enter(self, sequences: list[Sequence]) -> None:
         if not sequences:
             return
-        new_rows = []
-        for s in sequences:
-            new_rows.append(NewRow(s.slot, s.tokens, s.limit, s.request.seed, s.request.sampling, self._stop_ids(s.request), s.blocks))
-            self.running[s.slot] = s
-            self.length_bound[s.slot], self.limit[s.slot] = s.length, s.limit
-            self.capacity[s.slot] = len(s.blocks) * BLOCK_SIZE
-            self.outcomes.enter(s)
-        self.rows.enter(new_rows)
-        for s in sequences:
-            for drafter in self.drafters.values():
-                drafter.observe_enter(s.slot, s.request, s.handover.get(drafter.name))
-            for behind in self.behind.values():
-                behind[s.slot] = True
-            s.handover = {}
+        self.rows.enter(
+            [NewRow(s.slot, s.tokens, s.limit, s.request.seed, s.request.sampling, self._stop_ids(s.request), s.blocks) for s in sequences]
+        )
+        self.reservation.enter(sequences)
+        for sequence in sequences:
+            self.running[sequence.slot] = sequence
+            self.outcomes.enter(sequence)
+            self.drafters.enter(sequence)
         self._running_changed()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -263,80 +245,54 @@ class Engine:
     def _launch(self) -> None:
         decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else NO_PACER
         strategy, queries = decision.strategy, decision.strategy.queries
-        if self.reserved_queries < queries and not self._reserve(queries):
+        if self.reservation.left < queries and not self._reserve(queries):
             return
-        if strategy.drafter in self.behind and not self._catch_up(strategy.drafter):
+        if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(strategy.drafter):
             return
-        self.queries, self.reserved_queries = queries, self.reserved_queries - queries
+        self.queries = queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         captures = self.runner.capture_seconds
         self.timer.begin()
         if strategy.count:
             self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
             self.timer.note_drafted()
-        for name, behind in self.behind.items():
-            if name != strategy.drafter:
-                behind[self.batch.slots] = True
-        status = self.runner.run(bucket, queries, self._variant(strategy))
+        self.drafters.ran(self.batch.slots, strategy.drafter)
+        variant = replace(self.batch.variant, verify=self.drafters.verification(strategy, self.settings.verify))
+        status = self.runner.run(bucket, queries, variant)
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
-        self.length_bound[self.batch.slots] += queries
+        self.reservation.launched(self.batch, queries)
 
     def _current_moment(self) -> Moment:
         self.moment_left -= 1
         if self.moment_left < 0:
             bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
             self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.memory.max_queries(bucket))
-            self.moment_left = RESERVE_STEPS - 1
+            self.moment_left = STEPS - 1
         return self.moment
-
-    def _variant(self, strategy: Strategy) -> StepVariant:
-        if self.settings.verify == Verify.SHARED_NOISE or not strategy.count:
-            return self.batch.variant
-        known = self.drafters[strategy.drafter].has_probabilities
-        return replace(self.batch.variant, verify=Verify.REJECTION if known else Verify.REJECTION_OF_CERTAIN)
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""
-        behind = self.behind[name]
-        if behind[self.batch.slots].any():
-            self._drain()
-            slots = np.sort(self.batch.slots[behind[self.batch.slots]])
-            if len(slots):
-                self.timer.note_switch()
-                self.drafters[name].catch_up(slots.tolist(), self.length_bound[slots].tolist())
-        behind[:] = False
+        self._drain()
+        if self.drafters.catch_up(name, self.batch.slots, self.outcomes.length):
+            self.timer.note_switch()
         return bool(self.running)
 
     def _reserve(self, queries: int) -> bool:
-        """Blocks for the next RESERVE_STEPS steps of every running row; False if nobody is left running."""
-        if self._missing_blocks(queries).sum() > self.pool.free:
+        """Blocks for the next steps of every running row; False if nobody is left running."""
+        if self._missing_blocks(queries) > self.pool.free:
             self._drain()  # the bounds become lengths, and what has finished gives its blocks back
             self.scheduler.drop_idle()
-            while self.running and self._missing_blocks(queries).sum() > self.pool.free:
+            while self.running and self._missing_blocks(queries) > self.pool.free:
                 self._preempt(max(self.running.values(), key=lambda s: s.order))
             if not self.running:
                 return False
-        slots, indices, blocks = [], [], []
-        missing_blocks = self._missing_blocks(queries)
-        for i in missing_blocks.nonzero()[0].tolist():
-            sequence, missing = self.batch.sequences[i], int(missing_blocks[i])
-            new = self.pool.allocate(missing)
-            slots += [sequence.slot] * missing
-            indices += range(len(sequence.blocks), len(sequence.blocks) + missing)
-            blocks += new
-            sequence.blocks += new
-            self.capacity[sequence.slot] = len(sequence.blocks) * BLOCK_SIZE
-        if slots:
-            self.rows.extend_blocks(slots, indices, blocks)
-        self.reserved_queries = RESERVE_STEPS * queries
+        self.reservation.hand_out(self.batch, queries)
         return True
 
-    def _missing_blocks(self, queries: int) -> np.ndarray:
-        slots = self.batch.slots
-        wanted = np.minimum(self.length_bound[slots] + RESERVE_STEPS * queries, self.limit[slots])
-        return np.maximum(0, -(-(wanted - self.capacity[slots]) // BLOCK_SIZE))
+    def _missing_blocks(self, queries: int) -> int:
+        return int(self.reservation.missing(self.batch, queries).sum())
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
@@ -364,7 +320,7 @@ class Engine:
         """Reads every outstanding outcome, so that the host knows what the device knows."""
         while self.outcomes.unread:
             self._read_outcome()
-        self.length_bound[self.batch.slots] = self.outcomes.length[self.batch.slots]
+        self.reservation.settle(self.batch, self.outcomes.length)
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""
@@ -376,8 +332,7 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         """It runs no more; slot and blocks are still its own."""
         sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
-        for drafter in self.drafters.values():
-            drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
+        self.drafters.leave(sequence)
         self.outcomes.leave(sequence)
         del self.running[sequence.slot]
 
@@ -394,7 +349,7 @@ class Engine:
 
     def _running_changed(self) -> None:
         self.batch = Batch.of(list(self.running.values()), self.outcomes.tenancy)
-        self.reserved_queries = self.moment_left = 0
+        self.reservation.left = self.moment_left = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)
