@@ -1,7 +1,7 @@
 """Whole decode steps at fp8+kv with one thing changed at a time: milliseconds, Qwen3-8B shape, random weights.
 
 PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py [BATCHES [NEW_TOKENS]]     steps
-PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py kernels                    what each kernel of a step takes, by the profiler
+PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py kernels [MODEL]            what each kernel of a step takes, by the profiler
 """
 
 import sys
@@ -19,7 +19,8 @@ from paceline.kernels.paged_attention import Launch, paged_attention
 
 KERNELS = sys.argv[1:2] == ["kernels"]
 BATCHES = [int(b) for b in (sys.argv[1] if len(sys.argv) > 1 and not KERNELS else "1,32,64,128,256").split(",")]
-NEW = int(sys.argv[2]) if len(sys.argv) > 2 else 96
+MODEL = sys.argv[2] if KERNELS and len(sys.argv) > 2 else "qwen3-8b"
+NEW = int(sys.argv[2]) if len(sys.argv) > 2 and not KERNELS else 96
 FORWARD, ATTENTION = "paceline.paged.forward", "paceline.kernels.paged_attention"
 
 
@@ -67,9 +68,9 @@ def kernels(policy, precision: str) -> None:
 
 def main() -> None:
     assert products.choose_parts is choose_parts
-    policy = bench_policy("qwen3-8b", torch.device("cuda"))
+    policy = bench_policy(MODEL, torch.device("cuda"))
     if KERNELS:
-        for precision in ("bf16", "fp8+kv"):
+        for precision in ("bf16", "fp8+kv") if MODEL == "qwen3-8b" else ("fp8",):  # other shapes may not have room for both
             kernels(policy, precision)
         return
     print(f"{'variant':>30} " + " ".join(f"{batch:>8}" for batch in BATCHES), flush=True)

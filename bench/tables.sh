@@ -24,8 +24,9 @@ eagle() { # trained on the small policy, measured with both widened to 8B cost
   $P bench speculation chain-sum policy.path="$SMOLLM" policy.widen=8b run.device=cuda $SUMS rollout.speculation.eagle_path="$OUT/eagle" \
     --batches 1,4,16,64 --tokens 1,2,3,5,7 --verify shared-noise,rejection --rounds 2 --repeats 2 --json "$OUT/speculation.json"
 }
-certify() { # both ways to verify, fast and deterministic mode
-  for mode in "--verify shared-noise" "--verify rejection" "--verify shared-noise --deterministic"; do
+certify() { # both ways to verify, fast and deterministic mode, under the pacer, and the FP8 policy
+  for mode in "--verify shared-noise" "--verify rejection" "--verify shared-noise --deterministic" \
+    "--pacing adaptive --deterministic" "rollout.precision=fp8+kv --deterministic"; do
     # shellcheck disable=SC2086
     $P certify builtin --drafter eagle run.device=cuda --quick $mode
   done

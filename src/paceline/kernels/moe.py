@@ -179,9 +179,10 @@ def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int)
     num_tiles = (num_slots + (rows - 1) * min(num_experts, num_slots)) // rows  # of every expert, all but one tile are full
     slots_S = torch.empty(num_slots, dtype=torch.int32, device=experts_MK.device)
     tiles_3T = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_MK.device)
+    block = min(SORT_BLOCK, max(32, next_power_of_2(num_slots)))
     _sort_kernel[(num_experts + 1,)](
         experts_MK, slots_S, tiles_3T, num_slots, num_tiles, num_experts,
-        ROWS=rows, BLOCK=SORT_BLOCK, BLOCK_X=next_power_of_2(num_experts + 1), **launch_options(num_warps=4),
+        ROWS=rows, BLOCK=block, BLOCK_X=next_power_of_2(num_experts + 1), **launch_options(num_warps=max(1, block // 256)),
     )  # fmt: skip
     return ExpertTiles(slots_S, tiles_3T, rows)
 
