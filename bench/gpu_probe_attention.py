@@ -38,6 +38,10 @@ def inputs(lengths):
     return q, table.cuda(), torch.tensor(lengths, device="cuda", dtype=torch.int32), caches
 
 
+def label(launch: Launch) -> str:
+    return f"{launch.programs}/{launch.stages}" + (f"r{launch.registers}" if launch.registers else "") + ("" if launch.warps == 4 else f"w{launch.warps}")
+
+
 def main() -> None:
     processors = multiprocessors(torch.device("cuda"))
     scale = torch.full((KV_HEADS,), 0.01, device="cuda")
@@ -49,6 +53,8 @@ def main() -> None:
         tiles, max_groups = len(lengths) * KV_HEADS, WIDTH // GROUP
         shares = sorted({max(1, min(max_groups, fill * processors // tiles)) for fill in (1, 2, 4, 8, 16)})
         launches = {Launch(programs, stages) for programs in shares for stages in ((2, 3, 4, 6) if programs == 1 else (2, 3, 5))}
+        if len(lengths) >= 64:  # many programs: how many run at once matters
+            launches |= {Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ((128, 4), (None, 2))}
         chosen = default_launch(processors, tiles, max_groups)
         results = {}
         for launch in launches | {chosen}:
@@ -59,7 +65,7 @@ def main() -> None:
 
             results[launch] = time_graph(graph_of(run), repeats=3, inner=3)[0] / len(caches) * 1e3
         ideal = sum(lengths) * KV_HEADS * DIM * 2 * KV_TYPE.itemsize / 4.575e6
-        others = " ".join(f"{launch.programs}/{launch.stages}:{us:.1f}" for launch, us in sorted(results.items(), key=lambda item: item[1]))
+        others = " ".join(f"{label(launch)}:{us:.1f}" for launch, us in sorted(results.items(), key=lambda item: item[1]))
         print(f"{name}: ideal {ideal:.1f}, default {results[chosen]:.1f} | programs/stages {others}", flush=True)
 
 

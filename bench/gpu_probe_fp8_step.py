@@ -33,9 +33,9 @@ def unfused(q_RQHD, *rest):
     return quantise_rows(paged_attention(q_RQHD, *rest).flatten(0, 1).flatten(1))
 
 
-def stages(count: int, registers: int | None = None):
+def stages(count: int, registers: int | None = None, warps: int = 4):
     def launch(processors: int, tiles: int, max_groups: int) -> Launch:
-        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count, registers)
+        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count, registers, warps)
 
     return launch
 
@@ -51,7 +51,8 @@ VARIANTS = {
     "attention in 2 stages": {f"{ATTENTION}.default_launch": stages(2)},
     "attention in 5 stages": {f"{ATTENTION}.default_launch": stages(5)},
     "in 3, 128 registers": {f"{ATTENTION}.default_launch": stages(3, 128)},
-    "in 3, 96 registers": {f"{ATTENTION}.default_launch": stages(3, 96)},
+    "in 3, 2 warps": {f"{ATTENTION}.default_launch": stages(3, warps=2)},
+    "in 2, 2 warps": {f"{ATTENTION}.default_launch": stages(2, warps=2)},
 }
 
 

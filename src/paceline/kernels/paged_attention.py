@@ -220,9 +220,10 @@ class Launch:
     programs: int  # per row, query tile and kv head, at most
     stages: int  # tiles in flight
     registers: int | None = None  # at most, per thread: fewer let more programs run at once
+    warps: int = 4
 
     def options(self) -> dict:
-        return launch_options(num_warps=4, num_stages=self.stages) | ({"maxnreg": self.registers} if self.registers else {})
+        return launch_options(self.warps, self.stages) | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
