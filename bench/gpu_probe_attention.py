@@ -39,7 +39,8 @@ def inputs(lengths):
 
 
 def label(launch: Launch) -> str:
-    return f"{launch.programs}/{launch.stages}" + (f"r{launch.registers}" if launch.registers else "") + ("" if launch.warps == 4 else f"w{launch.warps}")
+    registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps == 4 else f"w{launch.warps}"
+    return f"{launch.programs}/{launch.stages}{registers}{warps}"
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from paceline.backends.drafters import make_drafter
 from paceline.config import Config
-from paceline.engine.engine import RESERVE_STEPS, Engine, EngineSettings
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
 from paceline.models.widen import load_widened
 from paceline.policy.decoder import Decoder
@@ -53,7 +54,7 @@ def recipe_engine(
 ) -> Engine:
     """With room for the requests."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
-    room = max_running * (longest + RESERVE_STEPS * (MAX_QUERY + 1))  # what is reserved ahead for the deepest drafts, too
+    room = max_running * (longest + RESERVED_STEPS * (MAX_QUERY + 1))  # what is reserved ahead for the deepest drafts, too
     settings = EngineSettings(max_running, room, max_length=longest, deterministic=config.rollout.deterministic, verify=verify)
     drafters = [] if drafter == "none" else [make_drafter(drafter, policy, config.rollout.speculation, widened_from(config))]
     return Engine(policy, settings, drafters=drafters)

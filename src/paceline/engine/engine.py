@@ -28,7 +28,7 @@ from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.refusal import refusal
-from paceline.engine.reservation import STEPS, Reservation
+from paceline.engine.reservation import RESERVED_STEPS, Reservation
 from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.sampling import Verify
 from paceline.engine.scheduler import Scheduler
@@ -120,7 +120,7 @@ class Engine:
             if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
                 self._rebuild_cache()
             spared = self._missing_blocks(self.queries) if self.scheduler.may_admit else 0  # as `_reserve` will ask for
-            for sequence in self.scheduler.admit(not self.running, STEPS * self.queries, spared):
+            for sequence in self.scheduler.admit(not self.running, RESERVED_STEPS * self.queries, spared):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
                 self._prefill()
@@ -269,7 +269,7 @@ class Engine:
         if self.moment_left < 0:
             bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
             self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.memory.max_queries(bucket))
-            self.moment_left = STEPS - 1
+            self.moment_left = RESERVED_STEPS - 1
         return self.moment
 
     def _catch_up(self, name: str) -> bool:

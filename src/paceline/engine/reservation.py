@@ -2,7 +2,7 @@
 
 tokens known |.........|
 bound        |.........|....|         every step launched since adds its queries, whether they were accepted or not
-blocks       |.........|....|.......|  enough for the next STEPS steps, so the host looks at rows this rarely
+blocks       |.........|....|.......|  enough for the next RESERVED_STEPS, so the host looks at rows this rarely
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from paceline.engine.rows import Rows
 from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE
 
-STEPS = 16
+RESERVED_STEPS = 16
 
 
 class Reservation:
@@ -30,8 +30,8 @@ class Reservation:
             self.bound[s.slot], self.limit[s.slot], self.capacity[s.slot] = s.length, s.limit, len(s.blocks) * BLOCK_SIZE
 
     def missing(self, batch: Batch, queries: int) -> np.ndarray:
-        """Blocks that each row of the batch lacks for STEPS steps of so many queries."""
-        wanted = np.minimum(self.bound[batch.slots] + STEPS * queries, self.limit[batch.slots])
+        """Blocks that each row of the batch lacks for RESERVED_STEPS steps of so many queries."""
+        wanted = np.minimum(self.bound[batch.slots] + RESERVED_STEPS * queries, self.limit[batch.slots])
         return np.maximum(0, -(-(wanted - self.capacity[batch.slots]) // BLOCK_SIZE))
 
     def hand_out(self, batch: Batch, queries: int) -> None:
@@ -48,7 +48,7 @@ class Reservation:
             self.capacity[sequence.slot] = len(sequence.blocks) * BLOCK_SIZE
         if slots:
             self.rows.extend_blocks(slots, indices, blocks)
-        self.left = STEPS * queries
+        self.left = RESERVED_STEPS * queries
 
     def launched(self, batch: Batch, queries: int) -> None:
         self.left -= queries
