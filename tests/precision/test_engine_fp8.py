@@ -124,9 +124,9 @@ def test_a_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypat
     original = precision_rollout.KVScales.calibrate
 
     def spoiled(self):
-        samples = list(self._sample)
+        windows = list(self._windows)
         original(self)
-        self._sample = samples
+        self._windows = windows
         self.scales_L2H[1] /= 50
         return self.validate()
 

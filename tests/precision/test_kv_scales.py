@@ -36,16 +36,16 @@ def test_scales_are_the_formulas(per_head):
     expected = (ordered[3] + 0.996 * (ordered[4] - ordered[3])) * 1.05 / 448
     torch.testing.assert_close(scales.scales_L2H, expected)
     assert scales.calibrated and not scales.has_measurements, "an update's measurements are used once"
-    assert all(0.005 < error < 0.06 for error in scales.errors), scales.errors
+    assert all(0.005 < error < 0.07 for error in scales.errors), scales.errors
 
 
 @pytest.mark.parametrize("factor, which", [(1 / 20, 0), (1 / 20, 1), (3e5, 0), (3e5, 1), (float("nan"), 0)])
 def test_a_wrong_scale_is_caught(factor, which):
     """Too small cuts large numbers off, too large loses small ones; a wrong scale in one layer is that layer's alone."""
     scales, _ = observed()
-    keep = list(scales._sample)
+    keep = list(scales._windows)
     assert scales.calibrate() == []
-    scales._sample = keep
+    scales._windows = keep
     scales.scales_L2H[1, which] *= factor
     assert scales.validate() == [1]
     assert scales.errors[0] < MAX_ERROR and not scales.errors[1] <= MAX_ERROR
@@ -62,6 +62,40 @@ def test_outliers_in_a_key_channel_are_caught():
             q[:, :, 3] = 0.0
         scales.observe(layer, q, k, v)
     assert scales.calibrate() == [2]
+
+
+def loud(tokens: int, keys: float = 1.0, values: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(tokens, 6, 16), torch.randn(tokens, 2, 16) * keys, torch.randn(tokens, 2, 16) * values
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_values_that_another_micro_batch_drowns_are_caught(order):
+    scales = KVScales(CONFIG, torch.device("cpu"))
+    for layer in range(3):
+        batches = loud(1024, values=1e6 if layer == 1 else 1.0), loud(300)
+        for which in order:
+            scales.observe(layer, *batches[which])
+    assert scales.calibrate() == [1]
+
+
+@pytest.mark.parametrize("where", [slice(0, 256), slice(512, 768), slice(-300, None)])
+def test_values_that_others_of_their_micro_batch_drown_are_caught(where):
+    scales = KVScales(CONFIG, torch.device("cpu"))
+    for layer in range(3):
+        q, k, v = loud(1100)
+        if layer == 2:
+            v[where] *= 1e6
+        scales.observe(layer, q, k, v)
+    assert scales.calibrate() == [2]
+
+
+def test_keys_that_the_percentile_cuts_off_are_caught():
+    """One micro-batch of 1,500 has keys a hundred times as large: the 99.9th percentile does not know it."""
+    scales = KVScales(CONFIG, torch.device("cpu"))
+    for batch in range(1500):
+        for layer in range(3):
+            scales.observe(layer, *loud(8, keys=100.0 if (batch, layer) == (700, 0) else 1.0))
+    assert scales.calibrate() == [0]
 
 
 def test_validation_measures_what_the_cache_does():

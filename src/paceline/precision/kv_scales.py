@@ -4,9 +4,15 @@
 
 `observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing; the scales it gives
 are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv 2601.18150). Before the first update a pass over
-prompts takes its place. Every calibration is validated: attention over the sample kept, with K and V as the cache would hold
+prompts takes its place. Every calibration is validated: attention over the windows kept, with K and V as the cache would hold
 them, against the same with K and V as they are. Where the two differ by more than MAX_ERROR the layer is reported as unfit.
+
+One scale serves all tokens, so two windows are kept of each layer, whatever micro-batch they were in: that with the quietest values,
+which a large scale loses, and that with the loudest key, which a small one cuts off. A window is a stretch of packed tokens, attended as
+one text: made-up company, but real numbers.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +21,7 @@ from paceline.policy.config import DecoderConfig
 
 PERCENTILE = 0.999
 MARGIN = 1.05
-SAMPLE_TOKENS = 256  # of the last micro-batch, kept per layer for validation
+WINDOW = 256  # tokens
 MAX_ERROR = 0.2  # of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
 
 
@@ -28,7 +34,7 @@ class KVScales:
         self.calibrated = False  # not read off the scales: the engine asks at every step, and the device must not be waited for
         self.errors: list[float] = []  # of the last calibration, per layer
         self._amax: list[list[torch.Tensor]] = [[] for _ in range(config.num_layers)]  # [2, H] per micro-batch
-        self._sample: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = [None] * config.num_layers
+        self._windows: list[list[Window]] = [[] for _ in range(config.num_layers)]
 
     @property
     def has_measurements(self) -> bool:
@@ -39,7 +45,9 @@ class KVScales:
         """One layer of one micro-batch, as attention sees it."""
         q, k, v = q_THD.detach(), k_THD.detach(), v_THD.detach()
         self._amax[layer].append(torch.stack((k.abs().amax((0, 2)), v.abs().amax((0, 2)))).float())
-        self._sample[layer] = tuple(x[:SAMPLE_TOKENS].clone() for x in (q, k, v))
+        found = [Window.most(-v.abs().mean((1, 2)), q, k, v), Window.most(k.abs().amax((1, 2)), q, k, v)]
+        kept = self._windows[layer] or found
+        self._windows[layer] = [new.or_kept(old) for new, old in zip(found, kept, strict=True)]
 
     @torch.no_grad()
     def calibrate(self) -> list[int]:
@@ -49,7 +57,7 @@ class KVScales:
         self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
         unfit = self.validate()
         self._amax = [[] for _ in range(self.num_layers)]
-        self._sample = [None] * self.num_layers
+        self._windows = [[] for _ in range(self.num_layers)]
         self.calibrated = True
         return unfit
 
@@ -66,10 +74,32 @@ class KVScales:
 
     @torch.no_grad()
     def validate(self) -> list[int]:
-        """Layers whose attention over the sample changes by more than MAX_ERROR under the scales as they are."""
-        errors = [attention_error(*sample, *self.scales_L2H[layer]) for layer, sample in enumerate(self._sample)]
-        self.errors = torch.stack(errors).tolist()
+        """Layers whose attention over either window changes by more than MAX_ERROR under the scales as they are."""
+        errors_L2 = [[attention_error(*w.tokens, *self.scales_L2H[layer]) for w in windows] for layer, windows in enumerate(self._windows)]
+        self.errors = torch.stack([torch.stack(errors).max() for errors in errors_L2]).tolist()
         return [layer for layer, error in enumerate(self.errors) if not error <= MAX_ERROR]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The stretch of tokens with the largest measure; the device decides which one that is, and nobody waits for it."""
+
+    measure: torch.Tensor
+    tokens: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def most(measure_T: torch.Tensor, *tensors: torch.Tensor) -> "Window":
+        """Of whole windows one after the other, by the mean measure of their tokens; fewer tokens than one has are repeated."""
+        num_tokens = len(measure_T)
+        windows = max(1, num_tokens // WINDOW)
+        measure_N = measure_T[: windows * WINDOW].view(windows, -1).mean(1)
+        best = measure_N.argmax()
+        index = (best * WINDOW + torch.arange(WINDOW, device=best.device)) % num_tokens
+        return Window(measure_N[best], tuple(x[index] for x in tensors))
+
+    def or_kept(self, kept: "Window") -> "Window":
+        better, pairs = self.measure > kept.measure, zip(self.tokens, kept.tokens, strict=True)
+        return Window(torch.maximum(self.measure, kept.measure), tuple(torch.where(better, new, old) for new, old in pairs))
 
 
 def attention_error(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, k_scale_H: torch.Tensor, v_scale_H: torch.Tensor) -> torch.Tensor:
