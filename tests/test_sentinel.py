@@ -16,6 +16,7 @@ from paceline import session
 from paceline.config import load_config
 from paceline.learning.learner import Learner
 from paceline.loop import train
+from paceline.precision.kv_scales import KVScales
 from paceline.report.console import Console
 from paceline.report.samples import write_groups
 from paceline.sentinel import TrainingFailed
@@ -81,6 +82,31 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(in_base, policy, t
     if falls_at:
         said = f"SENTINEL, step {falls_at}: {reason}. Rollouts go on in base precision instead of fp8; the step is made again"
         assert warnings == [said]
+
+
+def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
+    """The native engine, the built-in policy: from the first update on the scales are a tenth of what they should be, and large keys are cut off."""
+    monkeypatch.undo()  # the task's own reward
+    sound, calls = KVScales.calibrate, []
+
+    def spoiled(self):
+        unfit = sound(self)
+        calls.append(1)
+        self.scales_L2H.mul_(0.1 if len(calls) > 1 else 1.0)
+        return unfit
+
+    monkeypatch.setattr(KVScales, "calibrate", spoiled)
+    few = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "eval.problems=2"]
+    few = [*few, "run.steps=3", "rollout.precision=fp8+kv", f"run.root={tmp_path}", "run.name=run"]
+    console, warnings = listen()
+    run = train(load_config("default", few), console=console).summary.run
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in steps if record["kind"] == "train"]
+    assert [record["step"] for record in steps] == [1, 2, 3] and fell_back_from(steps) == [2, 3]
+    assert "mismatch/kl" in warnings[0] and "rollout.sentinel.kl" in warnings[0]
+    assert 0 < steps[0]["mismatch/kl"] < 0.1 and max(record["mismatch/kl"] for record in steps[1:]) < 1e-3, (
+        "the step was made again at full precision"
+    )
 
 
 def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
