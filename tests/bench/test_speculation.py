@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.bench.setup import recipe_engine, recipe_policy, recipe_requests
-from paceline.bench.speculation import bench_speculation, choose_long
+from paceline.bench.speculation import _runs, bench_speculation, choose_long
 from paceline.config import load_config
 from paceline.pacing.strategy import Strategy
 
@@ -27,3 +27,14 @@ def test_strategies_generate_the_same_and_figures_add_up():
         assert p.accept_length == pytest.approx(1 + sum(p.accepted_at))
     with pytest.raises(ValueError, match="25 requests are wanted; there are 24"):
         choose_long(alone, candidates, 25)
+
+
+def test_a_drafter_that_remembers_has_not_seen_these_responses():
+    config = load_config("default", ["rollout.max_tokens=24", "task.train_problems=8"])
+    policy, prompts = recipe_policy(config)
+    requests = recipe_requests(config, prompts, 4)
+    engine = recipe_engine(config, policy, requests, 1, "history", "shared-noise")
+    unused = {name: tensor.clone() for name, tensor in engine.drafter_state().items()}
+    first, second = _runs(engine, unused, requests, 1, Strategy("history", 3), repeats=2)
+    remembering = _runs(engine, engine.drafter_state(), requests, 1, Strategy("history", 3), repeats=1)[0]
+    assert first.accept_length == second.accept_length < remembering.accept_length

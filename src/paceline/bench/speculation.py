@@ -7,17 +7,22 @@ long are chosen: they are also the ones that speculation is for. Rejection write
 Each strategy generates the same requests with the same seeds, so the share of completions that are plain decoding's can be reported:
 all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at different sizes, and rejection
 samples the same distribution, not the same tokens.
+
+Before each of them drafters forget what they have seen: one that remembers responses would find these very ones.
 """
 
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import torch
+
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
 from paceline.types import Completion, Request
 
+DrafterState = dict[str, torch.Tensor]
 MIN_REQUESTS = 8  # a small batch gets more rounds, because acceptance is estimated from what it generates
 
 
@@ -56,16 +61,17 @@ def bench_speculation(
 ) -> Iterator[SpeculationPoint]:
     """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they
     verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
+    unused = [_kept_apart(engine.drafter_state()) for engine in engines]
     for batch in batches:
         wanted = requests[: requests_for(batch, rounds)]
-        plain = _runs(alone, wanted, batch, PLAIN, repeats)
+        plain = _runs(alone, {}, wanted, batch, PLAIN, repeats)
         yield _point(batch, "plain", plain, plain)
-        for number, engine in enumerate(engines):
+        for number, (engine, state) in enumerate(zip(engines, unused, strict=True)):
             for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
                 name = str(strategy) if strategy.count else "plain, seated"
                 if engine.settings.verify != "shared-noise":
                     name = f"{name} {engine.settings.verify}"
-                yield _point(batch, name, _runs(engine, wanted, batch, strategy, repeats), plain)
+                yield _point(batch, name, _runs(engine, state, wanted, batch, strategy, repeats), plain)
 
 
 class RecordingPacer(FixedPacer):
@@ -87,12 +93,18 @@ class _Run:
     completions: dict[str, Completion]
 
 
-def _runs(engine: Engine, requests: list[Request], batch: int, strategy: Strategy, repeats: int) -> list[_Run]:
+def _kept_apart(state: DrafterState) -> DrafterState:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _runs(engine: Engine, unused: DrafterState, requests: list[Request], batch: int, strategy: Strategy, repeats: int) -> list[_Run]:
+    """`unused`: the drafters' state before they saw any of the requests."""
     _generate(engine, requests[:batch], batch, RecordingPacer(strategy))  # compiles and captures
-    return [_run(engine, requests, batch, strategy) for _ in range(repeats)]
+    return [_run(engine, unused, requests, batch, strategy) for _ in range(repeats)]
 
 
-def _run(engine: Engine, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
+def _run(engine: Engine, unused: DrafterState, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
+    engine.load_drafter_state(unused)
     pacer = RecordingPacer(strategy)
     completions = _generate(engine, requests, batch, pacer)
     # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a token.
