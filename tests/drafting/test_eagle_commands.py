@@ -44,7 +44,8 @@ def test_train_eval_export_import(policy, tmp_path):
     assert load_file(exported / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     invoke("import", str(exported), str(imported), "--policy", policy)
     before, after = load_file(exported / "model.safetensors"), load_file(imported / "model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before), "the type as it was"
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert {n: tensor.dtype for n, tensor in after.items()} == {n: tensor.dtype for n, tensor in before.items()}, "as they were"
 
     text = invoke("train", policy, *SMALL_TASK, "--start", str(imported), "--responses", "16", "--steps", "1", "--out", str(tmp_path / "more"))
     assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
