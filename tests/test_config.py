@@ -1,8 +1,21 @@
 """Wrong recipes get an error that names the key, the value and the way out."""
 
+from pathlib import Path
+
 import pytest
 
-from paceline.config import Config, ConfigError, changed_keys, dump_config, load_config, shipped_recipes
+from paceline.config import (
+    ALGORITHM_DEFAULTS,
+    CORRECTION_PRESETS,
+    Config,
+    ConfigError,
+    changed_keys,
+    dump_config,
+    learning_notes,
+    load_config,
+    rollout_notes,
+    shipped_recipes,
+)
 
 
 def explain(*overrides: str) -> str:
@@ -41,6 +54,68 @@ def test_overrides_win_over_the_recipe(tmp_path):
     assert (config.learning.lr, config.learning.kl_coef, config.run.steps, config.eval.pass_k) == (2e-6, 0.1, 3, [1, 4])
 
 
+@pytest.fixture
+def spelt_out(tmp_path):
+    """A recipe with every key in it, as `paceline recipes NAME` prints it and a run saves it."""
+
+    def write(*overrides: str, recipe: str | None = "default") -> str:
+        path = tmp_path / "spelt_out.yaml"
+        path.write_text(dump_config(load_config(recipe, overrides)))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_DEFAULTS)
+def test_an_algorithm_given_later_replaces_what_the_file_says_of_it(algorithm, spelt_out):
+    """The file's clip would otherwise be that of the algorithm it was written for."""
+    override = f"learning.algorithm={algorithm}"
+    assert load_config(spelt_out(), [override]) == load_config("default", [override])
+    assert load_config(spelt_out("learning.algorithm=gspo", "learning.clip_high=0.5"), [override]) == load_config("default", [override])
+    beside = ["learning.clip_high=0.33", override]
+    assert load_config(spelt_out("learning.lr=0.5"), beside).learning.clip_high == 0.33, "beside it a key wins, whatever their order"
+    assert load_config(spelt_out("learning.lr=0.5"), beside).learning.lr == 0.5, "not one of the algorithm's keys"
+    assert load_config(spelt_out("learning.correction.preset=tis"), [override]).learning.correction.weight == "token"
+
+
+@pytest.mark.parametrize("preset", CORRECTION_PRESETS)
+def test_a_preset_given_later_replaces_what_the_file_says_of_it(preset, spelt_out):
+    override = f"learning.correction.preset={preset}"
+    expected = load_config("default", [override])
+    for before in ([], ["learning.correction.preset=icepop", "learning.correction.normalise=true", "learning.correction.veto=1e-4"]):
+        assert load_config(spelt_out(*before), [override]) == expected
+    beside = load_config(spelt_out(), ["learning.correction.veto=0.5", override]).learning.correction
+    assert beside == expected.learning.correction.model_copy(update={"veto": 0.5})
+
+
+def test_a_file_may_lack_what_a_choice_replaces(tmp_path):
+    (tmp_path / "short.yaml").write_text("learning: {correction: }\n")
+    with pytest.raises(ConfigError, match="is a value, not a section"):
+        load_config(str(tmp_path / "short.yaml"), ["learning.correction.preset=tis"])
+    (tmp_path / "short.yaml").write_text("run: {steps: 3}\n")
+    assert load_config(str(tmp_path / "short.yaml"), ["learning.algorithm=gspo"]).learning.loss_mean == "sequence"
+
+
+def test_within_a_file_keys_win_and_are_named(tmp_path, spelt_out):
+    """Someone prints a recipe and changes one word of it."""
+    path = tmp_path / "edited.yaml"
+    path.write_text(Path(spelt_out()).read_text().replace("algorithm: grpo", "algorithm: gspo"))
+    learning = load_config(str(path)).learning
+    assert (learning.clip_low, learning.clip_high, learning.loss_mean) == (0.2, 0.2, "token")
+    (note,) = learning_notes(learning)
+    assert note == (
+        "learning.algorithm = 'gspo': the recipe itself says clip_low = 0.2 instead of 0.0003, clip_high = 0.2 instead of 0.0004, "
+        "loss_mean = token instead of sequence; leave these keys out to have the algorithm's own"
+    )
+    path.write_text(Path(spelt_out()).read_text().replace("preset: none", "preset: seq-mis"))
+    with pytest.raises(ConfigError, match="preset = 'seq-mis' is undone by weight = 'none', reject = 'none' beside it"):
+        load_config(str(path))
+    changed = load_config(None, ["learning.correction.preset=tis", "learning.correction.weight_bounds=[0, 5]"]).learning
+    assert "weight_bounds = [0.0, 5.0] instead of [0.0, 2.0]" in learning_notes(changed)[0]
+    for name in shipped_recipes():
+        assert not learning_notes(load_config(name).learning) and not rollout_notes(load_config(name).rollout)
+
+
 def test_bad_files(tmp_path):
     with pytest.raises(ConfigError, match="neither a file nor a shipped recipe.*Did you mean 'default'"):
         load_config("defualt")
@@ -56,6 +131,56 @@ def test_dump_and_load_round_trip(tmp_path):
     config = load_config(None, ["learning.lr=3e-7", "eval.samples=2", "eval.pass_k=[2]"])
     (tmp_path / "c.yaml").write_text(dump_config(config))
     assert load_config(str(tmp_path / "c.yaml")) == config
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["rollout.backend=reference"],
+        ["rollout.precision=fp8+kv", "rollout.base_precision_layers=1", "rollout.kv_scales=head", "learning.correction.preset=icepop"],
+        ["learning.correction.preset=geo-rs", "learning.correction.reject=token", "learning.algorithm=dapo"],
+        ["rollout.speculation.drafters=[eagle, draft_model]", "rollout.speculation.eagle_path=a", "rollout.speculation.draft_model_path=b"],
+    ],
+)
+def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
+    """A key that does not apply stands there with its default, and that must not be a mistake."""
+    assert load_config(spelt_out(*overrides, recipe=recipe)) == load_config(recipe, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, key, way_out",
+    [
+        (["rollout.kv_scales=head"], "rollout.kv_scales = 'head'", "only to fp8+kv"),
+        (["rollout.kv_scales=head", "rollout.precision=fp8"], "rollout.kv_scales = 'head'", "rollout.kv_scales=layer"),
+        (["rollout.base_precision_layers=3"], "rollout.base_precision_layers = 3", "rollout.base_precision_layers=0"),
+        (["rollout.speculation.eagle_path=x", "rollout.speculation.drafters=[history]"], "eagle_path = 'x'", "rollout.speculation.eagle_path=auto"),
+        (["rollout.speculation.draft_model_path=x"], "draft_model_path = 'x'", "(rollout.speculation.draft_model_path=)"),
+        (["rollout.speculation.verify=rejection"], "rollout.speculation.verify = 'rejection'", "rollout.speculation.verify=shared-noise"),
+        (["learning.correction.weight_bounds=[0, 3]"], "weight_bounds = [0.0, 3.0]", "set weight to one of token, sequence"),
+        (["learning.correction.weight_outside=zero"], "weight_outside = 'zero'", "set weight to one of token, sequence"),
+        (["learning.correction.reject_bounds=[0, 3]"], "reject_bounds = [0.0, 3.0]", "set reject to one of token, sequence, geometric, k3"),
+        (["learning.correction.preset=tis", "learning.correction.reject_bounds=[0, 3]"], "reject_bounds = [0.0, 3.0]", "set reject to one of"),
+    ],
+)
+def test_a_key_that_would_be_ignored_is_refused(overrides, key, way_out):
+    message = explain(*overrides)
+    assert key in message and "does not apply" in message and way_out in message, message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_way_out_that_a_refusal_names_is_one(spelt_out):
+    recipe = spelt_out("rollout.speculation.drafters=[draft_model]", "rollout.speculation.draft_model_path=x", recipe=None)
+    out = ["rollout.speculation.drafters=[history]", "rollout.speculation.draft_model_path="]
+    assert load_config(recipe, out).rollout.speculation.draft_model_path == ""
+
+
+def test_the_reference_says_that_it_does_not_speculate():
+    rollout = load_config("default", ["rollout.backend=reference"]).rollout
+    (note,) = rollout_notes(rollout)
+    assert "rollout.speculation.drafters = ['eagle', 'history']: not used" in note and "rollout.backend=native" in note
+    assert not rollout_notes(load_config("chain-sum", ["rollout.backend=reference"]).rollout)
 
 
 def test_changed_keys():

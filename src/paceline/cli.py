@@ -7,7 +7,7 @@ import typer
 
 from paceline.bench.commands import app as bench_app
 from paceline.certify.commands import certify
-from paceline.config import ConfigError, dump_config, load_config, shipped_recipes
+from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 from paceline.drafting.commands import app as drafter_app
 from paceline.models.commands import app as models_app
 from paceline.simulate.commands import app as simulate_app
@@ -92,7 +92,7 @@ def evaluate_command(
     from paceline.evaluation import evaluate
     from paceline.session import open_session
 
-    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    session = open_session(_noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"])))
     result = evaluate(session.sampler, session.task.held_out, session.config.eval)
     session.close()
     typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
@@ -116,7 +116,7 @@ def rollout(
     from paceline.session import open_session
     from paceline.tasks.order import ProblemOrder
 
-    session = open_session(load_config(recipe or "default", overrides))
+    session = open_session(_noted(load_config(recipe or "default", overrides)))
     settings = session.config.rollout
     order = ProblemOrder(session.task.train, session.config.run.seed)
     source = LiveRollouts(session.sampler, order, settings.prompts_per_step, settings.samples_per_prompt, session.train_sampling())
@@ -193,6 +193,12 @@ def recipes(name: Annotated[Optional[str], typer.Argument(help="print this one, 
     for stem, path in shipped_recipes().items():
         lines = path.read_text().splitlines()
         typer.echo(f"{stem:<20}{lines[0].lstrip('# ') if lines and lines[0].startswith('#') else ''}")
+
+
+def _noted(config: Config) -> Config:
+    for note in rollout_notes(config.rollout):
+        typer.secho(note, fg="yellow", err=True)
+    return config
 
 
 def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:

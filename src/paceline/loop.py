@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config
+from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config, learning_notes, rollout_notes
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
@@ -47,6 +47,8 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     run = None if resume is None else _reopen(RunDirectory.open(resume), config)
     session = open_session(config, learns=True)
     console.plan(session.plan)
+    for note in [*learning_notes(config.learning), *rollout_notes(config.rollout)]:
+        console.warn(note)
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
     learner.observe_attention = session.backend.attention_observer

@@ -10,16 +10,16 @@ from paceline.types import Completion, Group, Purpose, SamplingParams
 
 
 def training_responses(session: Session, count: int) -> list[Completion]:
-    """At least `count` responses to the task's training problems, as a run would sample them."""
+    """`count` responses to the task's training problems, as a run would sample them."""
     rollout, order = session.config.rollout, ProblemOrder(session.task.train, session.config.run.seed)
     responses: list[Completion] = []
     step = 0
     while len(responses) < count:
         step += 1
-        problems = order.take(rollout.prompts_per_step)
+        problems = order.take(min(rollout.prompts_per_step, -(-(count - len(responses)) // rollout.samples_per_prompt)))
         groups = session.sampler.sample(problems, Purpose.TRAIN, step, rollout.samples_per_prompt, session.train_sampling())
         responses += _completions(groups)
-    return responses
+    return responses[:count]
 
 
 def held_out_responses(session: Session, problems: int, temperature: float) -> list[Completion]:

@@ -1,6 +1,7 @@
 """The certificate passes what is sound and catches what is not: biased rules, wrong logprobs, noise used twice."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -158,6 +159,29 @@ def test_the_command_writes_a_certificate(tmp_path):
     assert record["passed"] and {check["name"] for check in record["checks"]} >= {"T 1: every token", "logprobs of a learner, plain"}
     with pytest.raises(ValueError, match="--drafter 'nobody': must be disturbed, history"):
         CliRunner().invoke(app, ["certify", "--drafter", "nobody"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--backend", "reference", "--drafter", "disturbed"], "--drafter disturbed: the reference backend never speculates; leave it out, or"),
+        (["--backend", "reference", "--verify", "rejection"], "--verify rejection: the reference backend never speculates"),
+        (["--backend", "reference", "--tokens", "3"], "--tokens 3: the reference backend never speculates"),
+        (["--backend", "reference", "--pacing", "adaptive"], "--pacing adaptive: the reference backend never speculates"),
+        (["--backend", "reference", "--deterministic"], "a mode of the native engine; leave it out, or use --backend native"),
+        (["rollout.speculation.eagle_path=x"], "rollout.speculation.eagle_path = 'x' does not apply to --drafter disturbed, only to --drafter eagle"),
+        (["--backend", "reference", "rollout.speculation.eagle_path=x"], "does not apply to a backend that never speculates"),
+        (["rollout.speculation.tokens=5"], "rollout.speculation.tokens=5: the command's own options say who drafts"),
+        (
+            ["--recipe", "builtin-moe", "rollout.speculation.eagle_path=x", "--drafter", "eagle"],
+            "rollout.speculation.eagle_path = 'x': 'x' is not an",
+        ),
+    ],
+)
+def test_what_the_command_would_ignore_is_refused(arguments, message, monkeypatch):
+    monkeypatch.setattr("paceline.certify.run.certify", lambda subject, *_: subject.open(1, 4))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CliRunner().invoke(app, ["certify", "builtin", *arguments], catch_exceptions=False)
 
 
 def test_a_check_names_the_depth_that_ran(policies):

@@ -74,6 +74,19 @@ def test_train_leaves_a_run_directory(policy, tmp_path):
         assert (tmp_path / "run" / name).exists(), name
 
 
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_what_a_recipe_says_in_vain_is_said(command, policy, tmp_path):
+    said = "rollout.speculation.drafters = ['history']: not used"
+    overrides = [*tiny_overrides(policy, tmp_path, "run", steps=1), "eval.problems=2"]
+    assert said in " ".join(invoke(command, *overrides, "rollout.backend=reference").split())
+    assert said not in " ".join(invoke(command, *overrides, "run.name=other").split())
+
+
+def test_train_names_keys_that_depart_from_the_algorithm(policy, tmp_path):
+    overrides = [*tiny_overrides(policy, tmp_path, "run", steps=1), "eval.problems=2", "learning.algorithm=gspo", "learning.clip_high=0.2"]
+    assert "learning.algorithm = 'gspo': the recipe itself says clip_high = 0.2 instead of 0.0004" in " ".join(invoke("train", *overrides).split())
+
+
 def test_warmup_on_a_file(policy, tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8)))
     invoke("warmup", str(tmp_path / "warm"), "--data", str(tmp_path / "pairs.jsonl"), "--policy", str(policy), "--epochs", "30", "--lr", "1e-2")

@@ -39,14 +39,40 @@ def test_train_eval_export_import(policy, tmp_path):
     for line, name in zip(lines[2:], ("shared noise", "rejection"), strict=True):
         assert line.startswith(name) and line.count("%") == 3 and 1.0 <= float(line.split()[-1]) <= 4.0
 
-    invoke("export", str(trained), str(exported), "--policy", policy, "--dtype", "bfloat16")
+    said = invoke("export", str(trained), str(exported), "--policy", policy, "--dtype", "bfloat16")
+    assert "captures layer 0, the embedding" in said and "SGLang" in said
     assert load_file(exported / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     invoke("import", str(exported), str(imported), "--policy", policy)
     before, after = load_file(exported / "model.safetensors"), load_file(imported / "model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[n].float(), after[n].float()) for n in before)
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert {n: tensor.dtype for n, tensor in after.items()} == {n: tensor.dtype for n, tensor in before.items()}, "as they were"
 
     text = invoke("train", policy, *SMALL_TASK, "--start", str(imported), "--responses", "16", "--steps", "1", "--out", str(tmp_path / "more"))
     assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
+
+
+def test_as_many_responses_as_asked_for(policy, tmp_path):
+    """Fewer than a step's, and a number that no whole groups make."""
+    for count in (3, 18):
+        options = ["--layers", "0,1", "--responses", str(count), "--steps", "1", "--out", str(tmp_path / "head")]
+        assert invoke("train", policy, *SMALL_TASK, *options).startswith(f"{count} responses")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "builtin", "--unroll", "0"], ["train", "builtin", "--batch", "0"], ["train", "builtin", "--steps", "0"],
+        ["train", "builtin", "--responses", "0"], ["train", "builtin", "--draft-vocab", "-1"], ["eval", "builtin", "builtin-eagle", "--k", "0"],
+        ["eval", "builtin", "builtin-eagle", "--k", "-1"], ["eval", "builtin", "builtin-eagle", "--problems", "0"],
+        ["eval", "builtin", "builtin-eagle", "--temperature", "-1"],
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["drafter", *arguments])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
+    assert f"Invalid value for '{arguments[-2]}'" in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir()), "nothing was written"
 
 
 def test_learning_from_saved_rollouts(policy, tmp_path):
@@ -67,6 +93,10 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         (["eval", "builtin", "nowhere"], "'nowhere' is not an eagle head's folder"),
         (["import", "nowhere", "out"], "'nowhere' is not an eagle head's folder"),
         (["train", "builtin", "--rollouts", "nowhere"], "holds no step_"),
+        (["train", "builtin", "--rollouts", "x", "--responses", "8"], "--responses 8: --rollouts takes all that were saved"),
+        (["train", "builtin", "--start", "builtin-eagle", "--layers", "1,2"], "--layers 1,2: the head in --start builtin-eagle has its own"),
+        (["train", "builtin", "--start", "builtin-eagle", "--draft-vocab", "0"], "--draft-vocab 0: the head in --start builtin-eagle has its own"),
+        (["train", "builtin", "--lr", "0"], "--lr 0: must be above 0"),
     ],
 )
 def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.drafting.eagle_folder import load_eagle, save_eagle
+from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
 from paceline.drafting.eagle_head import EagleHead, config_for, default_captured_layers
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -109,6 +109,24 @@ def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
     edit_config(tmp_path, eagle_config=...)
     with pytest.raises(ValueError, match="needs a policy of 8 layers or more, not 5"):
         load_eagle(tmp_path, policy, torch.float32)
+
+
+def test_the_embedding_among_the_captured_states(policy, tmp_path):
+    """SGLang captures what enters layer i + 1 for i: only -1 can be the embedding there, and only there -1 means anything."""
+    head = EagleHead(config_for(policy.config, captured_layers=(0, 1, 3))).initialise(policy, 3)
+    save_eagle(head, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
+    assert [i + 1 for i in raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]] == [0, 1, 3]
+    assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
+    edit_config(tmp_path, eagle_aux_hidden_state_layer_ids=...)
+    assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_type_of_a_folder(policy, dtype, tmp_path):
+    save_eagle(random_head(policy), tmp_path, dtype)
+    assert stored_dtype(tmp_path) == dtype
 
 
 @pytest.mark.parametrize(

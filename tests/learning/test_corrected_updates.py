@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.config import CORRECTION_PRESETS
 from paceline.learning import learner as learner_module
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import Mismatch
@@ -285,7 +286,8 @@ def test_a_nan_logprob_is_never_masked_away_quietly(preset):
     groups = make_groups()
     victim = groups[0].samples[0].completion
     object.__setattr__(victim, "logprobs", (math.nan, *victim.logprobs[1:]))
-    learner = Learner(make_policy(), make_config(f"learning.correction.preset={preset}", "learning.correction.reject_bounds=[0, 10]"))
+    bounds = ["learning.correction.reject_bounds=[0, 10]"] if "reject" in CORRECTION_PRESETS[preset] else []
+    learner = Learner(make_policy(), make_config(f"learning.correction.preset={preset}", *bounds))
     before = snapshot(learner)
     metrics = learner.update(groups)
     assert_untouched(learner, before, steps=0)

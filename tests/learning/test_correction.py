@@ -175,6 +175,16 @@ def test_presets_set_keys_and_explicit_keys_win():
     assert load_config(None).learning.correction == correction_config(mode="bypass", weight="none", reject="none")
 
 
+def test_a_presets_bounds_are_for_its_own_kind():
+    """[0.999, 1.001] is a geometric mean's; single tokens would nearly all be rejected."""
+    assert correction_config(preset="geo-rs", reject="token").reject_bounds == (0.5, 2.0)
+    assert correction_config(preset="geo-rs", reject="token", reject_bounds=[0.2, 5.0]).reject_bounds == (0.2, 5.0)
+    assert correction_config(preset="geo-rs", reject="geometric").reject_bounds == (0.999, 1.001)
+    other = correction_config(preset="icepop", weight="sequence")
+    assert (other.weight_bounds, other.weight_outside) == ((0.0, 2.0), "truncate")
+    assert correction_config(preset="icepop", weight="none", veto=0.1).weight_bounds == (0.0, 2.0), "what is switched off takes its bounds along"
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -184,6 +194,7 @@ def test_presets_set_keys_and_explicit_keys_win():
         (["preset=k3-rs", "reject_bounds=[0.001, 0.01]"], r"only an upper bound; write \[0, 0.01\]"),
         (["preset=geo-rs", "normalise=true"], "needs weights to normalise"),
         (["preset=icepopp"], "Did you mean 'icepop'"),
+        (["preset=tis", "weight=none"], "preset = 'tis' is undone by weight = 'none' beside it.*use preset: none"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(overrides, message):

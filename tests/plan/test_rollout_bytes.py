@@ -23,12 +23,8 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     save_policy(Decoder(dataclasses.replace(policy.config, num_layers=1)).initialise(0), tmp_path / "draft")
     save_eagle(EagleHead(config_for(policy.config)).initialise(policy, 0), tmp_path / "eagle")
-    speculation = [
-        f"drafters=[{'' if drafter == 'none' else drafter}]",
-        f"draft_model_path={tmp_path / 'draft'}",
-        f"eagle_path={tmp_path / 'eagle'}",
-        "verify=rejection",
-    ]
+    path = {"eagle": [f"eagle_path={tmp_path / 'eagle'}"], "draft_model": [f"draft_model_path={tmp_path / 'draft'}"]}.get(drafter, [])
+    speculation = [] if drafter == "none" else [f"drafters=[{drafter}]", "verify=rejection", *path]
     config = load_config(None, ["rollout.max_running=24", *(f"rollout.speculation.{setting}" for setting in speculation)])
     engine = make_native(policy, config.rollout, 512, tokenizer=None)
     forward, runner = engine.runner.forward, engine.runner

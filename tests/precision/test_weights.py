@@ -1,5 +1,7 @@
 """FP8 weights follow the learner's, by exact names, in storage that stays where it is; one that was not written is loud."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,6 +39,15 @@ def test_ends_can_keep_the_policys_type(policy):
     assert weights.of(policy.layers[0].attention.qkv.weight) is None
     assert weights.of(policy.layers[1].attention.qkv.weight) is not None
     assert weights.of(policy.head.weight) is None
+
+
+@pytest.mark.parametrize("layers, asked, most", [(4, 2, 1), (4, 100, 1), (3, 2, 1), (2, 1, 0), (1, 1, 0)])
+def test_ends_that_leave_nothing_for_fp8_are_refused(layers, asked, most):
+    """Such a rollout would call itself FP8."""
+    policy = Decoder(replace(DENSE, num_layers=layers), device="meta")
+    with pytest.raises(ValueError, match=rf"rollout.base_precision_layers = {asked}: .* of {layers} layers.*the most is {most} "):
+        quantised_parameters(policy, asked)
+    assert quantised_parameters(policy, most)
 
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])

@@ -3,31 +3,35 @@
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
-from paceline.config import ConfigError, SpeculationConfig
+from paceline.config import SpeculationConfig, blaming
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import head_for, load_eagle
+from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.history import HistoryDrafter
+from paceline.drafting.recipe import DRAFT_MODEL_KEY, EAGLE_KEY, draft_model_folder, eagle_head
 from paceline.models.widen_eagle import widen_eagle
 from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 
 
-def make_drafter(name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None) -> Drafter:
-    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was trained."""
+def make_drafter(
+    name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None, tokenizer: Tokenizer | None = None
+) -> Drafter:
+    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was trained.
+    `tokenizer`: the policy's, which a draft model must share."""
     if name == "history":
         return HistoryDrafter()
     if name == "eagle":
-        path = head_for(settings.eagle_path, policy.config if widened_from is None else read_config(widened_from))
-        if path is None:
-            raise ConfigError("rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
-        if widened_from is None:
-            return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
-        small = load_policy(widened_from, torch.float32, policy.device)
-        return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))
-    if not (Path(settings.draft_model_path) / "config.json").is_file():
-        raise ConfigError(f"rollout.speculation.draft_model_path = {settings.draft_model_path!r}: must be a Hugging Face folder with a config.json")
-    return DraftModel(load_policy(settings.draft_model_path, policy.dtype, policy.device))
+        path, _ = eagle_head(settings, policy.config if widened_from is None else read_config(widened_from))
+        with blaming(EAGLE_KEY, settings.eagle_path):
+            if widened_from is None:
+                return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
+            small = load_policy(widened_from, torch.float32, policy.device)
+            return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))
+    folder = draft_model_folder(settings, policy.config, tokenizer)
+    with blaming(DRAFT_MODEL_KEY, settings.draft_model_path):
+        return DraftModel(load_policy(folder, policy.dtype, policy.device))

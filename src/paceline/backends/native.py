@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from paceline.backends.drafters import make_drafter
 from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
 from paceline.drafting.base import Drafter
-from paceline.drafting.eagle_folder import available_drafters
+from paceline.drafting.recipe import available_drafters
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import buckets_up_to
 from paceline.kernels.fp8_format import E4M3
@@ -51,7 +51,7 @@ def make_native(
     )
     speculation = rollout.speculation
     shape = policy.config if widened_from is None else read_config(widened_from)
-    drafters = [make_drafter(name, policy, speculation, widened_from) for name in available_drafters(speculation, shape)]
+    drafters = [make_drafter(name, policy, speculation, widened_from, tokenizer) for name in available_drafters(speculation, shape)]
     return Engine(policy, settings, tokenizer, drafters, make_pacer(speculation, drafters, rollout.max_running, seed) if drafters else None)
 
 

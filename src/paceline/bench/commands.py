@@ -110,12 +110,12 @@ def speculation(
     json_file: JsonOption = None,
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
-    from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
+    from paceline.bench.setup import describe, drafter_overrides, recipe_engine, recipe_policy, recipe_requests
     from paceline.bench.speculation import bench_speculation, choose_long, requests_for
     from paceline.config import load_config
     from paceline.pacing.strategy import Strategy
 
-    config = load_config(recipe, overrides or [])
+    config = load_config(recipe, drafter_overrides(overrides or [], [drafter]))
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
     policy, prompts = recipe_policy(config)
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))

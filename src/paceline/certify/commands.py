@@ -7,6 +7,7 @@ import typer
 
 
 def certify(
+    context: typer.Context,
     policy: Annotated[str, typer.Argument(help="a Hugging Face folder, or `builtin`")] = "builtin",
     overrides: Annotated[
         Optional[list[str]], typer.Argument(help="section.key=value of the recipe, such as rollout.speculation.eagle_path=FOLDER")
@@ -30,7 +31,7 @@ def certify(
     from dataclasses import replace
 
     from paceline.backends.base import BASE_PRECISION
-    from paceline.bench.setup import recipe_policy
+    from paceline.bench.setup import drafter_overrides, recipe_policy
     from paceline.certify.fp8 import Fp8Subject
     from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
     from paceline.certify.run import QUICK, Plan
@@ -38,9 +39,16 @@ def certify(
     from paceline.config import load_config
     from paceline.engine.sampling import Verify
     from paceline.engine.settings import EngineSettings
+    from paceline.options import refuse_given
+    from paceline.policy.tokenizer import load_tokenizer
+    from paceline.session import policy_folder
 
     if backend not in ("native", "reference"):
         raise ValueError(f"--backend {backend!r}: must be native or reference")
+    if backend == "reference":
+        never = "the reference backend never speculates; leave it out, or use --backend native"
+        refuse_given(context, ("drafter", "tokens", "pacing", "verify"), never)
+        refuse_given(context, ("deterministic",), "a mode of the native engine; leave it out, or use --backend native")
     if verify not in (Verify.SHARED_NOISE, Verify.REJECTION):
         raise ValueError(f"--verify {verify!r}: must be {Verify.SHARED_NOISE} or {Verify.REJECTION}")
     if pacing not in ("fixed", "adaptive"):
@@ -48,7 +56,8 @@ def certify(
     names = drafter.split(",")
     if len(names) > 1 and pacing == "fixed":
         raise ValueError(f"--drafter {drafter!r}: fixed pacing takes one drafter; add --pacing adaptive for several")
-    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
+    chosen = drafter_overrides(overrides or [], names if backend == "native" else [])
+    config = load_config(recipe, [*chosen, f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
     rollout = config.rollout
     if backend == "reference" and rollout.precision != BASE_PRECISION:
         raise ValueError(f"rollout.precision = {rollout.precision!r} needs --backend native; the reference computes in the policy's own type only")
@@ -57,7 +66,8 @@ def certify(
     if backend == "reference":
         subject = ReferenceSubject(model, widest(model))
     else:
-        drafters = [drafter_maker(name, model, rollout.speculation) for name in names]
+        tokenizer = load_tokenizer(policy_folder(policy))
+        drafters = [drafter_maker(name, model, rollout.speculation, tokenizer) for name in names]
         engine = EngineSettings(
             deterministic=deterministic or rollout.deterministic,
             verify=verify,

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from paceline.backends.drafters import make_drafter
 from paceline.backends.native import make_pacer
@@ -118,14 +119,14 @@ class ReferenceSubject:
         return []
 
 
-def drafter_maker(name: str, policy: Decoder, settings: SpeculationConfig) -> MakeDrafter:
+def drafter_maker(name: str, policy: Decoder, settings: SpeculationConfig, tokenizer: Tokenizer | None = None) -> MakeDrafter:
     """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter need be there."""
     if name == "disturbed":
         model = disturbed(policy)
         return lambda: DraftModel(model)
     if name not in DRAFTERS:
         raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(DRAFTERS)}")
-    return lambda: make_drafter(name, policy, settings)
+    return lambda: make_drafter(name, policy, settings, tokenizer=tokenizer)
 
 
 def widest(policy: Decoder) -> Decoder:

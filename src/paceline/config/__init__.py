@@ -5,6 +5,7 @@ No torch in this room: `paceline --help` must answer at once.
 
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
+from paceline.config.notes import learning_notes, rollout_notes
 from paceline.config.policy import LoraConfig, PolicyConfig
 from paceline.config.recipe import (
     RECIPES,
@@ -21,12 +22,12 @@ from paceline.config.recipe import (
     shipped_recipes,
 )
 from paceline.config.rollout import RolloutConfig, SentinelConfig, SpeculationConfig
-from paceline.config.section import ConfigError, Section
+from paceline.config.section import ConfigError, Section, blaming
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
 
 __all__ = [
     "ALGORITHM_DEFAULTS", "CORRECTION_PRESETS", "RECIPES", "RESUME_MAY_CHANGE", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
     "DataConfig", "EvalConfig", "LearningConfig", "LoraConfig", "PolicyConfig", "ReportConfig", "RewardConfig", "RolloutConfig", "RunConfig",
-    "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig", "changed_keys", "dump_config", "load_config", "parse_config",
-    "shipped_recipes",
+    "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig", "blaming", "changed_keys", "dump_config", "learning_notes",
+    "load_config", "parse_config", "rollout_notes", "shipped_recipes",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 What each key computes stands in `learning/correction.py`; docs/correction.md has formulas and sources. No torch here.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ _ICEPOP = {"mode": "decoupled", "weight": "token", "weight_bounds": [0.5, 5.0], 
 _GEO_RS = {"mode": "decoupled", "reject": "geometric", "reject_bounds": [0.999, 1.001]}
 _K3_RS = {"mode": "decoupled", "reject": "k3", "reject_bounds": [0.0, 0.01]}
 
-# A key that a recipe names wins over the preset's.
+# A key that a recipe names beside the preset wins over the preset's.
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     "tis": _TOKEN_TIS,
@@ -30,6 +30,8 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "k3-rs": _K3_RS,
     "k3-rs-token-tis": _K3_RS | _TOKEN_TIS,
 }
+
+BOUNDS = {"weight": ("weight_bounds", "weight_outside"), "reject": ("reject_bounds",)}  # keys that apply only where there are weights, or rejection
 
 
 class CorrectionConfig(Section):
@@ -57,10 +59,15 @@ class CorrectionConfig(Section):
     def _preset_values(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return CORRECTION_PRESETS.get(str(given.get("preset", "none")), {}) | given
+        preset = CORRECTION_PRESETS.get(str(given.get("preset", "none")), {})
+        for kind, keys in BOUNDS.items():  # a preset's bounds are for its own kind of weight, and mean nothing for another
+            if given.get(kind, preset.get(kind)) != preset.get(kind):
+                preset = {key: value for key, value in preset.items() if key not in keys}
+        return preset | given
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> "CorrectionConfig":
+        self._keys_apply()
         for key in ("weight_bounds", "reject_bounds"):
             low, high = getattr(self, key)
             if not 0 <= low <= high:
@@ -74,3 +81,18 @@ class CorrectionConfig(Section):
         if self.normalise and self.weight == "none":
             raise ValueError("normalise = true needs weights to normalise: set weight to token or sequence")
         return self
+
+    def _keys_apply(self) -> None:
+        preset = CORRECTION_PRESETS[self.preset]
+        if {"weight", "reject"} & preset.keys() and self.weight == self.reject == "none" and not self.veto:
+            undone = ", ".join(f"{key} = 'none'" for key in ("weight", "reject") if key in preset)
+            raise ValueError(
+                f"preset = {self.preset!r} is undone by {undone} beside it, and nothing would be corrected; leave that out, or use preset: none. "
+                "In a recipe with every key spelt out, delete the keys next to preset"
+            )
+        for kind, keys in BOUNDS.items():
+            for key in keys:
+                if getattr(self, kind) == "none" and not self.is_default(key):
+                    value, choices = getattr(self, key), ", ".join(get_args(type(self).model_fields[kind].annotation)[1:])
+                    shown = list(value) if isinstance(value, tuple) else value
+                    raise ValueError(f"{key} = {shown!r} does not apply where {kind} = 'none'; leave it out, or set {kind} to one of {choices}")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from paceline.config.correction import CorrectionConfig
 from paceline.config.section import Section
 
-# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names wins.
+# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names beside it wins.
 # docs/algorithms.md has the sources.
 ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -1,6 +1,10 @@
 """The whole recipe, read from YAML and dotted overrides.
 
-paceline train my.yaml rollout.temperature=0.8 learning.lr=1e-6
+    paceline train my.yaml rollout.temperature=0.8 learning.lr=1e-6
+
+Two layers: the file, then the overrides, whose order does not matter. A key in the overrides wins over the file's. A key that
+stands for a group of others (`CHOICES`) takes its whole group along: given as an override, it drops what the file says about the
+group. Within one layer, a key that is spelt out wins over what the choice stands for.
 """
 
 import difflib
@@ -11,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from paceline.config.learning import LearningConfig
+from paceline.config.correction import CorrectionConfig
+from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import ConfigError, Section
@@ -79,6 +84,12 @@ RESUME_MAY_CHANGE = (
     "report.tensorboard", "report.wandb", "report.samples_per_step", "learning.micro_batch_tokens",
 )  # fmt: skip
 
+# Keys whose values stand for a group of other keys, which lie in the same section.
+CHOICES = {
+    "learning.algorithm": tuple(dict.fromkeys(key for keys in ALGORITHM_DEFAULTS.values() for key in keys)),
+    "learning.correction.preset": tuple(key for key in CorrectionConfig.model_fields if key != "preset"),
+}
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -91,11 +102,11 @@ def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...
     tree: dict[str, Any] = {}
     if recipe is not None:
         tree = _read_yaml(_recipe_path(recipe))
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4")
-        _assign(tree, key.split("."), _parse_scalar(value), override)
+    given = [(override, *_split(override)) for override in overrides]
+    for _, key, _ in given:
+        _drop(tree, key.rpartition(".")[0].split("."), CHOICES.get(key, ()))
+    for override, key, value in given:
+        _assign(tree, key.split("."), value, override)
     return parse_config(tree)
 
 
@@ -145,13 +156,27 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse_scalar(text: str) -> Any:
-    value = yaml.safe_load(text)
+    value = yaml.safe_load(text) if text else ""  # no key takes YAML's null, and paths may be empty
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
         try:
             return float(value)
         except ValueError:
             return value
     return value
+
+
+def _split(override: str) -> tuple[str, Any]:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4")
+    return key, _parse_scalar(value)
+
+
+def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    for key in keys if isinstance(tree, dict) else ():
+        tree.pop(key, None)
 
 
 def _assign(tree: dict[str, Any], path: list[str], value: Any, override: str) -> None:
@@ -182,6 +207,8 @@ def _explain(problem: dict[str, Any]) -> str:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         message = f"must be one of {', '.join(choices)}"
+    if message.startswith(f"{key}."):  # a section's own check names the key itself
+        return f"{message}."
     return f"{key}{shown}: {message}.{hint}"
 
 

@@ -34,6 +34,23 @@ class SpeculationConfig(Section):
             raise ValueError(f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "SpeculationConfig":
+        """A key that nobody would read is a mistake."""
+        for key, drafter in {"eagle_path": "eagle", "draft_model_path": "draft_model"}.items():
+            if drafter not in self.drafters and not self.is_default(key):
+                named, default = f"rollout.speculation.{key}", type(self).model_fields[key].default
+                raise ValueError(
+                    f"{named} = {getattr(self, key)!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks {drafter!r}. "
+                    f"Add it there, or leave the path out ({named}={default})"
+                )
+        if not self.drafters and not self.is_default("verify"):
+            raise ValueError(
+                f"rollout.speculation.verify = {self.verify!r} does not apply: rollout.speculation.drafters is empty, so nothing is verified. "
+                "Name a drafter, or leave it out (rollout.speculation.verify=shared-noise)"
+            )
+        return self
+
 
 class SentinelConfig(Section):
     kl: float = Field(0.1, ge=0, description="low-precision rollouts end when mismatch/kl exceeds this; 0: not watched")
@@ -60,6 +77,17 @@ class RolloutConfig(Section):
     base_precision_layers: int = Field(0, ge=0, description="with FP8: the first and last n layers keep their weights in the policy's own type")
     kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
     router_replay: bool = Field(False, description="policies with experts: the learner sends each token to the experts that the rollout chose")
+
+    @model_validator(mode="after")
+    def _precision_keys_apply(self) -> "RolloutConfig":
+        """A key that this precision would ignore is a mistake."""
+        for key, precisions in {"base_precision_layers": ("fp8", "fp8+kv"), "kv_scales": ("fp8+kv",)}.items():
+            if self.precision not in precisions and not self.is_default(key):
+                raise ValueError(
+                    f"rollout.{key} = {getattr(self, key)!r} does not apply to rollout.precision = {self.precision!r}, "
+                    f"only to {', '.join(precisions)}; change that, or leave it out (rollout.{key}={type(self).model_fields[key].default})"
+                )
+        return self
 
     @model_validator(mode="after")
     def _backend_can(self) -> "RolloutConfig":

@@ -1,11 +1,27 @@
 """What every section of a recipe is: typed, closed to unknown keys, and unchangeable once read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+    def is_default(self, key: str) -> bool:
+        """Whether a key applies is judged by its value: a saved recipe spells out every key."""
+        return getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True)
+
 
 class ConfigError(ValueError):
     """A recipe that cannot be used; the message names the key, the value and the way out."""
+
+
+@contextmanager
+def blaming(key: str, value: object) -> Iterator[None]:
+    """What goes wrong within is this key's fault: whoever reads a folder does not know which key named it."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"{key} = {value!r}: {error}") from None

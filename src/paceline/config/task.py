@@ -62,12 +62,12 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
-        """A key that this task would ignore is a mistake; values are compared, since a saved recipe spells out every key."""
+        """A key that this task would ignore is a mistake."""
         wanted_by = {"dataset": ("reasoning-gym",), "options": ("reasoning-gym",), "threshold": ("reasoning-gym",), "data": ("file",)}
         generated = ("running-sums", "calculator", "reasoning-gym")
         wanted_by |= {"train_problems": generated, "eval_problems": generated}
         for key, tasks in wanted_by.items():
-            if self.name not in tasks and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+            if self.name not in tasks and not self.is_default(key):
                 raise ValueError(f"task.{key} does not apply to task.name = {self.name!r}, only to {', '.join(tasks)}")
         if self.name == "reasoning-gym" and not self.dataset:
             raise ValueError("task.name = 'reasoning-gym' needs task.dataset, such as task.dataset=chain_sum")

@@ -15,26 +15,27 @@ DrafterArgument = Annotated[str, typer.Argument(help="an eagle head's folder, or
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value of the recipe, any number")]
 RecipeOption = Annotated[str, typer.Option(help="where task and sampling settings come from")]
 LayersOption = Annotated[str, typer.Option(help="captured layers, such as 2,14,25: i means the states that enter layer i")]
-DtypeOption = Annotated[str, typer.Option(help="float32 or bfloat16; default: as it is")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: as it is")]
 
 
 @app.command()
 def train(
+    context: typer.Context,
     policy: PolicyArgument,
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="folder to write the head to")] = Path("eagle"),
     recipe: RecipeOption = "default",
-    responses: Annotated[int, typer.Option(help="how many of the policy's own responses to learn from")] = 1024,
+    responses: Annotated[int, typer.Option(help="how many of the policy's own responses to learn from", min=1)] = 1024,
     rollouts: Annotated[Optional[Path], typer.Option(help="learn from what `paceline rollout --save` wrote instead")] = None,
     start: Annotated[str, typer.Option(help="a head to go on from; default: a fresh one")] = "",
     layers: LayersOption = "",
-    draft_vocab: Annotated[int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all")] = 0,
-    steps: int = 400,
+    draft_vocab: Annotated[int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="optimiser steps", min=1)] = 400,
     lr: float = 1e-3,
-    unroll: Annotated[int, typer.Option(help="how many tokens of a draft are trained; 1: only the first")] = 5,
-    batch: Annotated[int, typer.Option(help="responses per step")] = 64,
+    unroll: Annotated[int, typer.Option(help="how many tokens of a draft are trained; 1: only the first", min=1)] = 5,
+    batch: Annotated[int, typer.Option(help="responses per step", min=1)] = 64,
     seed: int = 0,
-    dtype: DtypeOption = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: the policy's own, in which it was trained")] = "",
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
     from paceline.config import load_config
@@ -42,9 +43,16 @@ def train(
     from paceline.drafting.eagle_head import EagleHead, config_for
     from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
     from paceline.learning.batch import training_sequence
+    from paceline.options import refuse_given
     from paceline.responses import saved_responses, training_responses
     from paceline.session import learning_threads, open_session
 
+    if start:
+        refuse_given(context, ("layers", "draft_vocab"), f"the head in --start {start} has its own; leave one of the two out")
+    if rollouts is not None:
+        refuse_given(context, ("responses",), "--rollouts takes all that were saved; leave one of the two out")
+    if not lr > 0:
+        raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
@@ -79,9 +87,9 @@ def evaluate(
     drafter: DrafterArgument,
     overrides: OverridesArgument = None,
     recipe: RecipeOption = "default",
-    k: Annotated[int, typer.Option(help="tokens per draft")] = 5,
-    problems: Annotated[int, typer.Option(help="held-out problems, one response each")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 1.0,
+    k: Annotated[int, typer.Option(help="tokens per draft", min=1)] = 5,
+    problems: Annotated[int, typer.Option(help="held-out problems, one response each", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
 ) -> None:
     """Says how much of a head's drafts a policy accepts, along the policy's responses to held-out problems."""
     from paceline.config import load_config
@@ -109,7 +117,11 @@ def export_drafter(
     dtype: DtypeOption = "",
 ) -> None:
     """Writes a head as a folder that vLLM and SGLang load for `eagle3`."""
-    _convert(drafter, out, policy, "", dtype)
+    if 0 in _convert(drafter, out, policy, "", dtype):
+        note = (
+            "the head captures layer 0, the embedding: vLLM does that for every policy, SGLang for Qwen's families, and its Llama stops with an error"
+        )
+        typer.secho(note, fg="yellow", err=True)
     typer.echo(f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}")
 
 
@@ -126,14 +138,17 @@ def import_drafter(
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
 
 
-def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> None:
+def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> tuple[int, ...]:
     import torch
 
-    from paceline.drafting.eagle_folder import load_eagle, save_eagle
+    from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
     from paceline.policy.huggingface import load_policy
     from paceline.session import policy_folder
 
-    save_eagle(load_eagle(drafter, load_policy(policy_folder(policy), torch.float32), _dtype(dtype) or torch.float32, "cpu", _layers(layers)), out)
+    wanted = _dtype(dtype) or stored_dtype(drafter)
+    head = load_eagle(drafter, load_policy(policy_folder(policy), torch.float32), wanted, "cpu", _layers(layers))
+    save_eagle(head, out)
+    return head.config.captured_layers
 
 
 def _layers(text: str) -> tuple[int, ...]:

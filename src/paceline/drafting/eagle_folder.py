@@ -6,6 +6,9 @@
 Captured layers are written twice, because the two engines count differently. `eagle_aux_hidden_state_layer_ids` at the top is
 what vLLM prefers: i means the states that enter layer i, as in this project. The same key within `eagle_config` is what SGLang
 reads: there i means the states that leave layer i. A folder with the second alone is ambiguous, and refused unless told.
+
+What enters layer 0 is the embedding, which vLLM captures. SGLang adds one to the numbers it reads, so there it is -1: its Qwen
+models capture the embedding then and its Llama raises (read in its code); any other number would be other states, silently.
 """
 
 import json
@@ -17,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import SpeculationConfig
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
@@ -81,14 +83,18 @@ def load_eagle(
     return head
 
 
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """In which type a folder keeps its head: that of the largest matrix every head has."""
+    folder = eagle_folder(str(folder))
+    tensor = _reader(folder)("fc.weight")
+    if tensor is None:
+        raise ValueError(f"{folder} lacks the tensor fc.weight")
+    return tensor.dtype
+
+
 def head_for(path: str, policy: DecoderConfig) -> str | None:
     """`path`, or for `auto` the shipped head that fits a policy of this shape; None: there is none."""
     return path if path != "auto" else next((name for name in BUILTIN_EAGLES if _fits(name, policy)), None)
-
-
-def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
-    """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same without it."""
-    return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
 
 
 def _fits(name: str, policy: DecoderConfig) -> bool:
@@ -162,6 +168,8 @@ def _captured_layers(folder: Path, raw: dict[str, Any], eagle: dict[str, Any], n
     if raw.get(LAYER_IDS):
         return tuple(raw[LAYER_IDS])
     ids = eagle.get(LAYER_IDS)
+    if ids and min(ids) < 0:  # only SGLang has a meaning for that
+        return tuple(i + 1 for i in ids)
     if ids:
         entering, leaving = ",".join(str(i) for i in ids), ",".join(str(i + 1) for i in ids)
         raise ValueError(

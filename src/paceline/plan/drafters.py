@@ -1,7 +1,6 @@
 """What drafters take: the drafters themselves, made on the meta device and seated there."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -9,9 +8,9 @@ from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter, Seat
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import available_drafters, head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
+from paceline.drafting.recipe import available_drafters, draft_model_folder, eagle_head
 from paceline.engine.rows import Rows
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
@@ -49,9 +48,9 @@ def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: b
         return HistoryDrafter()
     if name == "eagle":
         shape = policy.config
-        config = config_for(shape) if widened else read_eagle_config(head_for(speculation.eagle_path, shape), shape)
+        config = config_for(shape) if widened else eagle_head(speculation, shape)[1]
         return EagleDrafter(EagleHead(config, policy.dtype, META))
-    return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
+    return DraftModel(Decoder(read_config(draft_model_folder(speculation, policy.config)), policy.dtype, META))
 
 
 def _tensors(drafter: Drafter) -> list[torch.Tensor]:

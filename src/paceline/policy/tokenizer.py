@@ -15,6 +15,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
+def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
+    """Ids that mean different texts, with both. Added tokens are left out: a chat model renames reserved ones, with the same tokenizer."""
+    added = {*ours.get_added_tokens_decoder(), *theirs.get_added_tokens_decoder()}
+    a, b = ({number: token for token, number in tokenizer.get_vocab(with_added_tokens=False).items()} for tokenizer in (ours, theirs))
+    return {number: (a.get(number), b.get(number)) for number in sorted((a.keys() | b.keys()) - added) if a.get(number) != b.get(number)}
+
+
 def character_tokenizer(alphabet: str) -> Tokenizer:
     """One token per character of `alphabet`, and the end-of-sequence token as id 0."""
     vocabulary = {EOS: 0} | {character: index for index, character in enumerate(alphabet, start=1)}

@@ -64,6 +64,12 @@ class QuantisedWeights:
 
 
 def quantised_parameters(policy: Decoder, base_layers: int = 0) -> list[tuple[str, nn.Parameter]]:
+    if 2 * base_layers >= len(policy.layers):  # nothing would be in FP8, and figures would be called FP8's all the same
+        most = (len(policy.layers) - 1) // 2
+        raise ValueError(
+            f"rollout.base_precision_layers = {base_layers}: the first and last {base_layers} of {len(policy.layers)} layers are all of them, "
+            f"and no projection would be in FP8; the most is {most} (rollout.base_precision_layers={most}), or use rollout.precision=bf16"
+        )
     parameters = dict(policy.named_parameters())
     names = []
     for index, layer in enumerate(policy.layers):

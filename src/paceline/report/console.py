@@ -21,7 +21,7 @@ class Console:
         self.total_steps = 0
 
     def warn(self, message: str) -> None:
-        self.errors.print(f"[yellow]{message}[/]", markup=True)
+        self.errors.print(message, style="yellow", markup=False)  # values in brackets are no markup
 
     def plan(self, plan: "Plan | None") -> None:
         """Of a GPU's memory; on a CPU there is none."""
