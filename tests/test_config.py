@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from paceline.config import (
     ALGORITHM_DEFAULTS,
@@ -16,6 +17,7 @@ from paceline.config import (
     rollout_notes,
     shipped_recipes,
 )
+from paceline.config.recipe import parse_config
 
 
 def explain(*overrides: str) -> str:
@@ -40,6 +42,25 @@ def test_wrong_values_name_what_is_allowed():
     assert "between 1 and eval.samples = 2" in explain("eval.samples=2", "eval.pass_k=[4]")
     assert "section.key=value" in explain("learning.lr")
     assert "is a value, not a section" in explain("run.seed=1", "run.seed.x=2")
+
+
+@pytest.mark.parametrize("override", ["learning.lr=inf", "rollout.temperature=.nan", "rollout.graph_memory_gb=.inf", "rollout.sentinel.kl=.nan"])
+def test_numbers_are_finite(override):
+    assert "finite number" in explain(override) and explain(override).startswith(override.partition("=")[0])
+
+
+def test_a_bound_may_be_infinite():
+    settings = "mode=decoupled", "weight=token", "weight_bounds=[0, .inf]"
+    config = load_config(None, [f"learning.correction.{setting}" for setting in settings])
+    assert config.learning.correction.weight_bounds == (0.0, float("inf")) and parse_config(yaml.safe_load(dump_config(config))) == config
+    assert "weight_bounds = [0.0, nan]" in explain(*(f"learning.correction.{setting}" for setting in (*settings[:2], "weight_bounds=[0, .nan]")))
+
+
+def test_a_value_of_the_wrong_kind_says_how_to_write_it():
+    assert "must be a list; write [eagle]" in explain("rollout.speculation.drafters=eagle")
+    assert "is a section, with the keys preset, " in explain("learning.correction=tis")
+    assert "'rollout.speculation.drafters=[history' is not readable YAML: write lists as [a, b]" in explain("rollout.speculation.drafters=[history")
+    assert "run.threads = 100000" in explain("run.threads=100000") and "65536" in explain("rollout.max_running=100000000")
 
 
 def test_several_mistakes_are_reported_together():

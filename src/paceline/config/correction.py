@@ -3,7 +3,7 @@
 What each key computes stands in `learning/correction.py`; docs/correction.md has formulas and sources. No torch here.
 """
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,9 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
 BOUNDS = {"weight": ("weight_bounds", "weight_outside"), "reject": ("reject_bounds",)}  # keys that apply only where there are weights, or rejection
 
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]  # inf: no bound
+
+
 class CorrectionConfig(Section):
     preset: Literal[
         "none", "tis", "token-tis", "seq-tis", "icepop", "token-mis", "seq-mis",
@@ -43,7 +46,7 @@ class CorrectionConfig(Section):
         "bypass", description="what the clipped ratio is taken to: bypass: the rollout's logprobs; decoupled: the learner's own before the update"
     )
     weight: Literal["none", "token", "sequence"] = Field("none", description="importance weights learner / rollout, of each token or each response")
-    weight_bounds: tuple[float, float] = Field((0.0, 2.0), description="[lowest, highest] weight")
+    weight_bounds: tuple[Bound, Bound] = Field((0.0, 2.0), description="[lowest, highest] weight")
     weight_outside: Literal["truncate", "zero"] = Field(
         "truncate", description="a weight outside its bounds becomes the nearest bound (TIS) or 0 (IcePop)"
     )
@@ -51,7 +54,7 @@ class CorrectionConfig(Section):
     reject: Literal["none", "token", "sequence", "geometric", "k3"] = Field(
         "none", description="leave out tokens, or responses by their ratio, the geometric mean of their tokens' ratios, or their mean k3"
     )
-    reject_bounds: tuple[float, float] = Field((0.5, 2.0), description="[lowest, highest] ratio (k3: divergence) that is kept")
+    reject_bounds: tuple[Bound, Bound] = Field((0.5, 2.0), description="[lowest, highest] ratio (k3: divergence) that is kept")
     veto: float = Field(0.0, ge=0, lt=1, description="leave out a response with any token's ratio below this; 0: off, 1e-4 is usual")
 
     @model_validator(mode="before")

@@ -29,7 +29,7 @@ class RunConfig(Section):
     seed: int = 0
     steps: int = Field(40, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0, description="CPU threads for learning; 0: all cores. A rollout uses one")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one")
 
 
 class EvalConfig(Section):
@@ -169,7 +169,10 @@ def _split(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4")
-    return key, _parse_scalar(value)
+    try:
+        return key, _parse_scalar(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in quotes") from None
 
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
@@ -207,6 +210,10 @@ def _explain(problem: dict[str, Any]) -> str:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         message = f"must be one of {', '.join(choices)}"
+    if problem["type"] == "list_type":
+        message = f"must be a list; write [{value}]"
+    if problem["type"] == "model_type":
+        message = f"is a section, with the keys {', '.join(_fields_at(path))}"
     if message.startswith(f"{key}."):  # a section's own check names the key itself
         return f"{message}."
     return f"{key}{shown}: {message}.{hint}"

@@ -63,7 +63,7 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1)
     temperature: float = Field(1.0, ge=0.0)
     max_tokens: int = Field(288, ge=1)
-    max_running: int = Field(256, ge=1, description="requests decoded together at most")
+    max_running: int = Field(256, ge=1, le=65536, description="requests decoded together at most")
     kv_tokens: int = Field(0, ge=0, description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU")
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
     admission: Literal["fifo", "longest"] = Field("fifo", description="longest: requests expected to be long go first")

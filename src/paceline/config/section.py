@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     def is_default(self, key: str) -> bool:
         """Whether a key applies is judged by its value: a saved recipe spells out every key."""
