@@ -183,6 +183,18 @@ def test_choices_are_a_function_of_what_was_recorded():
     assert any(simulate(world, make_pacer("x", "y", seed=seed), lengths).strategies != outcome.strategies for seed in (4, 5, 6))
 
 
+def test_saving_changes_no_choice():
+    class Saving(AdaptivePacer):
+        def choose(self, moment):
+            if self.steps % 37 == 0:
+                self.state()
+            return super().choose(moment)
+
+    world, lengths = World({"x": head(0.3), "y": head(0.6)}, noise=0.05), long_tailed(64, 400)
+    settings = PacingSettings(BUCKETS, tuple(strategies("x", "y")), seed=3)
+    assert simulate(world, Saving(settings), lengths).strategies == simulate(world, AdaptivePacer(settings), lengths).strategies
+
+
 def test_what_was_learnt_can_be_kept():
     world, lengths = World({"eagle": head(0.8)}), long_tailed(64, 200)
     pacer = make_pacer("eagle")

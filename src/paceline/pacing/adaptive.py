@@ -93,8 +93,10 @@ class AdaptivePacer:
         self._pending.append(observation)
 
     def state(self) -> dict:
-        """What a resumed run starts from: times and acceptance, in JSON's types."""
-        self._digest()
+        """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
+
+        What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving would change choices.
+        """
         return {"cost": self.cost.state(), "acceptance": {name: record.acceptance.state() for name, record in self.records.items()}}
 
     def load_state(self, state: dict) -> None:
