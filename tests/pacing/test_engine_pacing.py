@@ -83,6 +83,7 @@ def test_the_trace_adds_up(policy, plain):
     run(engine)
     stats = engine.take_stats()
     assert sum(row.steps for row in stats.trace) == len(stats.running) == len(stats.strategies)
+    assert stats.graph_pool_bytes is None, "nothing is captured on a CPU"
     assert sum(row.rows for row in stats.trace) == sum(stats.running)
     assert sum(row.tokens for row in stats.trace) == sum(len(c.tokens) for c in plain.values())
     assert all(row.seconds > 0 and row.realised > 0 for row in stats.trace)
@@ -258,7 +259,8 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
     for count in (1, 3, 7, 15):
         engine.pacer = FixedPacer(Strategy("oracle", count))
         assert bits(run(engine)) == bits(plain)
-    assert {"plain", "oracle:1"} < set(engine.take_stats().strategies)
+    stats = engine.take_stats()
+    assert {"plain", "oracle:1"} < set(stats.strategies) and stats.graph_pool_bytes == engine.runner.memory.pool_bytes
     assert max(key.bucket * key.queries for key in engine.runner.captured) == tokens
     memory = engine.runner.memory
     assert memory.segment < memory.pool_bytes <= budget, "the segment, and small tensors beside it"

@@ -100,6 +100,9 @@ class _NotingPacer:
     def observe(self, observation: Observation) -> None:
         self.pacer.observe(observation)
 
+    def forget_times(self) -> None:
+        self.pacer.forget_times()
+
 
 class ReferenceSubject:
     """Never speculates; a check of the checks."""

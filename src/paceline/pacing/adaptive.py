@@ -92,6 +92,13 @@ class AdaptivePacer:
     def observe(self, observation: Observation) -> None:
         self._pending.append(observation)
 
+    def forget_times(self) -> None:
+        """Acceptance stays; what is under way was measured in the old times."""
+        self.cost = CostModel(self.cost.buckets, self.cost.queries)
+        self._pending.clear()
+        self._recent.clear()
+        self._trial, self._current, self._left = None, PLAIN, 0
+
     def state(self) -> dict:
         """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
 
