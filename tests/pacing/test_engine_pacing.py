@@ -9,6 +9,7 @@ import torch
 
 from paceline.bench.oracle import OracleDrafter
 from paceline.config import ConfigError, load_config
+from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine import graph_memory, sampling, step_bytes
 from paceline.engine.capture_guard import CaptureGuard
@@ -221,11 +222,15 @@ def test_the_recipe_makes_the_pacer(policy):
     from paceline.backends.native import counts_up_to, make_pacer
 
     config = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]).rollout.speculation
-    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5)
+    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG)
     assert pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6)) and pacer.settings.seed == 5
+    assert not pacer.settings.catch_up, "copying needs no catching up"
+    half = DraftModel(Decoder(replace(CONFIG, num_layers=1)).initialise(0))
+    share = make_pacer(config, [half], 8, 0, CONFIG).settings.catch_up["draft_model"]
+    assert share == half.shape.num_parameters / CONFIG.num_parameters and 0.5 < share < 1
     assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
     fixed = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]).rollout.speculation
-    assert make_pacer(fixed, [HistoryDrafter()], 8, 0).choose(Moment(8)).strategy == Strategy("history", 7)
+    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG).choose(Moment(8)).strategy == Strategy("history", 7)
 
 
 @pytest.mark.gpu

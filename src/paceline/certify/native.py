@@ -73,7 +73,7 @@ class NativeSubject:
 
     def _pacer(self, drafters: list[Drafter], tokens: int, max_running: int) -> Pacer:
         if self.adaptive:
-            return make_pacer(SpeculationConfig(pacing="adaptive", tokens=tokens), drafters, max_running, seed=0)
+            return make_pacer(SpeculationConfig(pacing="adaptive", tokens=tokens), drafters, max_running, seed=0, shape=self.policy.config)
         return FixedPacer(Strategy(drafters[0].name, tokens), max_running)
 
     def own_checks(self) -> list[Check]:
