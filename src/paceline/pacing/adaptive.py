@@ -4,8 +4,8 @@
 
 Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules keep it honest:
 
-- hysteresis: another strategy must promise a margin more, and pay for the drafter's catching up;
-- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it;
+- hysteresis: another strategy must promise a margin more (where a rollout begins, than plain decoding), and pay for catching up;
+- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it (`guard.py`);
 - trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be best is timed where it never ran;
 - purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing else is read.
 """
@@ -111,10 +111,12 @@ class AdaptivePacer:
 
     def _look(self, moment: Moment) -> None:
         self._digest()
-        anew, self._looked_at = begins_anew(self._looked_at, moment), moment
+        if begins_anew(self._looked_at, moment):
+            self._leave_the_tail()
+        self._looked_at = moment
         self._class = self._class_of(moment)
         rates = self._expected_rates(moment)
-        strategy, reason = self._pick(moment, rates, anew)
+        strategy, reason = self._pick(moment, rates)
         self._decision = Decision(strategy, moment.running, moment.context, rates.get(strategy, 0.0), reason)
         if reason == "trial":
             self._left = self._trial.started + self._trial.length - self.steps - 1
@@ -122,12 +124,13 @@ class AdaptivePacer:
             waiting = self._trial is not None or not self.cost.knows(moment.running, strategy.queries, moment.context)  # for what was seen to be read
             self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
 
-    def _pick(self, moment: Moment, rates: dict[Strategy, float], anew: bool) -> tuple[Strategy, str]:
-        where = situation(moment.running, moment.context)
-        if anew:  # what ran last, or was being tried, was so in another rollout's tail: here it must be better than plain decoding
-            self._trial = None
-            self._settle_on(PLAIN)
-        trial = self._trial
+    def _leave_the_tail(self) -> None:
+        """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding here, and catch up with new rows."""
+        self._trial, self._decision = None, Decision(PLAIN)
+        self._settle_on(PLAIN)
+
+    def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
+        where, trial = situation(moment.running, moment.context), self._trial
         if trial is not None and trial.running(self.steps) and trial.strategy.queries <= moment.max_queries:
             return trial.strategy, "trial"
         if trial is not None and trial.over(self.steps):
