@@ -72,10 +72,13 @@ def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(pol
     for steps_ahead in (0, 4):
         engine, oracle = make_engine(policy, make_pacer(), steps_ahead)
         oracle.learn(plain.values())
-        for _ in range(3):
+        used: set[str] = set()
+        for _ in range(30):  # one drafter's trial must be earned before the other's; how long that takes is up to the machine
             assert bits(run(engine)) == bits(plain)
-        stats = engine.take_stats()
-        assert "plain" in stats.strategies and any(s.startswith("oracle") for s in stats.strategies), "it chose, and it changed its mind"
+            used |= set(engine.take_stats().strategies)
+            if any(s.startswith("oracle") for s in used):
+                break
+        assert "plain" in used and any(s.startswith("oracle") for s in used), "it chose, and it changed its mind"
 
 
 def test_the_trace_adds_up(policy, plain):
