@@ -58,10 +58,11 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
             session.backend.load_drafter_state(load_drafters(checkpoint))
-            load_pacing(run.pacing_path, session.backend.pacer, session.machine)
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
+    if state.step:
+        load_pacing(run.pacing_path, session.backend.pacer, session.machine)  # not before the sentinel: it may have fallen back
     session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
@@ -96,7 +97,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         with clock("rollout"):
             groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
             sentinel.check_rollouts(groups)
-        with clock("learn"), learning_threads(config), session.learning_memory():
+        with clock("learn"), learning_threads(config), session.backend.training(), session.learning_memory():
             metrics = learner.update(groups, sentinel.check_mismatch)
         sentinel.check_update(step, metrics)  # not before the KV pool is awake: falling back builds another one
         return groups, metrics

@@ -54,9 +54,12 @@ class Session:
 
     @property
     def machine(self) -> str:
-        """What step times depend on."""
+        """What step times depend on: precision is what rollouts run in now, which after a fall-back is not the recipe's."""
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu {platform.machine()} x{os.cpu_count()}"
-        return f"{device}, torch {torch.__version__}, {self.policy.dtype}, {self.policy.config}"
+        rollout = self.config.rollout
+        base_layers = f" but for layers {rollout.base_precision_layers}" if rollout.base_precision_layers else ""
+        mode = f"{self.backend.precision}{base_layers}, {'deterministic' if rollout.deterministic else 'fast'}"
+        return f"{device}, torch {torch.__version__}, {self.policy.dtype}, rollouts in {mode}, {self.policy.config}"
 
     @contextmanager
     def learning_memory(self) -> Iterator[None]:

@@ -80,6 +80,15 @@ def test_growing_steps_share_one_segment(precision, deterministic):
     assert runner.memory.pool_bytes == allocator.taken <= runner.memory.segment + runner.memory.beside < 900_000_000
 
 
+def test_nothing_is_captured_while_somebody_trains():
+    runner, allocator = runner_with(2_000_000_000)
+    with runner.guard.training(), on_gpu():
+        runner.run(16, 4, StepVariant())
+        assert not runner.captured and not allocator.taken, "the step ran as it is"
+    runner.run(16, 4, StepVariant())
+    assert len(runner.captured) == 1 and runner.memory.pool_bytes == allocator.taken > 0
+
+
 def test_without_the_segment_every_size_would_keep_its_own():
     """What the segment is for."""
     taken = []

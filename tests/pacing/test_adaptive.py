@@ -5,8 +5,11 @@ import random
 
 import pytest
 
-from paceline.pacing.adaptive import ALARM_STEPS, GUARD_STEPS, LOOK_EVERY, AdaptivePacer, PacingSettings
-from paceline.pacing.strategy import PLAIN, FixedPacer, Moment, Observation, Strategy
+from paceline.pacing.adaptive import LOOK_EVERY, AdaptivePacer, PacingSettings
+from paceline.pacing.cost import CostModel
+from paceline.pacing.exploration import DrafterRecord, situation
+from paceline.pacing.guard import ALARM_STEPS, GUARD_STEPS, Guard, Stretch
+from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Strategy
 from tests.pacing.world import BUCKETS, BestPacer, SimulatedDrafter, World, long_tailed, simulate
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15)
@@ -16,8 +19,9 @@ def strategies(*drafters: str, counts: tuple[int, ...] = COUNTS) -> list[Strateg
     return [Strategy(drafter, count) for drafter in drafters for count in counts]
 
 
-def make_pacer(*drafters: str, seed: int = 0) -> AdaptivePacer:
-    return AdaptivePacer(PacingSettings(BUCKETS, tuple(strategies(*drafters)), seed))
+def make_pacer(*drafters: str, seed: int = 0, catch_up: float = 0.0) -> AdaptivePacer:
+    """`catch_up`: what catching up with a token is said to take of the policy's own work."""
+    return AdaptivePacer(PacingSettings(BUCKETS, tuple(strategies(*drafters)), seed, catch_up=dict.fromkeys(drafters, catch_up)))
 
 
 def head(*rates: float, seconds_per_token: float = 2.5e-4, switch_seconds: float = 0.0) -> SimulatedDrafter:
@@ -79,6 +83,75 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
         paced, plain = simulate(world, make_pacer("bad"), lengths), simulate(world, FixedPacer(PLAIN), lengths)
         assert paced.seconds < 1.02 * plain.seconds, (requests, mean)
         assert any(strategy.count for strategy in paced.strategies), "it was given a chance"
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 5e-2), (2e-3, 5e-2), (2.5e-4, 5e-3)])
+def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(names, seconds_per_token, switch_seconds):
+    """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before one was seen."""
+    world = World({name: head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds) for name in names})
+    for requests, mean in ((64, 100), (8, 100), (128, 20)):
+        lengths, pacer = long_tailed(requests, mean), make_pacer(*names, catch_up=0.1)
+        plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
+        rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(14)]
+        assert rollouts[0].seconds < 1.02 * plain, (requests, mean)
+        assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain, (requests, mean)
+        assert any(strategy.count for r in rollouts for strategy in r.strategies), "once there is time for a switch it is given a chance"
+
+
+def test_drafters_share_one_budget():
+    """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there is another."""
+    world, lengths = World({name: head(0.0, seconds_per_token=1e-5, switch_seconds=5e-2) for name in "abc"}), long_tailed(8, 100)
+    plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
+    pacer = make_pacer("a", "b", "c")
+    rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(16)]
+    assert rollouts[0].seconds < 1.005 * plain + 5e-2, "a trial cannot be cheaper than one switch"
+    assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain
+    assert {s.drafter for r in rollouts for s in r.strategies} == {"", "a", "b", "c"}, "everybody was given a chance"
+
+
+def test_what_fails_at_the_full_batch_is_not_barred_from_the_tail():
+    """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with go by the situation."""
+    world, lengths = random_world(129)
+    pacer, best = make_pacer(*world.drafters), BestPacer(world, strategies(*world.drafters))
+    for i in range(6):
+        paced, known = simulate(world, pacer, lengths, seed=i), simulate(world, best, lengths, seed=i)
+        assert paced.seconds < 1.02 * known.seconds, i
+        assert sum(s.count > 0 for s in paced.strategies[-500:]) > 400, "in the tail it wins"
+
+
+def test_a_rollout_does_not_begin_with_the_last_ones_tail():
+    """At the full batch a proposal is 1.5% worse than none, less than what hysteresis or the guard ask for; in the tail it wins."""
+    pacer = AdaptivePacer(PacingSettings(BUCKETS, (Strategy("x", 1),)))
+
+    def play(moment: Moment, seconds: dict[int, float]) -> list[Decision]:
+        decisions = []
+        for _ in range(300):
+            decisions.append(pacer.choose(moment))
+            k, rows = decisions[-1].strategy.count, moment.running
+            accepted = (rows // 4,) * k
+            pacer.observe(Observation(decisions[-1], rows, 300.0, 0.0, seconds[k], rows + sum(accepted), rows * k, accepted))
+        return decisions
+
+    full, tail = (Moment(192, 300.0), {0: 8e-3, 1: 8e-3 * 1.25 * 1.015}), (Moment(4, 300.0), {0: 5e-3, 1: 5e-3})
+    for _ in range(2):
+        assert all(decision.strategy == PLAIN for decision in play(*full) if decision.reason != "trial")
+        assert play(*tail)[-1].strategy.count, "in the tail"
+
+
+def test_bars_and_waits_are_of_one_situation():
+    record, rng, full, tail = DrafterRecord(3), random.Random(0), situation(200, 300), situation(2, 3000)
+    assert full != tail and situation(200, 300) == situation(129, 400) and record.due(full, 0)
+    record.acceptance.note(full[1], 64, (0, 0, 0), 1)
+    for step in range(0, 40000, 4000):
+        record.bar(full, step, rng)
+    assert record.barred(full, 36000 + 3000) and not record.barred(tail, 36000)
+    assert record.due(tail, 36000), "nothing is known of it there"
+    record.acceptance.note(tail[1], 64, (0, 0, 0), 1)
+    assert not record.due(tail, 36001) and record.due(tail, 36000 + 700), "and when it is, the wait is short"
+    record.does_well(full, 40000)
+    record.bar(full, 41000, rng)
+    assert record.barred(full, 41040) and not record.barred(full, 41100), "the wait began anew while it did well"
 
 
 def test_a_slow_machine_for_verification_stays_plain():
@@ -183,6 +256,18 @@ def test_choices_are_a_function_of_what_was_recorded():
     assert any(simulate(world, make_pacer("x", "y", seed=seed), lengths).strategies != outcome.strategies for seed in (4, 5, 6))
 
 
+def test_saving_changes_no_choice():
+    class Saving(AdaptivePacer):
+        def choose(self, moment):
+            if self.steps % 37 == 0:
+                self.state()
+            return super().choose(moment)
+
+    world, lengths = World({"x": head(0.3), "y": head(0.6)}, noise=0.05), long_tailed(64, 400)
+    settings = PacingSettings(BUCKETS, tuple(strategies("x", "y")), seed=3)
+    assert simulate(world, Saving(settings), lengths).strategies == simulate(world, AdaptivePacer(settings), lengths).strategies
+
+
 def test_what_was_learnt_can_be_kept():
     world, lengths = World({"eagle": head(0.8)}), long_tailed(64, 200)
     pacer = make_pacer("eagle")
@@ -204,3 +289,14 @@ def test_only_what_fits_is_chosen():
         pacer.observe(Observation(decision, 4, 100.0, 2.5e-4 * k, world.verify_seconds(4, k + 1, 100.0), 4 * (k + 1), 4 if k else 0, (4,) * k))
     assert deepest == 3
     assert pacer.choose(Moment(4, 100.0, max_queries=1)).strategy == PLAIN
+
+
+def test_a_drafter_does_well_when_it_has_been_as_fast_as_plain_decoding_for_long_enough_in_one_situation():
+    cost, guard, where = CostModel(BUCKETS, [1, 2]), Guard(), situation(4, 300)
+    cost.note_verify(4, 1, 300, 5e-3, 16)
+    for _ in range(4):
+        assert not guard.does_well(cost, where) and not guard.too_slow(cost), "too early to say"
+        guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.5, 64, (32,)))
+    assert guard.does_well(cost, where) and not guard.does_well(cost, situation(64, 300))
+    guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.0, 64, (0,)))
+    assert guard.too_slow(cost), "the last steps count"

@@ -9,6 +9,7 @@ import torch
 
 from paceline.bench.oracle import OracleDrafter
 from paceline.config import ConfigError, load_config
+from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine import graph_memory, sampling, step_bytes
 from paceline.engine.capture_guard import CaptureGuard
@@ -71,10 +72,13 @@ def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(pol
     for steps_ahead in (0, 4):
         engine, oracle = make_engine(policy, make_pacer(), steps_ahead)
         oracle.learn(plain.values())
-        for _ in range(3):
+        used: set[str] = set()
+        for _ in range(30):  # one drafter's trial must be earned before the other's; how long that takes is up to the machine
             assert bits(run(engine)) == bits(plain)
-        stats = engine.take_stats()
-        assert "plain" in stats.strategies and any(s.startswith("oracle") for s in stats.strategies), "it chose, and it changed its mind"
+            used |= set(engine.take_stats().strategies)
+            if any(s.startswith("oracle") for s in used):
+                break
+        assert "plain" in used and any(s.startswith("oracle") for s in used), "it chose, and it changed its mind"
 
 
 def test_the_trace_adds_up(policy, plain):
@@ -83,6 +87,7 @@ def test_the_trace_adds_up(policy, plain):
     run(engine)
     stats = engine.take_stats()
     assert sum(row.steps for row in stats.trace) == len(stats.running) == len(stats.strategies)
+    assert stats.graph_pool_bytes is None, "nothing is captured on a CPU"
     assert sum(row.rows for row in stats.trace) == sum(stats.running)
     assert sum(row.tokens for row in stats.trace) == sum(len(c.tokens) for c in plain.values())
     assert all(row.seconds > 0 and row.realised > 0 for row in stats.trace)
@@ -220,11 +225,15 @@ def test_the_recipe_makes_the_pacer(policy):
     from paceline.backends.native import counts_up_to, make_pacer
 
     config = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]).rollout.speculation
-    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5)
+    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG)
     assert pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6)) and pacer.settings.seed == 5
+    assert not pacer.settings.catch_up, "copying needs no catching up"
+    half = DraftModel(Decoder(replace(CONFIG, num_layers=1)).initialise(0))
+    share = make_pacer(config, [half], 8, 0, CONFIG).settings.catch_up["draft_model"]
+    assert share == half.shape.num_parameters / CONFIG.num_parameters and 0.5 < share < 1
     assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
     fixed = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]).rollout.speculation
-    assert make_pacer(fixed, [HistoryDrafter()], 8, 0).choose(Moment(8)).strategy == Strategy("history", 7)
+    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG).choose(Moment(8)).strategy == Strategy("history", 7)
 
 
 @pytest.mark.gpu
@@ -258,7 +267,8 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
     for count in (1, 3, 7, 15):
         engine.pacer = FixedPacer(Strategy("oracle", count))
         assert bits(run(engine)) == bits(plain)
-    assert {"plain", "oracle:1"} < set(engine.take_stats().strategies)
+    stats = engine.take_stats()
+    assert {"plain", "oracle:1"} < set(stats.strategies) and stats.graph_pool_bytes == engine.runner.memory.pool_bytes
     assert max(key.bucket * key.queries for key in engine.runner.captured) == tokens
     memory = engine.runner.memory
     assert memory.segment < memory.pool_bytes <= budget, "the segment, and small tensors beside it"

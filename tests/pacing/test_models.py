@@ -109,7 +109,19 @@ def test_drafters_have_times_of_their_own():
     cost.note_draft("eagle", 7, 8, 7e-3)
     assert np.allclose(cost.draft("eagle", [3, 5, 15], 8), [3e-3, 5e-3, 15e-3])
     cost.note_switch("eagle", 0.02)
-    assert cost.switch("eagle") == pytest.approx(0.02) and cost.switch("history") == 0
+    assert cost.switch("eagle", 8, 300) == pytest.approx(0.02) and cost.switch("history", 8, 300) == 0
+
+
+def test_catching_up_is_dear_until_it_was_measured():
+    cost = CostModel(BUCKETS, QUERIES, {"draft_model": 0.1})
+    assert cost.switch("draft_model", 8, 300) == 0, "there is nothing to compare with"
+    cost.note_verify(8, 1, 300, 5e-3, 16)
+    assert cost.switch("draft_model", 8, 300) == pytest.approx(0.1 * 300 * 5e-3), "a tenth of decoding 300 tokens"
+    cost.note_switch("draft_model", 0.02)
+    assert cost.switch("draft_model", 8, 300) == pytest.approx(0.02)
+    again = CostModel(BUCKETS, QUERIES, {"draft_model": 0.1})
+    again.load_state(json.loads(json.dumps(cost.state())))
+    assert again.switch("draft_model", 8, 300) == pytest.approx(0.02)
 
 
 def test_acceptance_is_found_at_every_depth_and_leant_on_beyond():
@@ -162,7 +174,7 @@ def test_what_is_known_survives_as_json():
     again, acceptance_again = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
     again.load_state(json.loads(json.dumps(cost.state())))
     acceptance_again.load_state(json.loads(json.dumps(acceptance.state())))
-    assert np.allclose(again.verify(7, 900), cost.verify(7, 900), rtol=0.02) and again.switch("eagle") == cost.switch("eagle")
+    assert np.allclose(again.verify(7, 900), cost.verify(7, 900), rtol=0.02) and again.switch("eagle", 7, 900) == cost.switch("eagle", 7, 900)
     assert np.array_equal(again.draft("eagle", [1, 2, 9], 7), cost.draft("eagle", [1, 2, 9], 7))
     assert np.array_equal(acceptance_again.rates(1), acceptance.rates(1))
 
@@ -176,3 +188,17 @@ def test_the_simulated_world_is_what_it_says():
     outcome = simulate(world, FixedPacer(Strategy("d", 3)), [3000] * 16)
     tokens = 3000 * 16
     assert tokens / outcome.seconds == pytest.approx(world.rate(Strategy("d", 3), 16, 0, 0), rel=0.03)
+
+
+def test_what_is_found_out_in_one_class_leaves_the_others_alone():
+    model = AcceptanceModel(2)
+    model.note(0, 100, (10, 1), 10)
+    model.note(3, 100, (90, 80), 10)
+    before = model.rates(3)
+    assert model.knows(3) and not model.knows(2)
+    model.fade(0, 0.1)
+    model.note(0, 20, (0, 0), 4)
+    assert model.rates(0)[0] < 0.25 and np.allclose(model.rates(3), before, atol=0.1)
+    model.restart(0, 64, (0, 0))
+    assert model.rates(0)[0] == 0 and model.rates(3)[0] > 0.7
+    assert model.rates(2)[0] == 0, "of a class of which nothing is known, what was seen last is believed"

@@ -6,9 +6,14 @@ import pytest
 
 from paceline.cli import app
 from paceline.config import load_config
+from paceline.engine.engine import Engine
+from paceline.learning.learner import Learner
 from paceline.loop import train
-from paceline.pacing.strategy import PLAIN, Decision
+from paceline.pacing.strategy import PLAIN, Decision, Moment
 from paceline.pacing.trace import TraceRow, append_trace, read_trace
+from paceline.rollout import LiveRollouts
+from paceline.session import Session, open_session
+from paceline.tasks.order import ProblemOrder
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
@@ -25,6 +30,49 @@ def length_reward(monkeypatch):
 
 def what_was_learnt(run) -> list[dict]:
     return [{k: v for k, v in record.items() if not k.startswith(PACE)} for record in comparable_metrics(run)]
+
+
+def test_no_graph_is_captured_while_the_learner_updates(tmp_path, monkeypatch):
+    guards, during, sampling = [], [], []
+    make, update, collect = Engine.__init__, Learner.update, LiveRollouts.collect
+
+    def may_capture() -> bool:
+        free = guards[0].begin_capture()
+        if free:
+            guards[0].end_capture()
+        return free
+
+    monkeypatch.setattr(Engine, "__init__", lambda self, *a, **k: (make(self, *a, **k), guards.append(self.runner.guard))[0])
+    monkeypatch.setattr(Learner, "update", lambda *a: (during.append(may_capture()), update(*a), during.append(may_capture()))[1])
+    monkeypatch.setattr(LiveRollouts, "collect", lambda *a: (sampling.append(may_capture()), collect(*a))[1])
+    train(tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", "run.steps=2", "eval.every=0"))
+    assert during == [False] * 4 and sampling == [True] * 2
+
+
+def test_times_are_kept_under_the_precision_and_mode_they_were_measured_in(tmp_path):
+    policy = make_tiny_policy(tmp_path / "policy")
+
+    def session(*overrides: str) -> Session:
+        return open_session(tiny_config(policy, tmp_path, "run", *PACED, *overrides))
+
+    kinds = [(), ("rollout.precision=fp8",), ("rollout.precision=fp8+kv",), ("rollout.deterministic=true",)]
+    opened = [session(*overrides) for overrides in kinds]
+    assert len({s.machine for s in opened}) == len(kinds) and opened[0].machine == session().machine
+    base, reduced = opened[:2]
+    reduced.backend.fall_back_to_base_precision()
+    assert reduced.machine == base.machine, "what it runs in now, not what the recipe asked for"
+
+
+def test_after_a_fall_back_times_are_measured_anew(tmp_path):
+    session = open_session(tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", *PACED, "rollout.precision=fp8"))
+    order = ProblemOrder(session.task.train, 0, 0)
+    LiveRollouts(session.sampler, order, 4, 4, session.train_sampling()).collect(1)
+    pacer = session.backend.pacer
+    accepted = pacer.state()["acceptance"]
+    assert pacer.state()["cost"]["steps"] and accepted["history"]["all"][0][0] > 0
+    session.backend.fall_back_to_base_precision()
+    assert not pacer.state()["cost"]["steps"] and pacer.state()["acceptance"] == accepted
+    assert pacer.choose(Moment(4, 100.0)).strategy == PLAIN, "nothing is known that could be compared"
 
 
 def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path):

@@ -4,7 +4,8 @@ import pytest
 
 from paceline.backends.base import RolloutStats
 from paceline.pacing.strategy import PLAIN, Decision, Observation, Strategy
-from paceline.report.metrics import speculation_metrics
+from paceline.report.metrics import rollout_metrics, speculation_metrics
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 
 
 def observation(strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = ()) -> Observation:
@@ -27,3 +28,10 @@ def test_by_drafter_and_position():
     assert [values[f"speculation/eagle/accepted_{i}"] for i in (1, 2, 3)] == pytest.approx([4 / 6, 2 / 6, 1 / 6])
     assert values["speculation/history/accepted_1"] == 0.25 and "speculation/history/accepted_2" not in values
     assert values["time/drafting"] == 0.75 and values["time/verifying"] == 4.0
+
+
+def test_the_pool_of_graphs_is_reported_where_there_is_one():
+    completion = Completion(Request("train/1", (1, 2), 0, SamplingParams()), (3,), (-0.5,), FinishReason.STOP, ())
+    groups = [Group("0", (Sample(completion, Score(1.0, True)),))]
+    assert "memory/graph_pool_gb" not in rollout_metrics(groups, RolloutStats())
+    assert rollout_metrics(groups, RolloutStats(graph_pool_bytes=480_000_000))["memory/graph_pool_gb"] == 0.48

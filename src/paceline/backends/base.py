@@ -9,6 +9,7 @@ whose prompt is everything so far, and a request that is run again anywhere give
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class RolloutStats:
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
     precision: "PrecisionStats | None" = None  # None: the policy's own
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
+    graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
 
     def note(self, observation: Observation) -> None:
         """One step, as its outcome is read."""
@@ -110,6 +112,9 @@ class Backend(Protocol):
         """Gives cache memory back; only while nothing is outstanding."""
 
     def wake(self) -> None: ...
+
+    def training(self) -> AbstractContextManager[None]:
+        """Within, somebody trains on the same device: nothing is done that this would disturb, such as capturing a graph."""
 
     def take_stats(self) -> RolloutStats: ...
 

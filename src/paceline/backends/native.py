@@ -15,7 +15,7 @@ from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
 from paceline.plan.lengths import Lengths
-from paceline.policy.config import read_config
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 
 CPU_BYTES = 4 << 30
@@ -52,14 +52,17 @@ def make_native(
     speculation = rollout.speculation
     shape = policy.config if widened_from is None else read_config(widened_from)
     drafters = [make_drafter(name, policy, speculation, widened_from, tokenizer) for name in available_drafters(speculation, shape)]
-    return Engine(policy, settings, tokenizer, drafters, make_pacer(speculation, drafters, rollout.max_running, seed) if drafters else None)
+    pacer = make_pacer(speculation, drafters, rollout.max_running, seed, policy.config) if drafters else None
+    return Engine(policy, settings, tokenizer, drafters, pacer)
 
 
-def make_pacer(speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int) -> Pacer:
+def make_pacer(speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int, shape: DecoderConfig) -> Pacer:
+    """`shape`: the policy's."""
     if speculation.pacing == "fixed":
         return FixedPacer(Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens)), speculation.max_running or max_running)
     strategies = [Strategy(drafter.name, count) for drafter in drafters for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))]
-    return AdaptivePacer(PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed))
+    catch_up = {d.name: d.shape.num_parameters / shape.num_parameters for d in drafters if d.needs_catch_up and d.shape is not None}
+    return AdaptivePacer(PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up))
 
 
 def counts_up_to(tokens: int) -> list[int]:

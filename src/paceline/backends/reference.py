@@ -7,6 +7,7 @@ yielded and the cache is compacted; waiting requests enter when half the places 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +101,9 @@ class ReferenceBackend:
 
     def wake(self) -> None:
         pass
+
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()

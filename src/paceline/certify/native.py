@@ -21,6 +21,7 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.sampling import Verify
 from paceline.engine.sequence import Sequence as EngineSequence
+from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Decision, FixedPacer, Moment, Observation, Pacer, Strategy
 from paceline.policy.decoder import Decoder
 
@@ -74,7 +75,9 @@ class NativeSubject:
 
     def _pacer(self, drafters: list[Drafter], tokens: int, max_running: int) -> Pacer:
         if self.adaptive:
-            return make_pacer(SpeculationConfig(pacing="adaptive", tokens=tokens), drafters, max_running, seed=0)
+            pacer = make_pacer(SpeculationConfig(pacing="adaptive", tokens=tokens), drafters, max_running, seed=0, shape=self.policy.config)
+            # A certificate is over before a trial has been earned, and is after changes, not after speed.
+            return AdaptivePacer(replace(pacer.settings, trial_share=1.0, catch_up={}))
         return FixedPacer(Strategy(drafters[0].name, tokens), max_running)
 
     def own_checks(self) -> list[Check]:
@@ -100,6 +103,9 @@ class _NotingPacer:
 
     def observe(self, observation: Observation) -> None:
         self.pacer.observe(observation)
+
+    def forget_times(self) -> None:
+        self.pacer.forget_times()
 
 
 class ReferenceSubject:

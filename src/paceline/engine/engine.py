@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listing
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -165,6 +166,8 @@ class Engine:
         self._preempt_all()
         self.reduced.fall_back()
         self._rebuild_cache()
+        if self.pacer is not None:
+            self.pacer.forget_times()
 
     def _rebuild_cache(self) -> None:
         """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
@@ -191,8 +194,12 @@ class Engine:
         self.cache.wake()
         self.drafters.wake()
 
+    def training(self) -> AbstractContextManager[None]:
+        return self.runner.guard.training()
+
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
+        stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
         stats.precision = self.reduced.stats() if self.precision != BASE_PRECISION else None
         return stats
 

@@ -38,17 +38,22 @@ class AcceptanceModel:
             counts += (reached, survived)
 
     def restart(self, context_class: int, drafts: int, accepted_at: Sequence[int]) -> None:
-        """Forgets everything but this."""
-        self._counts = {None: np.zeros((2, self.max_count))}
+        """All that is believed of this class, and where nothing else is known; what was seen of other classes stands."""
+        self.fade(context_class, 0.0)
         self.note(context_class, drafts, accepted_at, 1)
 
-    def fade(self, factor: float) -> None:
-        """What is known counts for less, because it is old."""
-        for counts in self._counts.values():
-            counts *= factor
+    def fade(self, context_class: int, factor: float) -> None:
+        """What is known of this class, and of all together, counts for less, because it is old."""
+        for key in (None, context_class):
+            if key in self._counts:
+                self._counts[key] *= factor
 
     def drafts_known(self) -> float:
         return float(self._counts[None][0, 0])
+
+    def knows(self, context_class: int) -> bool:
+        """Something was seen there."""
+        return context_class in self._counts
 
     def rates(self, context_class: int) -> np.ndarray:
         """a_1 ... a_max for this class."""

@@ -4,15 +4,15 @@
 
 Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules keep it honest:
 
-- hysteresis: another strategy must promise a margin more, and pay for the drafter's catching up;
-- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it;
+- hysteresis: another strategy must promise a margin more (where a rollout begins, than plain decoding), and pay for catching up;
+- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it (`guard.py`);
 - trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be best is timed where it never ran;
 - purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing else is read.
 """
 
 import random
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from statistics import median_low
 
@@ -20,15 +20,15 @@ import numpy as np
 
 from paceline.pacing.acceptance import emitted_by_count
 from paceline.pacing.cost import CostModel, context_class
-from paceline.pacing.exploration import HEAD_START, OLD_NEWS, DrafterRecord, Trial
+from paceline.pacing.exploration import LONGEST_TRIAL, OLD_NEWS, Budget, DrafterRecord, Situation, Trial, begins_anew, situation
+from paceline.pacing.guard import Guard, Stretch, lost_seconds
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
 
 LOOK_EVERY = 16  # steps that a decision stands while the moment stays in its class
 LOOK_SOON = 4
 PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
-GUARD_STEPS, GUARD_MARGIN = 64, 0.02  # slower than plain decoding by more than this over so many steps: it is left
-ALARM_STEPS, ALARM_MARGIN = 16, 0.15  # the same, sooner, when it is bad
-TRIAL_DRAFTS, SHORTEST_TRIAL, LONGEST_TRIAL = 32, 2, 16  # a trial of a drafter sees about so many drafts, within these steps
+TRIAL_DRAFTS, SHORTEST_TRIAL = 32, 2  # a trial of a drafter sees about so many drafts, and lasts at least so many steps
+FIRST_TOKENS = 3  # that a drafter proposes at most in its first trial: nobody knows yet what a token costs
 TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
 HOPE = 0.9  # acceptance at every depth that a trial may hope for
 TRIAL_COST = 1.25  # times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
@@ -40,42 +40,31 @@ class PacingSettings:
     strategies: tuple[Strategy, ...]  # beside plain decoding
     seed: int = 0
     margin: float = 0.03
-    trial_share: float = 0.01  # of all time, for each drafter
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """What the guard remembers of consecutive steps under one decision."""
-
-    steps: int
-    running: int
-    context: float
-    seconds: float
-    plain_steps: float  # that plain decoding would have needed for the same tokens
-    drafts: int
-    accepted_at: tuple[int, ...]
+    trial_share: float = 0.01  # of all time, for trials of all drafters together; as much again for timing
+    catch_up: Mapping[str, float] = field(default_factory=dict)  # by drafter that must catch up: its work for a token over the policy's
 
 
 class AdaptivePacer:
     def __init__(self, settings: PacingSettings) -> None:
         self.settings = settings
         self.counts = sorted({s.count for s in settings.strategies})
-        self.cost = CostModel(settings.buckets, [1, *(count + 1 for count in self.counts)])
+        self.cost = self._new_cost_model()
         self.strategies: dict[str, list[Strategy]] = {}
         for strategy in sorted(settings.strategies, key=lambda s: (s.drafter, s.count)):
             self.strategies.setdefault(strategy.drafter, []).append(strategy)
         self.records = {name: DrafterRecord(own[-1].count) for name, own in self.strategies.items()}
-        self.timing_lost = 0.0  # seconds, to finding out how long strategies take
+        self.trials, self.timing = Budget(settings.trial_share), Budget(settings.trial_share)
         self.elapsed = 0.0  # seconds observed
         self.steps = 0
         self._rng = random.Random(settings.seed)
         self._pending: list[Observation] = []
         self._trial: Trial | None = None
         self._last_trial: Trial | None = None  # some of its steps are seen after it has ended
-        self._recent: deque[Stretch] = deque()  # of the drafter that runs, since it was chosen
+        self._guard = Guard()
         self._current = PLAIN
         self._decision = Decision(PLAIN)
         self._moment: Moment | None = None
+        self._looked_at: Moment | None = None
         self._class: tuple[int, int, int] | None = None
         self._left = 0
 
@@ -92,9 +81,21 @@ class AdaptivePacer:
     def observe(self, observation: Observation) -> None:
         self._pending.append(observation)
 
+    def forget_times(self) -> None:
+        """Acceptance stays; what is under way was measured in the old times."""
+        self.cost = self._new_cost_model()
+        self._pending.clear()
+        self._guard.clear()
+        self._trial, self._current, self._left = None, PLAIN, 0
+
+    def _new_cost_model(self) -> CostModel:
+        return CostModel(self.settings.buckets, [1, *(count + 1 for count in self.counts)], self.settings.catch_up)
+
     def state(self) -> dict:
-        """What a resumed run starts from: times and acceptance, in JSON's types."""
-        self._digest()
+        """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
+
+        What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving would change choices.
+        """
         return {"cost": self.cost.state(), "acceptance": {name: record.acceptance.state() for name, record in self.records.items()}}
 
     def load_state(self, state: dict) -> None:
@@ -110,6 +111,9 @@ class AdaptivePacer:
 
     def _look(self, moment: Moment) -> None:
         self._digest()
+        if begins_anew(self._looked_at, moment):
+            self._leave_the_tail()
+        self._looked_at = moment
         self._class = self._class_of(moment)
         rates = self._expected_rates(moment)
         strategy, reason = self._pick(moment, rates)
@@ -120,15 +124,22 @@ class AdaptivePacer:
             waiting = self._trial is not None or not self.cost.knows(moment.running, strategy.queries, moment.context)  # for what was seen to be read
             self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
 
+    def _leave_the_tail(self) -> None:
+        """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding here, and catch up with new rows."""
+        self._trial, self._decision = None, Decision(PLAIN)
+        self._settle_on(PLAIN)
+
     def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
-        trial = self._trial
+        where, trial = situation(moment.running, moment.context), self._trial
         if trial is not None and trial.running(self.steps) and trial.strategy.queries <= moment.max_queries:
             return trial.strategy, "trial"
         if trial is not None and trial.over(self.steps):
             self._conclude_trial(trial, rates)
-        reason, too_slow = "best", self._too_slow()
+        reason, too_slow = "best", self._guard.too_slow(self.cost)
+        if self._current.count and self._guard.does_well(self.cost, where):
+            self.records[self._current.drafter].does_well(where, self.steps)
         if too_slow and self.cost.knows(moment.running, 1, moment.context):
-            self._leave_current(context_class(moment.context), too_slow)
+            self._leave_current(where, too_slow)
             rates.clear()
             rates |= self._expected_rates(moment)
             reason = "guard"
@@ -153,14 +164,14 @@ class AdaptivePacer:
         if verify[0] <= 0:
             return {PLAIN: 0.0}  # nothing has been measured yet
         rates = {PLAIN: moment.running / float(verify[0])}
-        where = context_class(moment.context)
+        where = situation(moment.running, moment.context)
         for name, own in self.strategies.items():
             record = self.records[name]
-            if name != hope and (self.steps < record.barred_until or not record.acceptance.drafts_known()):
+            if name != hope and (record.barred(where, self.steps) or not record.acceptance.drafts_known()):
                 continue
-            emitted = record.acceptance.emitted(where) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
+            emitted = record.acceptance.emitted(where[1]) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
             draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
-            catching_up = 0.0 if name == self._decision.strategy.drafter else self.cost.switch(name) / PAYBACK_STEPS
+            catching_up = 0.0 if name == self._decision.strategy.drafter else self._switch(name, moment) / PAYBACK_STEPS
             for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
                 if strategy.queries <= moment.max_queries:
                     seconds = draft_seconds + float(verify[self.cost.queries.index(strategy.queries)]) + catching_up
@@ -169,60 +180,50 @@ class AdaptivePacer:
 
     # -- the guard ------------------------------------------------------------------------------------------------
 
-    def _too_slow(self) -> list[Stretch]:
-        """The last steps, if they measured slower than plain decoding; else nothing."""
-        return self._behind_plain(ALARM_STEPS, ALARM_MARGIN) or self._behind_plain(GUARD_STEPS, GUARD_MARGIN)
-
-    def _behind_plain(self, wanted: int, margin: float) -> list[Stretch]:
-        last: list[Stretch] = []
-        for stretch in reversed(self._recent):
-            last.append(stretch)
-            if sum(s.steps for s in last) >= wanted:
-                slower = sum(map(self._plain_seconds, last)) < (1 - margin) * sum(s.seconds for s in last)
-                return last if slower else []
-        return []
-
-    def _plain_seconds(self, stretch: Stretch) -> float:
-        return stretch.plain_steps * float(self.cost.verify(stretch.running, stretch.context)[0])
-
-    def _leave_current(self, where: int, last: list[Stretch]) -> None:
-        """What it did last is all that is believed of its drafter, which is left alone for a while."""
+    def _leave_current(self, where: Situation, last: list[Stretch]) -> None:
+        """What it did last is all that is believed of its drafter, which is left alone for a while where it was slow."""
         record = self.records[self._current.drafter]
         accepted_at = tuple(sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0))
-        record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
-        record.failed(self.steps, self._rng)
-        record.barred_until = record.next_trial
-        record.lost += sum(s.seconds - self._plain_seconds(s) for s in last)
+        record.acceptance.restart(where[1], sum(s.drafts for s in last), accepted_at)
+        by_situation: dict[Situation, list[Stretch]] = {where: []}
+        for stretch in last:
+            by_situation.setdefault(stretch.situation, []).append(stretch)
+        for there, stretches in by_situation.items():
+            if there == where or lost_seconds(stretches, self.cost) > 0:
+                record.bar(there, self.steps, self._rng)
+        self._charge(record, lost_seconds(last, self.cost))
         self._settle_on(PLAIN)
 
     def _settle_on(self, strategy: Strategy) -> None:
         if strategy.drafter != self._current.drafter:
-            self._recent.clear()
+            self._guard.clear()
         self._current = strategy
 
     # -- trials ---------------------------------------------------------------------------------------------------
 
     def _next_drafter(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
-        """The first that is due, could win, and can be afforded even if nothing is accepted; drafters that have never run first."""
+        """The first that is due, could win, and can be afforded even if nothing is accepted; who never ran first, then who cost least."""
         baseline = rates[self._current]
         if baseline <= 0:
             return None
-        where = context_class(moment.context)
-        due = [name for name, record in self.records.items() if name != self._current.drafter and record.due(self.steps, where)]
-        for name in sorted(due, key=lambda name: self.records[name].acceptance.drafts_known() > 0):
+        where = situation(moment.running, moment.context)
+        due = [name for name, record in self.records.items() if name != self._current.drafter and record.due(where, self.steps)]
+        for name in sorted(due, key=lambda name: (self.records[name].acceptance.drafts_known() > 0, self.records[name].lost)):
+            record = self.records[name]
             hoped = {s: rate for s, rate in self._expected_rates(moment, name).items() if s.drafter == name}
             if not hoped or max(hoped.values()) <= baseline * (1 + self.settings.margin):
                 continue
             emitted = emitted_by_count(np.full(max(s.count for s in hoped), HOPE))
             per_token = {s: float(emitted[s.count]) / rate for s, rate in hoped.items()}  # if nothing is accepted
             cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
+            if not self.cost.has_drafted(name):
+                cheap = [s for s in cheap if s.count <= FIRST_TOKENS]
             strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
             per_step = moment.running * (per_token[strategy] - 1.0 / baseline)
-            length = self._affordable(self.records[name].lost + self.cost.switch(name), per_step, moment.running / rates[PLAIN])
+            length = self.trials.affords(self.elapsed, self._switch(name, moment), per_step, moment.running / rates[PLAIN])
             if length >= SHORTEST_TRIAL:
                 length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
-                self.records[name].acceptance.fade(OLD_NEWS)
-                return Trial(strategy, baseline, length, self.steps, self.records[name])
+                return Trial(strategy, baseline, length, self.steps, record, where)
         return None
 
     def _next_timing(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
@@ -239,29 +240,35 @@ class AdaptivePacer:
         if not could_win:
             return None
         strategy = max(could_win, key=rates.__getitem__)
-        tokens, switch = float(moment.running), self.cost.switch(self._current.drafter)  # which must catch up when plain decoding has run
+        tokens, switch = float(moment.running), self._switch(self._current.drafter, moment)  # which must catch up when plain decoding has run
         if strategy.count:
             tokens *= float(self.records[strategy.drafter].acceptance.emitted(context_class(moment.context))[strategy.count])
             switch = 0.0
         per_step = tokens * (1.0 / rates[strategy] - 1.0 / baseline)
-        if self._affordable(self.timing_lost + switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
+        if self.timing.affords(self.elapsed, switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
             return None
         return Trial(strategy, baseline, TIMED_STEPS, self.steps)
 
-    def _affordable(self, lost: float, loss_per_step: float, plain_step: float) -> int:
-        """Steps of a trial that there is time to lose for."""
-        left = max(self.settings.trial_share * self.elapsed, HEAD_START * plain_step) - lost
-        return int(min(LONGEST_TRIAL, left / max(loss_per_step, plain_step / LONGEST_TRIAL))) if left > 0 else 0
+    def _switch(self, drafter: str, moment: Moment) -> float:
+        return self.cost.switch(drafter, moment.running, moment.context)
+
+    def _charge(self, record: DrafterRecord | None, seconds: float) -> None:
+        """To whoever's trial it was; nobody's: to timing."""
+        if record is None:
+            self.timing.lost += seconds
+        else:
+            record.lost += seconds
+            self.trials.lost += seconds
 
     def _conclude_trial(self, trial: Trial, rates: dict[Strategy, float]) -> None:
-        self._trial, record = None, trial.record
-        if record is None:
+        self._trial = None
+        if trial.record is None:
             return  # its time is known now
         own = max((rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter), default=0.0)
         if own > rates.get(self._current, 0.0) * (1 + self.settings.margin):
-            record.succeeded(self.steps)
+            trial.record.does_well(trial.where, self.steps)
         else:
-            record.failed(self.steps, self._rng)
+            trial.record.failed(trial.where, self.steps, self._rng)
 
     # -- what came of it ------------------------------------------------------------------------------------------
 
@@ -287,20 +294,17 @@ class AdaptivePacer:
         self.elapsed += sum(o.seconds for o in block)
         drafts = sum(o.drafts for o in block)
         accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
+        trial = self._last_trial if first.decision.reason == "trial" else None
+        if trial is not None and trial.record is not None and not trial.seen:  # not before there is news to count instead
+            trial.record.acceptance.fade(context_class(context), OLD_NEWS)
         if strategy.count and drafts:
-            self.records[strategy.drafter].note(context_class(context), drafts, accepted_at, len(block))
-        if first.decision.reason == "trial":
+            self.records[strategy.drafter].acceptance.note(context_class(context), drafts, accepted_at, len(block))
+        if trial is not None:
             # A capture happens once and pays for ever, a prefill is nobody's fault.
-            lost = max(0.0, sum(o.seconds - o.tokens / self._last_trial.baseline for o in block if not o.disturbed))
-            if self._last_trial.record is None:
-                self.timing_lost += lost
-            else:
-                self._last_trial.record.lost += lost
-            if self._trial is not None and self._trial.strategy == strategy:
-                self._trial.seen += len(block)
+            lost = max(0.0, sum(o.seconds - o.tokens / trial.baseline for o in block if not o.disturbed))
+            self._charge(trial.record, lost)
+            trial.seen += len(block)
         elif strategy.count and strategy.drafter == self._current.drafter and clean:
             rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
             stretch = Stretch(len(clean), running, context, sum(o.seconds for o in clean), gained / rows * len(clean), drafts, accepted_at)
-            self._recent.append(stretch)
-            while sum(s.steps for s in self._recent) - self._recent[0].steps >= GUARD_STEPS:
-                self._recent.popleft()
+            self._guard.note(stretch)

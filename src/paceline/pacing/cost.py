@@ -10,7 +10,7 @@ whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding
 could win by its being wrong is measured (`adaptive.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -44,8 +44,9 @@ class Cell:
 
 
 class CostModel:
-    def __init__(self, buckets: Sequence[int], queries: Sequence[int]) -> None:
-        self.buckets = list(buckets)
+    def __init__(self, buckets: Sequence[int], queries: Sequence[int], catch_up: Mapping[str, float] | None = None) -> None:
+        """`catch_up`: by drafter, what catching up with a token takes of the policy's own work for it; others need not catch up."""
+        self.buckets, self.catch_up = list(buckets), catch_up or {}
         self.queries = list(queries)  # ascending, the first is 1
         self._cells: dict[tuple[int, int], dict[int, Cell]] = {}  # by (bucket, queries), then context class
         self._drafts: dict[str, dict[tuple[int, int], Cell]] = {}  # by drafter, then (count, bucket)
@@ -123,9 +124,15 @@ class CostModel:
         wanted = np.asarray(counts, dtype=float)
         return np.interp(wanted, known, seconds) + rising * np.maximum(0.0, wanted - known[-1])
 
-    def switch(self, drafter: str) -> float:
+    def has_drafted(self, drafter: str) -> bool:
+        return drafter in self._drafts
+
+    def switch(self, drafter: str, running: int, context: float) -> float:
+        """Seconds of catching up. Until it was measured, at worst: as if the drafter had to decode every cached token anew."""
         cell = self._switches.get(drafter)
-        return 0.0 if cell is None else cell.seconds
+        if cell is not None:
+            return cell.seconds
+        return self.catch_up.get(drafter, 0.0) * context * float(self.verify(running, context)[0])
 
     def _table(self, bucket: int, where: int) -> np.ndarray:
         """Seconds without load for each entry of `queries`: the curve's where nothing was measured."""

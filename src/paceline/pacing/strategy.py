@@ -75,6 +75,9 @@ class Pacer(Protocol):
     def observe(self, observation: Observation) -> None:
         """In the order of the steps, as late as the backend reads them."""
 
+    def forget_times(self) -> None:
+        """Steps take another time from here on: the backend computes in another precision. Everything launched has been observed."""
+
 
 class FixedPacer:
     """One strategy while few rows run, plain decoding above: verification is free only while the machine has room."""
@@ -92,4 +95,7 @@ class FixedPacer:
         return self._decision
 
     def observe(self, observation: Observation) -> None:
+        pass
+
+    def forget_times(self) -> None:
         pass

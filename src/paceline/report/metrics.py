@@ -41,6 +41,8 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error
         values["precision/kv_base_layers"] = stats.precision.kv_base_layers
+    if stats.graph_pool_bytes is not None:
+        values["memory/graph_pool_gb"] = stats.graph_pool_bytes / 1e9
     return values
 
 
