@@ -21,3 +21,13 @@ class Lengths:
         prompt = config.task.max_prompt_tokens or min(longest, UNKNOWN_PROMPT)
         trained = min(shape.max_positions, prompt + config.rollout.max_tokens)
         return Lengths(min(shape.max_positions, prompt + longest), max(config.learning.micro_batch_tokens, trained))
+
+
+def pool_too_small(kv_tokens: int, request_tokens: int) -> str:
+    """Why a KV pool that the recipe sizes itself cannot serve the recipe's own requests; empty if it can."""
+    if kv_tokens >= request_tokens:
+        return ""
+    return (
+        f"rollout.kv_tokens = {kv_tokens}: one request may need {request_tokens} tokens, prompt and response; raise it to {request_tokens} or more, "
+        "set it to 0 to take what fits, or lower rollout.max_tokens (and eval.max_tokens)"
+    )

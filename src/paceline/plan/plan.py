@@ -15,7 +15,7 @@ import torch
 
 from paceline.config import Config
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
-from paceline.plan.lengths import Lengths
+from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.plan.machine import Machine
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
@@ -105,6 +105,8 @@ def _with_pool(plan: Plan, config: Config, request_tokens: int, per_token: int) 
         problem = _too_large(plan)
     elif fixed > room:
         problem = f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; lower it, or leave it out to take what fits"
+    elif fixed:
+        problem = pool_too_small(fixed, request_tokens)
     elif tokens < request_tokens:
         needed = f"{max(0, room)} KV tokens fit beside the other parts, one request may need {request_tokens}"
         problem = f"the KV pool does not fit: {needed}; lower rollout.max_tokens (and eval.max_tokens)"
