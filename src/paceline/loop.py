@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config
+from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
@@ -154,7 +154,7 @@ def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
     if refused:
         listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}")
-    run.config_path.write_text(dump_config(config))
+    run.write_config(config)
     return run
 
 

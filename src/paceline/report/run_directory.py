@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from paceline.config import Config, ConfigError, dump_config, load_config
 from paceline.pacing.trace import cut_trace
 
@@ -36,7 +38,7 @@ class RunDirectory:
         run = cls(path)
         run.samples_path.mkdir()
         run.checkpoints_path.mkdir()
-        run.config_path.write_text(dump_config(config))
+        run.write_config(config)
         return run
 
     @classmethod
@@ -47,7 +49,18 @@ class RunDirectory:
         return run
 
     def config(self) -> Config:
+        try:
+            empty = not yaml.safe_load(self.config_path.read_bytes())
+        except yaml.YAMLError:
+            empty = False  # `load_config` says what is wrong with it
+        if empty:  # it would pass for a recipe of nothing but defaults
+            raise ConfigError(f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was started with, then go on")
         return load_config(str(self.config_path))
+
+    def write_config(self, config: Config) -> None:
+        text = dump_config(config)
+        if not self.config_path.is_file() or self.config_path.read_text() != text:
+            replace_file(self.config_path, text)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         with self.metrics_path.open("a") as file:
@@ -69,9 +82,17 @@ class RunDirectory:
         """Drops metrics, traces and samples of later steps, which a resumed run will make again."""
         cut_trace(self.trace_path, step)
         kept = [record for record in self.read_metrics() if record["step"] <= step]
-        beside = self.metrics_path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(beside, self.metrics_path)
+        replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
         for file in self.samples_path.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """The file has its old content or the new one, whatever happens meanwhile."""
+    beside = path.with_name(f"{path.name}.tmp")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
