@@ -56,7 +56,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
             session.backend.load_drafter_state(load_drafters(checkpoint))
-            load_pacing(run.pacing_path, session.backend.pacer, session.machine)
+            load_pacing(run.pacing_path, session.backend.pacer, session.machine, console.warn)
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
