@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from paceline import session
-from paceline.config import load_config
+from paceline.config import ConfigError, load_config
 from paceline.learning.learner import Learner
 from paceline.loop import train
+from paceline.policy.huggingface import load_policy, save_policy
 from paceline.precision.kv_scales import KVScales
 from paceline.report.console import Console
 from paceline.report.samples import write_groups
@@ -321,6 +322,45 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
     with pytest.raises(TrainingFailed, match="2 steps in a row"):
         train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS), console=console)
     assert sum("SENTINEL" in warning for warning in warnings) == 1
+
+
+# -- weights that are not finite ----------------------------------------------------------------------------------------
+
+
+def spoil_weights(monkeypatch, step: int, value: float) -> None:
+    """The update of this step, whose gradient is sound, leaves weights that are not."""
+    calls, real = [], Learner.update
+
+    def update(self, *arguments):
+        metrics = real(self, *arguments)
+        calls.append(1)
+        if len(calls) == step:
+            with torch.no_grad():
+                self.policy.layers[0].feed_forward.down.weight[0, 0] = value
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", update)
+
+
+IN_FP8 = ("rollout.precision=fp8", "rollout.sentinel.kl=0", "rollout.sentinel.capped_steps=0", "eval.every=0", "eval.problems=1")
+
+
+def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
+    spoil_weights(monkeypatch, 3, math.inf)
+    with pytest.raises(TrainingFailed) as caught:
+        train(tiny_config(policy, tmp_path, "run", *IN_FP8))
+    assert "after step 3 the weights of 1 of 8 projections are not finite, first layers.0.feed_forward.down.weight" in str(caught.value)
+    assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
+
+
+def test_a_policy_that_fp8_cannot_hold_is_refused(policy, tmp_path):
+    poisoned = load_policy(policy, torch.float32)
+    with torch.no_grad():
+        poisoned.layers[1].attention.qkv.weight.fill_(math.nan)
+    save_policy(poisoned, tmp_path / "poisoned", tokenizer_from=policy)
+    with pytest.raises(ConfigError, match=r"policy.path = .*poisoned.* not finite, first layers.1.attention.qkv.weight"):
+        train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *IN_FP8))
+    assert not (tmp_path / "run").exists()
 
 
 def test_replayed_samples_have_nothing_to_fall_back_to(policy, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from paceline.backends.base import WeightsNotFinite
 from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
@@ -60,12 +61,12 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
-    session.backend.update_weights(version=state.step)
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
     run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
     writers = make_writers(config, run.path)
     best_accuracy = state.best_accuracy
+    newest = partial(newest_checkpoint, run.checkpoints_path, console.warn)
 
     def record(step: int, kind: str, metrics: dict[str, float]) -> None:
         run.append_metrics({"step": step, "kind": kind, **metrics})
@@ -90,6 +91,12 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
         save_pacing(run.pacing_path, session.backend.pacer, session.machine)
 
+    def hand_over_weights(step: int) -> None:
+        try:
+            session.backend.update_weights(version=step)
+        except WeightsNotFinite as problem:
+            raise sentinel.failure(f"after step {step} {problem}", run.path, newest) from None
+
     def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
         with clock("rollout"):
             groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
@@ -100,6 +107,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         return groups, metrics
 
     step = state.step
+    hand_over_weights(step)
     with _interruptible(console) as interrupted:
         if step == 0:
             evaluate_at(0)
@@ -115,7 +123,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 source.take_stats()
                 groups, metrics = roll_out_and_learn(step)
             with clock("sync"):
-                session.backend.update_weights(version=step)
+                hand_over_weights(step)
             metrics |= sentinel.end_step(step, metrics)
             stats = source.take_stats()
             append_trace(run.trace_path, step, stats.trace)
@@ -124,7 +132,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
             console.step(step, metrics)
-            sentinel.stop_if_hopeless(run.path, partial(newest_checkpoint, run.checkpoints_path, console.warn))
+            sentinel.stop_if_hopeless(run.path, newest)
             if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
                 evaluate_at(step)
             if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:

@@ -31,7 +31,7 @@ class UnsafeRollouts(Exception):
 
 
 class TrainingFailed(RuntimeError):
-    """Updates keep failing; the message says where to go on from."""
+    """Updates keep failing, or have spoilt the weights; the message says where to go on from."""
 
 
 class Sentinel:
@@ -103,8 +103,13 @@ class Sentinel:
         return {"rollout/fell_back": float(bool(self.fallback)), "policy/failed_steps": float(self.failed_steps)}
 
     def stop_if_hopeless(self, run: Path, newest: Callable[[], Path | None]) -> None:
-        if self.failed_steps < FAILED_STEPS:
-            return
+        if self.failed_steps >= FAILED_STEPS:
+            raise self.failure(
+                f"{self.failed_steps} steps in a row had a loss or gradient that is not finite and left the weights alone", run, newest
+            )
+
+    def failure(self, reason: str, run: Path, newest: Callable[[], Path | None]) -> TrainingFailed:
+        """With the way out."""
         checkpoint = newest()
         way_out = "there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32"
         if checkpoint is not None:
@@ -112,7 +117,7 @@ class Sentinel:
                 f"`paceline train --resume {run}` goes on from {checkpoint}; if it fails there again, start a new run "
                 f"from policy.path={checkpoint / 'policy'} with a lower learning.lr, or with policy.dtype=float32"
             )
-        raise TrainingFailed(f"{self.failed_steps} steps in a row had a loss or gradient that is not finite and left the weights alone; {way_out}")
+        return TrainingFailed(f"{reason}; {way_out}")
 
 
 def _finite(completion: Completion) -> bool:

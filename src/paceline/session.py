@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import Backend
+from paceline.backends.base import Backend, WeightsNotFinite
 from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
@@ -125,7 +125,10 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
     request_tokens = Lengths.of(config, policy.config).request
-    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
+    try:
+        return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
+    except WeightsNotFinite as problem:
+        raise ConfigError(f"policy.path = {config.policy.path!r}: {problem}; this policy is damaged or its training diverged, use another") from None
 
 
 def prepare_device(config: Config) -> torch.device:
