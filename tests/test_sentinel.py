@@ -14,6 +14,7 @@ import torch
 
 from paceline import session
 from paceline.config import ConfigError, load_config
+from paceline.learning.checkpoint import list_checkpoints
 from paceline.learning.learner import Learner
 from paceline.loop import train
 from paceline.policy.huggingface import load_policy, save_policy
@@ -246,12 +247,35 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     assert train(config, resume=run).finished
 
 
-def test_a_failed_step_before_a_resume_counts(policy, tmp_path, monkeypatch):
-    fail_updates(monkeypatch, 2, 3)
-    train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=2"))
-    with pytest.raises(TrainingFailed, match="2 steps in a row"):
-        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6"), resume=tmp_path / "run")
-    assert comparable_metrics(tmp_path / "run")[-1]["step"] == 3
+def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
+    """Neither when it is time nor at the end; the next step that learns is saved although it is not its turn."""
+    settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
+    with monkeypatch.context() as patch:
+        fail_updates(patch, 2, 5)
+        run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5")).summary.run
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000003", "step_000004"]
+    resumed = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5"), resume=run)
+    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, "step 5 is made again"
+
+
+def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
+    """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the one before it is not."""
+    spoil_weights(monkeypatch, 3, 1e38, "head.weight")
+    with pytest.raises(TrainingFailed) as caught:
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=2"))
+    folder = tmp_path / "run/checkpoints"
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
+    assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
+    assert f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy" in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypatch):
+    spoil_weights(monkeypatch, 3, math.nan)
+    with pytest.raises(
+        TrainingFailed, match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight.*goes on from .*step_000002"
+    ):
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=1"))
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step_000002"]
 
 
 def test_without_a_checkpoint_the_error_says_so(policy, tmp_path, monkeypatch):
@@ -327,7 +351,7 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
 # -- weights that are not finite ----------------------------------------------------------------------------------------
 
 
-def spoil_weights(monkeypatch, step: int, value: float) -> None:
+def spoil_weights(monkeypatch, step: int, value: float, name: str = "layers.0.feed_forward.down.weight") -> None:
     """The update of this step, whose gradient is sound, leaves weights that are not."""
     calls, real = [], Learner.update
 
@@ -336,7 +360,7 @@ def spoil_weights(monkeypatch, step: int, value: float) -> None:
         calls.append(1)
         if len(calls) == step:
             with torch.no_grad():
-                self.policy.layers[0].feed_forward.down.weight[0, 0] = value
+                self.policy.get_parameter(name).fill_(value)
         return metrics
 
     monkeypatch.setattr(Learner, "update", update)

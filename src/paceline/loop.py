@@ -18,10 +18,19 @@ from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
-from paceline.learning.checkpoint import TrainingState, load_checkpoint, load_drafters, newest_checkpoint, save_best, save_checkpoint
+from paceline.learning.checkpoint import (
+    TrainingState,
+    load_checkpoint,
+    load_drafters,
+    newest_checkpoint,
+    save_best,
+    save_checkpoint,
+    whole_checkpoints,
+)
 from paceline.learning.learner import Learner
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
+from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.metrics import rollout_metrics
@@ -66,7 +75,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
     writers = make_writers(config, run.path)
     best_accuracy = state.best_accuracy
-    newest = partial(newest_checkpoint, run.checkpoints_path, console.warn)
+    checkpoints = partial(whole_checkpoints, run.checkpoints_path, console.warn)
 
     def record(step: int, kind: str, metrics: dict[str, float]) -> None:
         run.append_metrics({"step": step, "kind": kind, **metrics})
@@ -85,8 +94,10 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             save_best(run.checkpoints_path, session.policy, session.policy_folder)
 
     def save(step: int) -> None:
-        watched = (sentinel.fallback, sentinel.capped_steps, sentinel.failed_steps)
-        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, *watched)
+        harmed = not_finite(session.policy)
+        if harmed:  # a checkpoint of them would push out a sound one
+            raise sentinel.failure(f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}", run.path, checkpoints())
+        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, sentinel.fallback, sentinel.capped_steps)
         drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
         save_pacing(run.pacing_path, session.backend.pacer, session.machine)
@@ -95,7 +106,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         try:
             session.backend.update_weights(version=step)
         except WeightsNotFinite as problem:
-            raise sentinel.failure(f"after step {step} {problem}", run.path, newest) from None
+            raise sentinel.failure(f"after step {step} {problem}", run.path, checkpoints()) from None
 
     def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
         with clock("rollout"):
@@ -107,6 +118,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         return groups, metrics
 
     step = state.step
+    due = False  # a checkpoint is
     hand_over_weights(step)
     with _interruptible(console) as interrupted:
         if step == 0:
@@ -132,11 +144,13 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
             console.step(step, metrics)
-            sentinel.stop_if_hopeless(run.path, newest)
+            sentinel.stop_if_hopeless(run.path, checkpoints)
             if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
                 evaluate_at(step)
-            if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:
+            due = due or step == config.run.steps or step % config.checkpoint.every == 0 or bool(interrupted)
+            if due and not sentinel.failed_steps:  # the weights may be what failed; the next step that learns is saved
                 save(step)
+                due = False
     if step == config.run.steps and replay is None:
         check = check_speculation(session, order.position, step + 1)
         if check is not None:

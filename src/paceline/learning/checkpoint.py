@@ -16,7 +16,8 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -36,7 +37,6 @@ class TrainingState:
     best_accuracy: float
     fallback: str = ""  # why rollouts fell back to base precision; empty: they did not
     capped_steps: int = 0  # steps in a row in which every response reached the length limit
-    failed_steps: int = 0  # steps in a row with an update that was not finite
 
 
 def save_checkpoint(
@@ -89,16 +89,25 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path, warn=print) -> Path | None:
-    """The newest whole checkpoint; damaged ones are named and set aside, never deleted."""
+    """The newest whole checkpoint; damaged ones on the way to it are named and set aside, never deleted."""
+    return next(_whole_checkpoints(folder, warn), None)
+
+
+def whole_checkpoints(folder: Path, warn=print) -> list[Path]:
+    """All of them, oldest first."""
+    return list(_whole_checkpoints(folder, warn))[::-1]
+
+
+def _whole_checkpoints(folder: Path, warn: Callable[[str], None]) -> Iterator[Path]:
     for path in reversed(list_checkpoints(folder)):
         problem = damage(path)
         if problem is None:
-            return path
+            yield path
+            continue
         aside = path.with_name(f"{path.name}.corrupt")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
         warn(f"checkpoint {path} is damaged ({problem}); set aside as {aside.name}, trying the one before it")
-    return None
 
 
 def damage(path: Path) -> str | None:
@@ -115,7 +124,8 @@ def damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
-    state = TrainingState(**json.loads((path / "state.json").read_text()))
+    known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
+    state = TrainingState(**{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known})
     if has_adapters(policy):
         load_adapters(policy, path / "adapter")
     else:
