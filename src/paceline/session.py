@@ -85,10 +85,20 @@ def open_session(config: Config, learns: bool = False) -> Session:
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
+    _check_vocabulary(tokenizer, policy, config.policy.path)
     task = make_task(config.task, tokenizer, folder)
     backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler, plan)
+
+
+def _check_vocabulary(tokenizer: Tokenizer, policy: Decoder, path: str) -> None:
+    largest, size = max(tokenizer.get_vocab().values(), default=-1), policy.config.vocab_size
+    if largest >= size:
+        raise ConfigError(
+            f"policy.path = {path!r}: its tokenizer.json has tokens up to id {largest}, and the policy's vocabulary ends at {size - 1}; "
+            "they do not belong together: use the tokenizer that the policy was trained with"
+        )
 
 
 def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:
