@@ -44,9 +44,12 @@ def refuse_from(monkeypatch, first: int) -> None:
 
 
 def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
-    with pytest.raises(ConfigError, match=r"rollout.kv_tokens = 8: one request may need 48 tokens.*raise it to 48 or more, set it to 0"):
-        open_session(tiny_config(policy, tmp_path, "never", "rollout.kv_tokens=8"))
-    open_session(tiny_config(policy, tmp_path, "never", "rollout.kv_tokens=48")).close()
+    """Where nothing limits prompts, one that cannot hold a response of the full length; their own length is found out later."""
+    for limit, needed in ((0, 1 + 24), (32, 32 + 24)):
+        settings = ("never", f"task.max_prompt_tokens={limit}", f"rollout.kv_tokens={needed - 1}")
+        with pytest.raises(ConfigError, match=rf"rollout.kv_tokens = {needed - 1}: one request may need {needed} tokens.*raise it, set it to 0"):
+            open_session(tiny_config(policy, tmp_path, *settings))
+        open_session(tiny_config(policy, tmp_path, *settings, f"rollout.kv_tokens={needed}")).close()
 
 
 def test_refusals_are_said_once_and_counted(policy, tmp_path, monkeypatch, caplog):
