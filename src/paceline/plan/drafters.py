@@ -12,6 +12,7 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import available_drafters, head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
+from paceline.drafting.recipe_errors import blame_recipe, check_draft_model
 from paceline.engine.rows import Rows
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
@@ -47,11 +48,14 @@ def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, p
 def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
     if name == "history":
         return HistoryDrafter()
-    if name == "eagle":
+    with blame_recipe(name, speculation):
         shape = policy.config
-        config = config_for(shape) if widened else read_eagle_config(head_for(speculation.eagle_path, shape), shape)
-        return EagleDrafter(EagleHead(config, policy.dtype, META))
-    return DraftModel(Decoder(read_config(Path(speculation.draft_model_path)), policy.dtype, META))
+        if name == "eagle":
+            config = config_for(shape) if widened else read_eagle_config(head_for(speculation.eagle_path, shape), shape)
+            return EagleDrafter(EagleHead(config, policy.dtype, META))
+        draft = read_config(Path(speculation.draft_model_path))
+        check_draft_model(draft, shape)
+        return DraftModel(Decoder(draft, policy.dtype, META))
 
 
 def _tensors(drafter: Drafter) -> list[torch.Tensor]:
