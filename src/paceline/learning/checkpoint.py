@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
 from paceline.policy.lora import has_adapters, load_adapters, save_adapters
+
+ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ def damage(path: Path) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         return f"manifest.json: {error}"
+    listed = manifest if isinstance(manifest, dict) else {}  # one that lists nothing would find nothing wrong
+    missing = [pattern for pattern in ALWAYS_THERE if not any(fnmatch(name, pattern) for name in listed)]
+    if missing:
+        return f"manifest.json does not list {missing[0]}"
     for name, expected in manifest.items():
         if not (path / name).is_file():
             return f"{name} is missing"
