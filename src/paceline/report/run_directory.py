@@ -34,11 +34,14 @@ class RunDirectory:
         else:
             stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             path = next(p for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000)))) if not p.exists())
-        path.mkdir(parents=True)
         run = cls(path)
-        run.samples_path.mkdir()
-        run.checkpoints_path.mkdir()
-        run.write_config(config)
+        try:
+            path.mkdir(parents=True)
+            run.samples_path.mkdir()
+            run.checkpoints_path.mkdir()
+            run.write_config(config)
+        except OSError as error:
+            raise ConfigError(f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to") from None
         return run
 
     @classmethod
