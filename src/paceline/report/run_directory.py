@@ -1,6 +1,7 @@
 """The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`, `checkpoints/`."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import yaml
 
 from paceline.config import Config, ConfigError, dump_config, load_config
 from paceline.pacing.trace import cut_trace
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -72,14 +75,18 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """A last line that was cut off by a crash is not a record."""
+        """A last line that was cut off by a crash is not a record; other lines that are none are said and left out."""
         if not self.metrics_path.is_file():
             return
-        for line in self.metrics_path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+        *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            record = _record(line)
+            if record is None:
+                logger.warning("%s: line %d is damaged and left out; the records after it are kept", self.metrics_path, number)
+            else:
+                yield record
+        if (record := _record(unfinished)) is not None:
+            yield record
 
     def cut_back(self, step: int) -> None:
         """Drops metrics, traces and samples of later steps, which a resumed run will make again."""
@@ -89,6 +96,15 @@ class RunDirectory:
         for file in self.samples_path.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """None: the line is no record."""
+    try:
+        record = json.loads(line.decode())
+    except ValueError:  # also bytes that are no text
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record else None
 
 
 def replace_file(path: Path, text: str) -> None:
