@@ -377,13 +377,14 @@ def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(polic
     assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
 
 
-def test_a_policy_that_fp8_cannot_hold_is_refused(policy, tmp_path):
+@pytest.mark.parametrize("settings", [IN_FP8, SETTINGS])
+def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
     poisoned = load_policy(policy, torch.float32)
     with torch.no_grad():
-        poisoned.layers[1].attention.qkv.weight.fill_(math.nan)
+        poisoned.layers[1].attention.qkv.weight[0, 0] = math.nan
     save_policy(poisoned, tmp_path / "poisoned", tokenizer_from=policy)
-    with pytest.raises(ConfigError, match=r"policy.path = .*poisoned.* not finite, first layers.1.attention.qkv.weight"):
-        train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *IN_FP8))
+    with pytest.raises(ConfigError, match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, first layers.1.attention.qkv.weight"):
+        train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *settings))
     assert not (tmp_path / "run").exists()
 
 

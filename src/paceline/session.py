@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import Backend, WeightsNotFinite
+from paceline.backends.base import Backend
 from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
@@ -23,7 +23,7 @@ from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.ways_out import refusal, ways_out
 from paceline.policy.config import DecoderConfig, read_config
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
@@ -82,6 +82,7 @@ def open_session(config: Config, learns: bool = False) -> Session:
     folder = policy_folder(config.policy.path)
     plan = plan_gpu(config, folder, device, learns)
     policy = open_policy(config, folder, device)
+    _check_finite(policy, config.policy.path)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
@@ -90,6 +91,16 @@ def open_session(config: Config, learns: bool = False) -> Session:
     backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler, plan)
+
+
+def _check_finite(policy: Decoder, path: str) -> None:
+    """Such a policy samples something, so that a run would end later, after updates that all failed."""
+    harmed = not_finite(policy)
+    if harmed:
+        raise ConfigError(
+            f"policy.path = {path!r}: {len(harmed)} parameters are not finite in {policy.dtype}, first {harmed[0]}; "
+            "the folder is damaged or its training diverged: use another policy, or policy.dtype=float32 if it was saved in that"
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, policy: Decoder, path: str) -> None:
@@ -135,10 +146,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
     request_tokens = Lengths.of(config, policy.config).request
-    try:
-        return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
-    except WeightsNotFinite as problem:
-        raise ConfigError(f"policy.path = {config.policy.path!r}: {problem}; this policy is damaged or its training diverged, use another") from None
+    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
 
 
 def prepare_device(config: Config) -> torch.device:
