@@ -117,7 +117,7 @@ class Sentinel:
         start = " or ".join(f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier)))
         return TrainingFailed(
             f"{reason}; `paceline train --resume {run}` goes on from {newest}; if it fails there again, start a new run "
-            f"from {start} with a lower learning.lr, or with policy.dtype=float32"
+            f"from {start} or what this run began with, and with a lower learning.lr or policy.dtype=float32"
         )
 
 
