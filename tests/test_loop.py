@@ -135,6 +135,15 @@ def test_resume_lists_what_may_change(uninterrupted, policy, tmp_path):
         train(tiny_config(policy, tmp_path, "longer"))
 
 
+def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
+    run = tmp_path / "emptied"
+    shutil.copytree(uninterrupted, run)
+    (run / "config.yaml").write_text("")
+    process = start("train", "--resume", str(run))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "config.yaml is empty" in output and not (run / "config.yaml").read_text()
+
+
 def test_replay_learns_the_same_from_saved_rollouts(uninterrupted, policy, tmp_path):
     """On-policy step 1 from saved samples equals step 1 of the live run."""
     finish("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", str(tmp_path / "saved"))

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from paceline import session
-from paceline.config import load_config
+from paceline.config import ConfigError, load_config
+from paceline.learning.checkpoint import list_checkpoints
 from paceline.learning.learner import Learner
 from paceline.loop import train
+from paceline.policy.huggingface import load_policy, save_policy
 from paceline.precision.kv_scales import KVScales
 from paceline.report.console import Console
 from paceline.report.samples import write_groups
@@ -245,12 +247,35 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     assert train(config, resume=run).finished
 
 
-def test_a_failed_step_before_a_resume_counts(policy, tmp_path, monkeypatch):
-    fail_updates(monkeypatch, 2, 3)
-    train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=2"))
-    with pytest.raises(TrainingFailed, match="2 steps in a row"):
-        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=6"), resume=tmp_path / "run")
-    assert comparable_metrics(tmp_path / "run")[-1]["step"] == 3
+def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
+    """Neither when it is time nor at the end; the next step that learns is saved although it is not its turn."""
+    settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
+    with monkeypatch.context() as patch:
+        fail_updates(patch, 2, 5)
+        run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5")).summary.run
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000003", "step_000004"]
+    resumed = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5"), resume=run)
+    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, "step 5 is made again"
+
+
+def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
+    """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the one before it is not."""
+    spoil_weights(monkeypatch, 3, 1e38, "head.weight")
+    with pytest.raises(TrainingFailed) as caught:
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=2"))
+    folder = tmp_path / "run/checkpoints"
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
+    assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
+    assert f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy or what this run began with" in str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypatch):
+    spoil_weights(monkeypatch, 3, math.nan)
+    with pytest.raises(
+        TrainingFailed, match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight.*goes on from .*step_000002"
+    ):
+        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=1"))
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step_000002"]
 
 
 def test_without_a_checkpoint_the_error_says_so(policy, tmp_path, monkeypatch):
@@ -321,6 +346,46 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
     with pytest.raises(TrainingFailed, match="2 steps in a row"):
         train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS), console=console)
     assert sum("SENTINEL" in warning for warning in warnings) == 1
+
+
+# -- weights that are not finite ----------------------------------------------------------------------------------------
+
+
+def spoil_weights(monkeypatch, step: int, value: float, name: str = "layers.0.feed_forward.down.weight") -> None:
+    """The update of this step, whose gradient is sound, leaves weights that are not."""
+    calls, real = [], Learner.update
+
+    def update(self, *arguments):
+        metrics = real(self, *arguments)
+        calls.append(1)
+        if len(calls) == step:
+            with torch.no_grad():
+                self.policy.get_parameter(name).fill_(value)
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", update)
+
+
+IN_FP8 = ("rollout.precision=fp8", "rollout.sentinel.kl=0", "rollout.sentinel.capped_steps=0", "eval.every=0", "eval.problems=1")
+
+
+def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
+    spoil_weights(monkeypatch, 3, math.inf)
+    with pytest.raises(TrainingFailed) as caught:
+        train(tiny_config(policy, tmp_path, "run", *IN_FP8))
+    assert "after step 3 the weights of 1 of 8 projections are not finite, first layers.0.feed_forward.down.weight" in str(caught.value)
+    assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [IN_FP8, SETTINGS])
+def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
+    poisoned = load_policy(policy, torch.float32)
+    with torch.no_grad():
+        poisoned.layers[1].attention.qkv.weight[0, 0] = math.nan
+    save_policy(poisoned, tmp_path / "poisoned", tokenizer_from=policy)
+    with pytest.raises(ConfigError, match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, first layers.1.attention.qkv.weight"):
+        train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *settings))
+    assert not (tmp_path / "run").exists()
 
 
 def test_replayed_samples_have_nothing_to_fall_back_to(policy, tmp_path, monkeypatch):

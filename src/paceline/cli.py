@@ -212,6 +212,6 @@ def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None,
 def main() -> None:
     try:
         app()
-    except (ConfigError, FileNotFoundError, ValueError) as error:
+    except (ConfigError, OSError, ValueError) as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(2) from None

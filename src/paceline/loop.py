@@ -13,14 +13,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, dump_config, learning_notes, rollout_notes
+from paceline.backends.base import WeightsNotFinite
+from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, learning_notes, rollout_notes
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
-from paceline.learning.checkpoint import TrainingState, load_checkpoint, load_drafters, newest_checkpoint, save_best, save_checkpoint
+from paceline.learning.checkpoint import (
+    TrainingState,
+    load_checkpoint,
+    load_drafters,
+    newest_checkpoint,
+    save_best,
+    save_checkpoint,
+    whole_checkpoints,
+)
 from paceline.learning.learner import Learner
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
+from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.metrics import rollout_metrics
@@ -62,13 +72,13 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
     if state.step:
-        load_pacing(run.pacing_path, session.backend.pacer, session.machine)  # not before the sentinel: it may have fallen back
-    session.backend.update_weights(version=state.step)
+        load_pacing(run.pacing_path, session.backend.pacer, session.machine, console.warn)  # not before the sentinel: it may have fallen back
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
     run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
     writers = make_writers(config, run.path)
     best_accuracy = state.best_accuracy
+    checkpoints = partial(whole_checkpoints, run.checkpoints_path, console.warn)
 
     def record(step: int, kind: str, metrics: dict[str, float]) -> None:
         run.append_metrics({"step": step, "kind": kind, **metrics})
@@ -87,11 +97,19 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             save_best(run.checkpoints_path, session.policy, session.policy_folder)
 
     def save(step: int) -> None:
-        watched = (sentinel.fallback, sentinel.capped_steps, sentinel.failed_steps)
-        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, *watched)
+        harmed = not_finite(session.policy)
+        if harmed:  # a checkpoint of them would push out a sound one
+            raise sentinel.failure(f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}", run.path, checkpoints())
+        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, sentinel.fallback, sentinel.capped_steps)
         drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
         save_pacing(run.pacing_path, session.backend.pacer, session.machine)
+
+    def hand_over_weights(step: int) -> None:
+        try:
+            session.backend.update_weights(version=step)
+        except WeightsNotFinite as problem:
+            raise sentinel.failure(f"after step {step} {problem}", run.path, checkpoints()) from None
 
     def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
         with clock("rollout"):
@@ -103,6 +121,8 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         return groups, metrics
 
     step = state.step
+    due = False  # a checkpoint is
+    hand_over_weights(step)
     with _interruptible(console) as interrupted:
         if step == 0:
             evaluate_at(0)
@@ -118,7 +138,7 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 source.take_stats()
                 groups, metrics = roll_out_and_learn(step)
             with clock("sync"):
-                session.backend.update_weights(version=step)
+                hand_over_weights(step)
             metrics |= sentinel.end_step(step, metrics)
             stats = source.take_stats()
             append_trace(run.trace_path, step, stats.trace)
@@ -127,11 +147,13 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             record(step, "train", metrics)
             write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
             console.step(step, metrics)
-            sentinel.stop_if_hopeless(run.path, partial(newest_checkpoint, run.checkpoints_path, console.warn))
+            sentinel.stop_if_hopeless(run.path, checkpoints)
             if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
                 evaluate_at(step)
-            if step == config.run.steps or step % config.checkpoint.every == 0 or interrupted:
+            due = due or step == config.run.steps or step % config.checkpoint.every == 0 or bool(interrupted)
+            if due and not sentinel.failed_steps:  # the weights may be what failed; the next step that learns is saved
                 save(step)
+                due = False
     if step == config.run.steps and replay is None:
         check = check_speculation(session, order.position, step + 1)
         if check is not None:
@@ -157,7 +179,7 @@ def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
     if refused:
         listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}")
-    run.config_path.write_text(dump_config(config))
+    run.write_config(config)
     return run
 
 

@@ -4,6 +4,7 @@
 loop cannot tell them apart.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,6 +25,12 @@ from paceline.tasks.rewards.functions import Failed
 from paceline.tasks.rewards.scoring import GroupScoring
 from paceline.tasks.task import Task, Turns
 from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, request_seed
+
+logger = logging.getLogger(__name__)
+
+
+class NothingSampled(ValueError):
+    """The backend refused every request; the message says why, in the words of the first refusal."""
 
 
 class RolloutSource(Protocol):
@@ -76,6 +83,7 @@ class GroupSampler:
         self.task = task
         self.tokenizer = tokenizer
         self.run_seed = run_seed
+        self.said_refused = False
 
     def sample(self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams) -> list[Group]:
         requests = self._requests(problems, purpose, step, samples, sampling)
@@ -91,10 +99,24 @@ class GroupSampler:
                 self._add_response(underway, completion).finish()
         else:
             self._take_turns(self.task.turns, underway)
+        self._report_refusals([sample.dialogue for sample in underway.values()])
         return [
             Group(group.problem.id, tuple(Sample(underway[r.id].dialogue.completion(), s) for r, s in zip(siblings, group.scores(), strict=True)))
             for group, siblings in zip(groups, requests, strict=True)
         ]
+
+    def _report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
+        """A refused request scores 0, which looks like a wrong answer: it is said the first time, and nothing can be learnt if all are."""
+        refused = [dialogue for dialogue in dialogues if dialogue.finish_reason is FinishReason.REFUSED]
+        if refused and len(refused) == len(dialogues):
+            raise NothingSampled(
+                f"all {len(refused)} requests of this step were refused, the first because: {refused[0].error}; "
+                "drop long prompts with task.max_prompt_tokens, lower rollout.max_tokens and eval.max_tokens, or raise rollout.kv_tokens"
+            )
+        if refused and not self.said_refused:
+            self.said_refused = True
+            logger.warning("%d of %d requests were refused and score 0, the first because: %s. Further ones are only counted: rollout/refused",
+                           len(refused), len(dialogues), refused[0].error)  # fmt: skip
 
     def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
         """Generates and asks the tool at the same time, until every sample has said its last word."""

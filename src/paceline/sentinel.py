@@ -8,7 +8,8 @@ then falls back to base precision for the rest of the run and makes the step aga
 step that counts is the one base precision would have made.
 
 In base precision there is nothing to fall back to. An update that is not finite has been skipped by the learner; after
-`FAILED_STEPS` such steps in a row the run stops and names the checkpoint to go on from.
+`FAILED_STEPS` such steps in a row the run stops and names the checkpoint to go on from. Meanwhile none is saved: weights that an update
+has blown up make every later step fail, and their checkpoints would push out the last sound one.
 
 What it remembers between steps is in the checkpoint (`TrainingState`), so a resumed run decides as the whole one would.
 """
@@ -31,7 +32,7 @@ class UnsafeRollouts(Exception):
 
 
 class TrainingFailed(RuntimeError):
-    """Updates keep failing; the message says where to go on from."""
+    """Updates keep failing, or have spoilt the weights; the message says where to go on from."""
 
 
 class Sentinel:
@@ -43,7 +44,7 @@ class Sentinel:
         self.warn = warn
         self.fallback = state.fallback
         self.capped_steps = state.capped_steps
-        self.failed_steps = state.failed_steps
+        self.failed_steps = 0  # after a failed step no checkpoint is saved, so no run resumes behind one
         self._capped = False
         if self.fallback and self.armed:
             backend.fall_back_to_base_precision()
@@ -99,20 +100,25 @@ class Sentinel:
         failed = metrics["policy/nonfinite_updates"] > 0
         self.failed_steps = self.failed_steps + 1 if failed else 0
         if failed:
-            self.warn(f"step {step}: a loss or gradient was not finite; the update was skipped and the weights are as they were")
+            self.warn(f"step {step}: a loss or gradient was not finite; the update was skipped, the weights are as they were, nothing is saved")
         return {"rollout/fell_back": float(bool(self.fallback)), "policy/failed_steps": float(self.failed_steps)}
 
-    def stop_if_hopeless(self, run: Path, newest: Callable[[], Path | None]) -> None:
-        if self.failed_steps < FAILED_STEPS:
-            return
-        checkpoint = newest()
-        way_out = "there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32"
-        if checkpoint is not None:
-            way_out = (
-                f"`paceline train --resume {run}` goes on from {checkpoint}; if it fails there again, start a new run "
-                f"from policy.path={checkpoint / 'policy'} with a lower learning.lr, or with policy.dtype=float32"
-            )
-        raise TrainingFailed(f"{self.failed_steps} steps in a row had a loss or gradient that is not finite and left the weights alone; {way_out}")
+    def stop_if_hopeless(self, run: Path, checkpoints: Callable[[], list[Path]]) -> None:
+        if self.failed_steps >= FAILED_STEPS:
+            reason = f"{self.failed_steps} steps in a row had a loss or gradient that is not finite and left the weights alone"
+            raise self.failure(reason, run, checkpoints())
+
+    def failure(self, reason: str, run: Path, checkpoints: Sequence[Path]) -> TrainingFailed:
+        """With the way out. `checkpoints` are older than the failures: nothing is saved after a step that failed."""
+        if not checkpoints:
+            return TrainingFailed(f"{reason}; there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32")
+        # The last update before the first failure may be the one that spoilt the weights, and the newest checkpoint of just that step.
+        *earlier, newest = checkpoints
+        start = " or ".join(f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier)))
+        return TrainingFailed(
+            f"{reason}; `paceline train --resume {run}` goes on from {newest}; if it fails there again, start a new run "
+            f"from {start} or what this run began with, and with a lower learning.lr or policy.dtype=float32"
+        )
 
 
 def _finite(completion: Completion) -> bool:

@@ -23,7 +23,7 @@ from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.ways_out import refusal, ways_out
 from paceline.policy.config import DecoderConfig, read_config
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
@@ -85,13 +85,34 @@ def open_session(config: Config, learns: bool = False) -> Session:
     folder = policy_folder(config.policy.path)
     plan = plan_gpu(config, folder, device, learns)
     policy = open_policy(config, folder, device)
+    _check_finite(policy, config.policy.path)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
     tokenizer = load_tokenizer(folder)
+    _check_vocabulary(tokenizer, policy, config.policy.path)
     task = make_task(config.task, tokenizer, folder)
     backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, folder, policy, tokenizer, task, backend, sampler, plan)
+
+
+def _check_finite(policy: Decoder, path: str) -> None:
+    """Such a policy samples something, so that a run would end later, after updates that all failed."""
+    harmed = not_finite(policy)
+    if harmed:
+        raise ConfigError(
+            f"policy.path = {path!r}: {len(harmed)} parameters are not finite in {policy.dtype}, first {harmed[0]}; "
+            "the folder is damaged or its training diverged: use another policy, or policy.dtype=float32 if it was saved in that"
+        )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, policy: Decoder, path: str) -> None:
+    largest, size = max(tokenizer.get_vocab().values(), default=-1), policy.config.vocab_size
+    if largest >= size:
+        raise ConfigError(
+            f"policy.path = {path!r}: its tokenizer.json has tokens up to id {largest}, and the policy's vocabulary ends at {size - 1}; "
+            "they do not belong together: use the tokenizer that the policy was trained with"
+        )
 
 
 def open_policy(config: Config, folder: Path, device: torch.device) -> Decoder:

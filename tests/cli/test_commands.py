@@ -55,6 +55,21 @@ def test_errors_are_one_line_and_exit_2(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir()), "a run that could not start leaves nothing behind"
 
 
+def test_a_root_that_is_a_file_is_named(policy, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = [*tiny_overrides(policy, tmp_path / "file", "run"), "run.steps=1"]
+    result = subprocess.run([sys.executable, "-m", "paceline", "train", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert f"error: run.root = '{tmp_path}/file': " in result.stderr and "choose a folder that can be written to" in result.stderr
+
+
+def test_what_the_system_refuses_is_one_line(policy, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = [*tiny_overrides(policy, tmp_path, "run"), "--save", str(tmp_path / "file")]
+    result = subprocess.run([sys.executable, "-m", "paceline", "rollout", *arguments], capture_output=True, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and f"{tmp_path}/file" in result.stderr
+
+
 def test_eval_export_and_transformers(policy, tmp_path):
     import torch
     import transformers

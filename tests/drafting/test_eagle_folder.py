@@ -144,6 +144,12 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "the policy's last is 4"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, "increase"),
         ({"draft_vocab_size": 20}, "lm_head.weight has shape"),
+        ({"draft_vocab_size": "x"}, "config.json: '<=' not supported"),
+        ({"hidden_size": None}, "config.json: hidden_size = None: must be a whole number"),
+        ({"eagle_aux_hidden_state_layer_ids": ["a"]}, r"config.json: eagle_aux_hidden_state_layer_ids = \['a'\]: must be a list of layers' numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "config.json: eagle_aux_hidden_state_layer_ids = 3: must be a list"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 0]}, r"config.json: captured layers \(-1, 0\): must be 0"),
+        ({"eagle_config": 5}, "config.json: 'int' object"),
     ],
 )
 def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
@@ -168,6 +174,17 @@ def test_tensors_that_cannot_be(policy, edit, message, tmp_path):
     edit_tensors(tmp_path, edit)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, policy, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+def test_files_that_cannot_be_read_are_named(policy, name, tmp_path):
+    save_eagle(random_head(policy), tmp_path)
+    if name == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+    for content in (b"damaged", b"[]"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{tmp_path / name}"):
+            load_eagle(tmp_path, policy, torch.float32)
 
 
 def test_folders_that_are_none(policy, tmp_path):

@@ -1,6 +1,7 @@
 """The engine against the naive sampler, and against itself: nothing but the request decides a completion."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,37 @@ def test_refusals_name_the_reason_and_leave_the_others_alone(folders):
     assert "takes 1 to 255" in done["too long for the model"].error and "takes 1 to 255" in done["empty"].error
     assert "256 KV tokens; the pool holds 128" in done["too long for the pool"].error
     assert "50 stop tokens" in done["too many stops"].error
+
+
+@pytest.mark.parametrize(
+    "bad, error",
+    [
+        ({"prompt": (3, 97)}, "holds token 97; the policy's are 0 to 96"),
+        ({"prompt": (-1, 3)}, "holds token -1"),
+        ({"max_tokens": -5}, "max_tokens -5; it must be 0 or more"),
+        ({"top_logprobs": 98}, "top_logprobs 98; it must be 0 to 97"),
+        ({"top_logprobs": -1}, "top_logprobs -1"),
+        ({"seed": 1 << 63}, f"seed {1 << 63} does not fit into 64 bits"),
+        ({"top_k": 1 << 63}, f"top_k {1 << 63} does not fit"),
+        ({"stop_token_ids": (1 << 63,)}, f"stop token {1 << 63} does not fit"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "-".join(value),
+)
+def test_one_bad_request_does_not_stop_the_others(folders, bad, error):
+    sound = Request("sound", (3, 4, 5), 7, SamplingParams(max_tokens=6, ignore_eos=True))
+    (wanted,) = run(make_engine(folders["llama"]), [sound]).values()
+    own = {key: value for key, value in bad.items() if key in ("prompt", "seed")}
+    sampling = replace(sound.sampling, **{key: value for key, value in bad.items() if key not in own})
+    done = run(make_engine(folders["llama"]), [replace(sound, id="bad", sampling=sampling, **own), sound])
+    assert done["bad"].finish_reason is FinishReason.REFUSED and error in done["bad"].error
+    assert done["sound"] == wanted
+
+
+def test_the_extremes_that_are_allowed_run(folders):
+    extremes = SamplingParams(max_tokens=2, top_logprobs=97, top_k=(1 << 63) - 1, ignore_eos=True)
+    requests = [Request("extreme", (0, 96), -(1 << 63), extremes), Request("nothing", (96,), (1 << 63) - 1, SamplingParams(max_tokens=0))]
+    done = run(make_engine(folders["llama"]), requests)
+    assert len(done["extreme"].tokens) == 2 and len(done["extreme"].top_logprobs[0]) == 97 and done["nothing"].tokens == ()
 
 
 def test_abort_running_waiting_and_shared(folders):

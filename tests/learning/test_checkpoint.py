@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, damage is named and set aside, a full disk loses nothing."""
 
 import errno
+import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -65,6 +67,25 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path, victim, har
     warnings = []
     assert newest_checkpoint(tmp_path, warnings.append).name == "step_000001"
     assert "step_000002" in warnings[0] and (tmp_path / "step_000002.corrupt").is_dir()
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "5", "{}", '"text"', '["state.json"]', '{"state.json": {}}'])
+def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
+    save(tmp_path, 1)
+    newest, *_ = save(tmp_path, 2)
+    (newest / "manifest.json").write_text(content)
+    (newest / "state.json").write_text("{}")  # which nothing else would notice
+    warnings = []
+    assert newest_checkpoint(tmp_path, warnings.append).name == "step_000001"
+    assert "manifest.json does not list" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors"])
+def test_a_manifest_without_what_is_always_there_is_damage(tmp_path, name):
+    newest, *_ = save(tmp_path, 1)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({file: mark for file, mark in manifest.items() if not fnmatch(file, name)}))
+    assert damage(newest) == f"manifest.json does not list {name}"
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):

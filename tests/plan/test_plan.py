@@ -68,6 +68,17 @@ def test_a_pool_that_was_asked_for_is_kept_or_refused():
     assert plan.problem.startswith("rollout.kv_tokens = 100000000: ") and "lower it" in plan.problem
 
 
+def test_a_pool_too_small_for_one_request_is_the_pools_fault():
+    """Not the memory's, of which there is plenty."""
+    plan = plan_for(10_000, "rollout.kv_tokens=2047")
+    assert plan.problem.startswith("rollout.kv_tokens = 2047: one request may need 2048 tokens") and "fit beside" not in plan.problem
+    config, machine = config_of("rollout.kv_tokens=2047"), Machine("test", int(1e10), taken_bytes=0)
+    for learns in (True, False):
+        ways = ways_out(config, SHAPE, torch.bfloat16, machine, learns)
+        assert ways[0].changes == (("rollout.kv_tokens", 0),) and "what would fit: rollout.kv_tokens=0 " in str(refusal(plan, ways))
+    assert not plan_for(10_000, "rollout.kv_tokens=2048").problem
+
+
 def test_ways_out_fit():
     needed = megabytes_without_pool()
     machine, config = Machine("test", int(0.95 * needed * 1e6), taken_bytes=0), config_of()

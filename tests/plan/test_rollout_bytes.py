@@ -62,7 +62,7 @@ def test_cpu_pool_has_room_for_everybody():
     policy = Decoder(SMALL_SHAPES["llama"])
     assert Lengths.of(config, policy.config).request == 80
     assert cpu_kv_tokens(policy, config) == 8 * 80
-    assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=123"])) == 123
+    assert cpu_kv_tokens(policy, load_config(None, ["rollout.kv_tokens=300"])) == 300
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8+kv"])

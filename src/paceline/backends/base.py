@@ -87,6 +87,10 @@ class DraftStats:
             self.accepted_at[i] += accepted
 
 
+class WeightsNotFinite(RuntimeError):
+    """The policy's weights cannot be brought into the rollout's precision; the message says which."""
+
+
 class Backend(Protocol):
     pacer: Pacer | None  # who chooses its strategies; None: nobody has to
 
@@ -102,7 +106,9 @@ class Backend(Protocol):
         """Ends requests with `FinishReason.ABORTED`; they are still yielded, with what they have."""
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """`weights` under Hugging Face names; None where the learner wrote into the storage this backend reads."""
+        """`weights` under Hugging Face names; None where the learner wrote into the storage this backend reads.
+
+        A backend that converts them raises `WeightsNotFinite` where it cannot."""
 
     def pause(self) -> None: ...
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import SpeculationConfig, blaming
+from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.recipe import DRAFT_MODEL_KEY, EAGLE_KEY, draft_model_folder, eagle_head
+from paceline.drafting.recipe import blame_recipe, draft_model_folder, eagle_head
 from paceline.models.widen_eagle import widen_eagle
 from paceline.policy.config import read_config
 from paceline.policy.decoder import Decoder
@@ -25,13 +25,11 @@ def make_drafter(
     `tokenizer`: the policy's, which a draft model must share."""
     if name == "history":
         return HistoryDrafter()
-    if name == "eagle":
+    with blame_recipe(name, settings):
+        if name == "draft_model":
+            return DraftModel(load_policy(draft_model_folder(settings, policy.config, tokenizer), policy.dtype, policy.device))
         path, _ = eagle_head(settings, policy.config if widened_from is None else read_config(widened_from))
-        with blaming(EAGLE_KEY, settings.eagle_path):
-            if widened_from is None:
-                return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
-            small = load_policy(widened_from, torch.float32, policy.device)
-            return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))
-    folder = draft_model_folder(settings, policy.config, tokenizer)
-    with blaming(DRAFT_MODEL_KEY, settings.draft_model_path):
-        return DraftModel(load_policy(folder, policy.dtype, policy.device))
+        if widened_from is None:
+            return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
+        small = load_policy(widened_from, torch.float32, policy.device)
+        return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))

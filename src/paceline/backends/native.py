@@ -14,7 +14,7 @@ from paceline.kernels.fp8_format import E4M3
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
-from paceline.plan.lengths import Lengths
+from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 
@@ -72,10 +72,13 @@ def counts_up_to(tokens: int) -> list[int]:
 
 def cpu_kv_tokens(policy: Decoder, config: Config) -> int:
     """Room for every running request at full length, or what CPU_BYTES hold if that is less; a GPU's pool is planned (`plan/`)."""
-    shape, request = policy.config, Lengths.of(config, policy.config).request
+    shape, lengths = policy.config, Lengths.of(config, policy.config)
+    request = lengths.request
     dtype = E4M3 if config.rollout.precision == "fp8+kv" else policy.dtype
     fits = CPU_BYTES // token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
     if config.rollout.kv_tokens:
+        if problem := pool_too_small(config.rollout.kv_tokens, lengths):
+            raise ConfigError(problem)
         return config.rollout.kv_tokens
     if fits < request:
         raise ConfigError(f"rollout.kv_tokens: {fits} KV tokens fit the memory, one request may need {request}; lower rollout.max_tokens")

@@ -22,12 +22,12 @@ from paceline.config.recipe import (
     shipped_recipes,
 )
 from paceline.config.rollout import RolloutConfig, SentinelConfig, SpeculationConfig
-from paceline.config.section import ConfigError, Section, blaming
+from paceline.config.section import ConfigError, Section
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
 
 __all__ = [
     "ALGORITHM_DEFAULTS", "CORRECTION_PRESETS", "RECIPES", "RESUME_MAY_CHANGE", "CheckpointConfig", "Config", "ConfigError", "CorrectionConfig",
     "DataConfig", "EvalConfig", "LearningConfig", "LoraConfig", "PolicyConfig", "ReportConfig", "RewardConfig", "RolloutConfig", "RunConfig",
-    "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig", "blaming", "changed_keys", "dump_config", "learning_notes",
+    "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig", "changed_keys", "dump_config", "learning_notes",
     "load_config", "parse_config", "rollout_notes", "shipped_recipes",
 ]  # fmt: skip

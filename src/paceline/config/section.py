@@ -1,8 +1,5 @@
 """What every section of a recipe is: typed, closed to unknown keys, and unchangeable once read."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from pydantic import BaseModel, ConfigDict
 
 
@@ -16,12 +13,3 @@ class Section(BaseModel):
 
 class ConfigError(ValueError):
     """A recipe that cannot be used; the message names the key, the value and the way out."""
-
-
-@contextmanager
-def blaming(key: str, value: object) -> Iterator[None]:
-    """What goes wrong within is this key's fault: whoever reads a folder does not know which key named it."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(f"{key} = {value!r}: {error}") from None

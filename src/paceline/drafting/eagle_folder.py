@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
+from paceline.policy.files import DamagedFile, blame, read_json
 from paceline.policy.huggingface import Slice
 
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
@@ -141,56 +142,69 @@ def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
-    raw = json.loads((folder / "config.json").read_text())
-    eagle = raw.get("eagle_config") or {}
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"{folder}/config.json: architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}")
-    for key, supported in SUPPORTED_VALUES.items():
-        value = eagle.get(key, raw.get(key, supported))
-        if value != supported:
-            raise ValueError(f"{folder}/config.json: {key} = {value!r} is a variant of the head that is not supported; supported: {supported!r}")
-    target_size = raw.get("target_hidden_size", raw["hidden_size"])
-    if target_size != raw["hidden_size"]:
-        raise ValueError(f"{folder}/config.json: target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}")
-    # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
-    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.max_positions, tie_embeddings=False)
-    layers = captured_layers or _captured_layers(folder, raw, eagle, policy.num_layers)
-    config = EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
-    try:
+    with blame(folder / "config.json"):
+        config = _from_huggingface(read_json(folder / "config.json"), policy, captured_layers)
         config.check_against(policy)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     return config
 
 
-def _captured_layers(folder: Path, raw: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _from_huggingface(raw: dict[str, Any], policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
+    eagle = raw.get("eagle_config") or {}
+    architecture = (raw.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}")
+    for key, supported in SUPPORTED_VALUES.items():
+        value = eagle.get(key, raw.get(key, supported))
+        if value != supported:
+            raise ValueError(f"{key} = {value!r} is a variant of the head that is not supported; supported: {supported!r}")
+    target_size = raw.get("target_hidden_size", raw["hidden_size"])
+    if target_size != raw["hidden_size"]:
+        raise ValueError(f"target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}")
+    # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
+    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.max_positions, tie_embeddings=False)
+    layers = captured_layers or _captured_layers(raw, eagle, policy.num_layers)
+    return EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
+
+
+def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     if raw.get(LAYER_IDS):
+        if not _are_numbers(raw[LAYER_IDS]):
+            raise ValueError(f"{LAYER_IDS} = {raw[LAYER_IDS]!r}: must be a list of layers' numbers, such as [2, 14, 25]")
         return tuple(raw[LAYER_IDS])
     ids = eagle.get(LAYER_IDS)
     if ids and min(ids) < 0:  # only SGLang has a meaning for that
         return tuple(i + 1 for i in ids)
     if ids:
+        if not _are_numbers(ids):
+            raise ValueError(f"eagle_config.{LAYER_IDS} = {ids!r}: must be a list of layers' numbers")
         entering, leaving = ",".join(str(i) for i in ids), ",".join(str(i + 1) for i in ids)
         raise ValueError(
-            f"{folder}/config.json: eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is missing. "
+            f"eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is missing. "
             f"`paceline drafter import --layers {entering}` takes it as vLLM does, `--layers {leaving}` as SGLang does"
         )
     if num_layers < 8:
         raise ValueError(
-            f"{folder}/config.json names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
+            f"it names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
             "say which with `paceline drafter import --layers`"
         )
     return 2, num_layers // 2, num_layers - 3  # what both engines take where nothing is said
+
+
+def _are_numbers(ids: Any) -> bool:
+    return isinstance(ids, list) and all(isinstance(i, int) for i in ids)
 
 
 def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
     """Finds a tensor under any of the names that are in use for it; None where there is none of them."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+        with blame(file):
+            tensors |= load_file(file)
     if not tensors and (folder / "pytorch_model.bin").is_file():
-        tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        try:
+            tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        except Exception as error:  # unpickling fails in many ways
+            raise DamagedFile(f"{folder / 'pytorch_model.bin'} is not readable: {error}") from None
     if not tensors:
         raise FileNotFoundError(f"{folder} holds neither safetensors nor pytorch_model.bin")
 

@@ -1,16 +1,16 @@
 """What a recipe names for its drafters: folders, and whether they go with the policy. Errors name the recipe's key."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import ConfigError, SpeculationConfig, blaming
+from paceline.config import ConfigError, SpeculationConfig
 from paceline.drafting.eagle_folder import head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleConfig
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.tokenizer import differing_tokens, load_tokenizer
-
-EAGLE_KEY, DRAFT_MODEL_KEY = "rollout.speculation.eagle_path", "rollout.speculation.draft_model_path"
 
 
 def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
@@ -18,29 +18,41 @@ def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> li
     return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
 
 
+@contextmanager
+def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
+    """What goes wrong within is the fault of the folder that the recipe names for this drafter."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        key, path, way_out = "draft_model_path", settings.draft_model_path, "use a smaller model with the policy's own tokenizer, "
+        if name == "eagle":
+            key, path, way_out = "eagle_path", settings.eagle_path, ""
+        way_out += f"train an eagle head for this policy with `paceline drafter train`, or leave {name} out of rollout.speculation.drafters"
+        raise ConfigError(f"rollout.speculation.{key} = {path!r}: {error}; {way_out}") from None
+
+
 def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str, EagleConfig]:
     """The folder, or the name of a shipped head, and what its configuration says."""
     path = head_for(settings.eagle_path, policy)
     if path is None:
-        raise ConfigError(f"{EAGLE_KEY} = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
-    with blaming(EAGLE_KEY, settings.eagle_path):
-        return path, read_eagle_config(path, policy)
+        raise ConfigError("rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
+    return path, read_eagle_config(path, policy)
 
 
 def draft_model_folder(settings: SpeculationConfig, policy: DecoderConfig, tokenizer: Tokenizer | None = None) -> Path:
     """Checked against the policy: an id must mean the same to both. Without the two tokenizers only their sizes can be compared."""
-    folder, named = Path(settings.draft_model_path), f"{DRAFT_MODEL_KEY} = {settings.draft_model_path!r}"
+    folder = Path(settings.draft_model_path)
     if not settings.draft_model_path or not (folder / "config.json").is_file():
-        raise ConfigError(f"{named}: must be a Hugging Face folder with a config.json")
-    other = "name a model with the policy's tokenizer, or take draft_model out of rollout.speculation.drafters"
-    with blaming(DRAFT_MODEL_KEY, settings.draft_model_path):
-        size = read_config(folder).vocab_size
+        raise ValueError("must be a Hugging Face folder with a config.json")
+    size = read_config(folder).vocab_size
     if size != policy.vocab_size:
-        raise ConfigError(f"{named}: it has {size} tokens and the policy {policy.vocab_size}; {other}")
+        raise ValueError(f"the draft model has {size} tokens and the policy {policy.vocab_size}")
     if tokenizer is not None and (folder / "tokenizer.json").is_file():
         differing = differing_tokens(tokenizer, load_tokenizer(folder))
         if differing:
             number, (ours, theirs) = next(iter(differing.items()))
             example = f"{number} is {theirs!r} to it and {ours!r} to the policy"
-            raise ConfigError(f"{named}: its tokenizer is another one, {len(differing)} ids mean something else ({example}); {other}")
+            raise ValueError(f"its tokenizer is another one, {len(differing)} ids mean something else ({example})")
     return folder

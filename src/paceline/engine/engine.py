@@ -28,7 +28,7 @@ from paceline.engine.drafters import Drafters
 from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
-from paceline.engine.refusal import refusal
+from paceline.engine.refusal import Limits, refusal
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
 from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.sampling import Verify
@@ -100,7 +100,7 @@ class Engine:
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
             sequence = Sequence(request, self.arrivals, limit)
             self.arrivals += 1
-            problem = refusal(sequence, self._stop_ids(request), self.max_length, (self.pool.num_blocks - 1) * BLOCK_SIZE, self.tokenizer)
+            problem = refusal(sequence, self._stop_ids(request), self._limits)
             if problem:
                 self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
             else:
@@ -217,6 +217,11 @@ class Engine:
         self.scheduler.waiting_prompts.clear()
 
     # -- entering -------------------------------------------------------------------------------------------------
+
+    @property
+    def _limits(self) -> Limits:
+        pool_tokens = (self.pool.num_blocks - 1) * BLOCK_SIZE
+        return Limits(self.max_length, pool_tokens, self.policy.config.vocab_size, reads_text=self.tokenizer is not None)
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids

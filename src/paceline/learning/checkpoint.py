@@ -16,7 +16,9 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -27,6 +29,8 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
 from paceline.policy.lora import has_adapters, load_adapters, save_adapters
 
+ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -36,7 +40,6 @@ class TrainingState:
     best_accuracy: float
     fallback: str = ""  # why rollouts fell back to base precision; empty: they did not
     capped_steps: int = 0  # steps in a row in which every response reached the length limit
-    failed_steps: int = 0  # steps in a row with an update that was not finite
 
 
 def save_checkpoint(
@@ -89,16 +92,25 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path, warn=print) -> Path | None:
-    """The newest whole checkpoint; damaged ones are named and set aside, never deleted."""
+    """The newest whole checkpoint; damaged ones on the way to it are named and set aside, never deleted."""
+    return next(_whole_checkpoints(folder, warn), None)
+
+
+def whole_checkpoints(folder: Path, warn=print) -> list[Path]:
+    """All of them, oldest first."""
+    return list(_whole_checkpoints(folder, warn))[::-1]
+
+
+def _whole_checkpoints(folder: Path, warn: Callable[[str], None]) -> Iterator[Path]:
     for path in reversed(list_checkpoints(folder)):
         problem = damage(path)
         if problem is None:
-            return path
+            yield path
+            continue
         aside = path.with_name(f"{path.name}.corrupt")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
         warn(f"checkpoint {path} is damaged ({problem}); set aside as {aside.name}, trying the one before it")
-    return None
 
 
 def damage(path: Path) -> str | None:
@@ -106,6 +118,10 @@ def damage(path: Path) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         return f"manifest.json: {error}"
+    listed = manifest if isinstance(manifest, dict) else {}  # one that lists nothing would find nothing wrong
+    missing = [pattern for pattern in ALWAYS_THERE if not any(fnmatch(name, pattern) for name in listed)]
+    if missing:
+        return f"manifest.json does not list {missing[0]}"
     for name, expected in manifest.items():
         if not (path / name).is_file():
             return f"{name} is missing"
@@ -115,7 +131,8 @@ def damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
-    state = TrainingState(**json.loads((path / "state.json").read_text()))
+    known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
+    state = TrainingState(**{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known})
     if has_adapters(policy):
         load_adapters(policy, path / "adapter")
     else:

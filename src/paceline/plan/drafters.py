@@ -10,7 +10,7 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.recipe import available_drafters, draft_model_folder, eagle_head
+from paceline.drafting.recipe import available_drafters, blame_recipe, draft_model_folder, eagle_head
 from paceline.engine.rows import Rows
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
@@ -46,11 +46,12 @@ def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, p
 def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
     if name == "history":
         return HistoryDrafter()
-    if name == "eagle":
+    with blame_recipe(name, speculation):
         shape = policy.config
-        config = config_for(shape) if widened else eagle_head(speculation, shape)[1]
-        return EagleDrafter(EagleHead(config, policy.dtype, META))
-    return DraftModel(Decoder(read_config(draft_model_folder(speculation, policy.config)), policy.dtype, META))
+        if name == "eagle":
+            config = config_for(shape) if widened else eagle_head(speculation, shape)[1]
+            return EagleDrafter(EagleHead(config, policy.dtype, META))
+        return DraftModel(Decoder(read_config(draft_model_folder(speculation, shape)), policy.dtype, META))
 
 
 def _tensors(drafter: Drafter) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.config import Config
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
-from paceline.plan.lengths import Lengths
+from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.plan.machine import Machine
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
@@ -88,11 +88,11 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     without_pool = Plan(machine, tuple(part for part in parts if part.num_bytes), 0, sleeps=False, problem="")
-    return _with_pool(without_pool, config, lengths.request, rollout.kv_token)
+    return _with_pool(without_pool, config, lengths, rollout.kv_token)
 
 
-def _with_pool(plan: Plan, config: Config, request_tokens: int, per_token: int) -> Plan:
-    fixed = config.rollout.kv_tokens
+def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> Plan:
+    fixed, request_tokens = config.rollout.kv_tokens, lengths.request
     wanted = fixed or config.rollout.max_running * request_tokens
     # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
     beside = (plan.usable_bytes - plan.peak_bytes) // per_token - 32
@@ -105,6 +105,8 @@ def _with_pool(plan: Plan, config: Config, request_tokens: int, per_token: int) 
         problem = _too_large(plan)
     elif fixed > room:
         problem = f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; lower it, or leave it out to take what fits"
+    elif fixed:
+        problem = pool_too_small(fixed, lengths)
     elif tokens < request_tokens:
         needed = f"{max(0, room)} KV tokens fit beside the other parts, one request may need {request_tokens}"
         problem = f"the KV pool does not fit: {needed}; lower rollout.max_tokens (and eval.max_tokens)"

@@ -44,13 +44,14 @@ def refusal(plan: Plan, ways: list[WayOut]) -> ConfigError:
 
 def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tuple[Change, ...]]:
     fewer_rows = ("rollout.max_running", max(1, config.rollout.max_running // 4))
+    own_pool = (("rollout.kv_tokens", 0),) if config.rollout.kv_tokens else ()
     if not learns:
-        return [(fewer_rows,)]
+        return [changes for changes in (own_pool, (fewer_rows,)) if changes]
     checkpointing = () if config.policy.activation_checkpointing else (("policy.activation_checkpointing", True),)
     smallest = max(64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch)
     smaller = () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
     lora = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
-    tried = [checkpointing, smaller, (fewer_rows,), checkpointing + smaller, lora, lora + checkpointing, lora + checkpointing + smaller]
+    tried = [own_pool, checkpointing, smaller, (fewer_rows,), checkpointing + smaller, lora, lora + checkpointing, lora + checkpointing + smaller]
     return list(dict.fromkeys(changes for changes in tried if changes))
 
 

@@ -4,10 +4,11 @@ The families differ in few places (biases, QK-norm, experts, how RoPE is scaled)
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from paceline.policy.files import blame, read_json
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -74,17 +75,20 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     bias = bool(config.get("attention_bias", False))
-    eos = config.get("eos_token_id")
+    heads = _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}")
     return DecoderConfig(
         family=family,
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        max_positions=config.get("max_position_embeddings", 2048),
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=_size(config, "hidden_size"),
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads,
+        max_positions=_size(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=_rope_from_huggingface(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -92,7 +96,7 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         output_bias=family != "qwen2" and bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=_end_tokens(config),
         bos_token_id=config.get("bos_token_id"),
         **(_experts_from_huggingface(config) if family == "qwen3_moe" else {}),
     )
@@ -142,14 +146,29 @@ def read_config(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json")
-    raw = json.loads(path.read_text())
-    config = from_huggingface(raw)
+    with blame(path):
+        config = from_huggingface(read_json(path))
     generation = folder / "generation_config.json"
     if generation.is_file():  # instruct models list further end tokens only here
-        eos = json.loads(generation.read_text()).get("eos_token_id")
-        extra = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        with blame(generation):
+            extra = _end_tokens(read_json(generation))
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
     return config
+
+
+def _size(config: dict[str, Any], key: str) -> int:
+    value = config[key]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} = {value!r}: must be a whole number, 1 or more")
+    return value
+
+
+def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:
+    eos = config.get("eos_token_id")
+    tokens = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(isinstance(token, int) for token in tokens):
+        raise ValueError(f"eos_token_id = {eos!r}: must be one token id or a list of them")
+    return tokens
 
 
 def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
@@ -157,11 +176,11 @@ def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
 
     The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
     """
-    layers, step, listed = range(config["num_hidden_layers"]), config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers, step, listed = range(_size(config, "num_hidden_layers")), config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     return dict(
-        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        num_experts_per_token=config["num_experts_per_tok"],
-        expert_intermediate_size=config["moe_intermediate_size"],
+        num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        num_experts_per_token=_size(config, "num_experts_per_tok"),
+        expert_intermediate_size=_size(config, "moe_intermediate_size"),
         normalise_expert_weights=bool(config.get("norm_topk_prob", False)),
         dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step != 0),
     )

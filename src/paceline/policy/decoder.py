@@ -146,6 +146,12 @@ class Capture:
             self.states_TE.append(x_TE.detach())
 
 
+def not_finite(policy: nn.Module) -> list[str]:
+    """Parameters that hold infinities or NaN."""
+    extremes = {name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()}  # no copy of an embedding
+    return [name for name, ends in extremes.items() if not ends.isfinite().all()]
+
+
 class Decoder(nn.Module):
     """Made with empty parameters: fill them from a folder (`huggingface.py`) or with `initialise`."""
 

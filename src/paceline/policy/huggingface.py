@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from paceline.policy.config import DecoderConfig, read_config, to_huggingface
 from paceline.policy.decoder import Decoder
+from paceline.policy.files import DamagedFile, blame, read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -95,7 +96,8 @@ def exported_tensors(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
     folder = Path(folder)
     decoder = Decoder(read_config(folder), dtype, device)
-    fill(decoder, weight_reader(folder))
+    with blame(folder):
+        fill(decoder, weight_reader(folder))
     return decoder
 
 
@@ -113,9 +115,10 @@ def weight_reader(folder: Path) -> Callable[[str], torch.Tensor]:
     """Reads one tensor by name from `model.safetensors` or from the shards its index lists."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shard_of = json.loads(index.read_text())["weight_map"]
+        with blame(index):
+            shard_of = dict(read_json(index)["weight_map"])
     elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", "pt") as file:
+        with blame(folder / "model.safetensors"), safe_open(folder / "model.safetensors", "pt") as file:
             shard_of = dict.fromkeys(file.keys(), "model.safetensors")
     else:
         raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
@@ -124,16 +127,20 @@ def weight_reader(folder: Path) -> Callable[[str], torch.Tensor]:
     def shard_with(name: str) -> safe_open:
         shard = shard_of[name]
         if shard not in open_shards:
+            if not (folder / shard).is_file():
+                raise FileNotFoundError(f"{index} lists {shard}, which {folder} does not hold")
             open_shards[shard] = safe_open(folder / shard, "pt")
         return open_shards[shard]
 
     def read(name: str) -> torch.Tensor:
         if name in shard_of:
-            return shard_with(name).get_tensor(name)
+            with blame(folder / shard_of[name]):
+                return shard_with(name).get_tensor(name)
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and (fused := f"{expert['layer']}.{FUSED_EXPERTS[expert['kind']]}") in shard_of:
-            return _read_expert(shard_with(fused).get_slice(fused), int(expert["index"]), expert["kind"])
-        raise ValueError(f"{folder} lacks the tensor {name}; it holds {len(shard_of)} others")
+            with blame(folder / shard_of[fused]):
+                return _read_expert(shard_with(fused).get_slice(fused), int(expert["index"]), expert["kind"])
+        raise DamagedFile(f"{folder} lacks the tensor {name}; it holds {len(shard_of)} others")
 
     return read
 

@@ -39,6 +39,7 @@ from torch import nn
 
 from paceline.config import ConfigError, LoraConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.files import blame, read_json
 from paceline.policy.huggingface import Slice, layout
 
 PEFT_PREFIX = "base_model.model."
@@ -184,8 +185,12 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
     """Fills the policy's adapters from a PEFT folder of the same rank, scale and projections, and merges."""
     if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors")
-    _check_settings(json.loads((folder / "adapter_config.json").read_text()), policy, folder)
-    tensors = load_file(folder / "adapter_model.safetensors")
+    settings = read_json(folder / "adapter_config.json")
+    with blame(folder / "adapter_config.json"):
+        rank, alpha = float(settings["r"]), float(settings["lora_alpha"])
+    _check_settings(settings, rank, alpha, policy, folder)
+    with blame(folder / "adapter_model.safetensors"):
+        tensors = load_file(folder / "adapter_model.safetensors")
     wanted = {
         f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
         for adapter in _all_adapters(policy)
@@ -205,9 +210,9 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
     merge_adapters(policy)
 
 
-def _check_settings(settings: dict[str, Any], policy: Decoder, folder: Path) -> None:
+def _check_settings(settings: dict[str, Any], rank: float, alpha: float, policy: Decoder, folder: Path) -> None:
     module = next(_adapted(policy))
-    for key, theirs, ours in (("rank", settings["r"], module.rank), ("alpha", settings["lora_alpha"], module.alpha)):
+    for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
         if theirs != ours:
             raise ConfigError(f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set policy.lora.{key}={theirs:g}")
     used = [key for key, plain in PLAIN.items() if settings.get(key) and settings[key] != plain]

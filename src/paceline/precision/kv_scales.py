@@ -61,9 +61,10 @@ class KVScales:
         self.calibrated = True
         return unfit
 
-    def load(self, scales_L2H: torch.Tensor) -> None:
+    def load(self, scales_L2H: torch.Tensor, errors: list[float]) -> None:
         """Those of an earlier calibration."""
         self.scales_L2H.copy_(scales_L2H)
+        self.errors = errors
         self.calibrated = True
 
     def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:

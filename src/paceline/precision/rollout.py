@@ -21,7 +21,8 @@ from paceline.precision.kv_scales import MAX_ERROR, KVScales
 from paceline.precision.weights import QuantisedWeights
 
 PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
-SCALES_KEY, BASE_LAYERS_KEY = "precision.kv_scales", "precision.kv_base_layers"  # in a checkpoint, beside what drafters keep
+# In a checkpoint, beside what drafters keep.
+SCALES_KEY, BASE_LAYERS_KEY, ERRORS_KEY = "precision.kv_scales", "precision.kv_base_layers", "precision.kv_errors"
 CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
 
 
@@ -103,17 +104,19 @@ class RolloutPrecision:
     # -- what is kept and reported ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The scales of the cache: a resumed run must sample with those the last update left."""
+        """The scales of the cache, and what their calibration found: a resumed run must sample with them, and report the same."""
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
-        return {SCALES_KEY: self.kv.scales_L2H.cpu().clone(), BASE_LAYERS_KEY: base_layers}
+        errors = torch.tensor(self.kv.errors, dtype=torch.float64)  # as wide as Python's own, so that the metric is the same to the last digit
+        return {SCALES_KEY: self.kv.scales_L2H.cpu().clone(), BASE_LAYERS_KEY: base_layers, ERRORS_KEY: errors}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
         if self.kv is None or SCALES_KEY not in tensors:
             return False
-        self.kv.load(tensors[SCALES_KEY])
+        errors = tensors[ERRORS_KEY].tolist() if ERRORS_KEY in tensors else []  # checkpoints had none at first
+        self.kv.load(tensors[SCALES_KEY], errors)
         before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
         return before != self.kv_base_layers
 

@@ -13,6 +13,7 @@ import time
 import torch
 from torch import nn
 
+from paceline.backends.base import WeightsNotFinite
 from paceline.kernels.fp8_format import BlockMatrix, scale_shape
 from paceline.kernels.fp8_quantise import quantise_blocks
 from paceline.policy.decoder import Decoder, ExpertFeedForward
@@ -47,11 +48,11 @@ class QuantisedWeights:
         finite = bool(self.scales.isfinite().all())
         self.sync_seconds = self._now() - start
         if not finite:
-            bad = [name for (name, _), matrix in zip(self.sources, self.matrices, strict=True) if not matrix.scales.isfinite().all()]
-            raise RuntimeError(
-                f"FP8 weight sync left {len(bad)} of {len(self.sources)} projections without finite scales, first {bad[0]}: "
-                "either the learner's weights are not finite, or this projection was not written"
-            )
+            bad = [source for source, matrix in zip(self.sources, self.matrices, strict=True) if not matrix.scales.isfinite().all()]
+            harmed = [name for name, parameter in bad if not parameter.isfinite().all()]
+            if harmed:
+                raise WeightsNotFinite(f"the weights of {len(harmed)} of {len(self.sources)} projections are not finite, first {harmed[0]}")
+            raise RuntimeError(f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first {bad[0][0]}: a bug in paceline")
 
     def _quantise_all(self) -> None:
         for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True):

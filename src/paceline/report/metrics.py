@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.backends.base import RolloutStats
 from paceline.tasks.base import FAILED
-from paceline.types import Group
+from paceline.types import FinishReason, Group
 
 TAIL_SHARE = 8  # a decode step belongs to the tail when at most an eighth of the samples still run
 
@@ -28,6 +28,7 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         "rollout/length_p95": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
         "rollout/length_max": lengths[-1],
         "rollout/truncated": _mean([sample.completion.truncated for sample in samples]),
+        "rollout/refused": sum(sample.completion.finish_reason is FinishReason.REFUSED for sample in samples),
         "rollout/samples": len(samples),
         "rollout/tokens": sum(lengths),
     }

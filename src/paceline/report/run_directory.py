@@ -1,14 +1,19 @@
 """The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`, `checkpoints/`."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from paceline.config import Config, ConfigError, dump_config, load_config
 from paceline.pacing.trace import cut_trace
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -32,11 +37,14 @@ class RunDirectory:
         else:
             stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             path = next(p for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000)))) if not p.exists())
-        path.mkdir(parents=True)
         run = cls(path)
-        run.samples_path.mkdir()
-        run.checkpoints_path.mkdir()
-        run.config_path.write_text(dump_config(config))
+        try:
+            path.mkdir(parents=True)
+            run.samples_path.mkdir()
+            run.checkpoints_path.mkdir()
+            run.write_config(config)
+        except OSError as error:
+            raise ConfigError(f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to") from None
         return run
 
     @classmethod
@@ -47,7 +55,18 @@ class RunDirectory:
         return run
 
     def config(self) -> Config:
+        try:
+            empty = not yaml.safe_load(self.config_path.read_bytes())
+        except yaml.YAMLError:
+            empty = False  # `load_config` says what is wrong with it
+        if empty:  # it would pass for a recipe of nothing but defaults
+            raise ConfigError(f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was started with, then go on")
         return load_config(str(self.config_path))
+
+    def write_config(self, config: Config) -> None:
+        text = dump_config(config)
+        if not self.config_path.is_file() or self.config_path.read_text() != text:
+            replace_file(self.config_path, text)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         with self.metrics_path.open("a") as file:
@@ -56,22 +75,43 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """A last line that was cut off by a crash is not a record."""
+        """A last line that was cut off by a crash is not a record; other lines that are none are said and left out."""
         if not self.metrics_path.is_file():
             return
-        for line in self.metrics_path.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+        *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            record = _record(line)
+            if record is None:
+                logger.warning("%s: line %d is damaged and left out; the records after it are kept", self.metrics_path, number)
+            else:
+                yield record
+        if (record := _record(unfinished)) is not None:
+            yield record
 
     def cut_back(self, step: int) -> None:
         """Drops metrics, traces and samples of later steps, which a resumed run will make again."""
         cut_trace(self.trace_path, step)
         kept = [record for record in self.read_metrics() if record["step"] <= step]
-        beside = self.metrics_path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(beside, self.metrics_path)
+        replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
         for file in self.samples_path.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """None: the line is no record."""
+    try:
+        record = json.loads(line.decode())
+    except ValueError:  # also bytes that are no text
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record else None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """The file has its old content or the new one, whatever happens meanwhile."""
+    beside = path.with_name(f"{path.name}.tmp")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)

@@ -104,4 +104,10 @@ def _token_text(token: str | dict[str, Any]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object, not a {type(content).__name__}")
+    return content
