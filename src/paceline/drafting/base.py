@@ -98,7 +98,7 @@ class Drafter:
     def wake(self) -> None: ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What should survive a restart."""
+        """What should survive a restart, as copies: drafting on does not change them."""
         return {}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...

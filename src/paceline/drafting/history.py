@@ -63,8 +63,8 @@ class HistoryDrafter(Drafter):
             prompt_length[entry] = len(prompt)
         order = [entry for entries in self.banked.values() for entry in entries]
         return {
-            "tokens": self.bank_NW.cpu(),
-            "length": self.bank_length_N.cpu(),
+            "tokens": self.bank_NW.to("cpu", copy=True),
+            "length": self.bank_length_N.to("cpu", copy=True),
             "prompt_length": prompt_length,
             "order": torch.tensor(order, dtype=torch.int64),
             "next_entry": torch.tensor(self.next_entry),
