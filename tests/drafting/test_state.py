@@ -19,7 +19,7 @@ def requests(first: int) -> list[Request]:
 
 
 def test_history_survives_later_rollouts(folders):  # noqa: F811
-    engine, _ = run(folders["llama"], requests(0), [HistoryDrafter()], Strategy("history", 3))
+    engine, _ = run(folders["llama"], requests(0), [HistoryDrafter(bank_tokens=60)], Strategy("history", 3))
     state = engine.drafter_state()
     kept = {name: tensor.clone() for name, tensor in state.items()}
     engine.submit(requests(3))
@@ -39,7 +39,8 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
     assert parameters and all(torch.equal(state[name] + 1.0, parameter) for name, parameter in parameters.items())
 
 
-def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate():
+def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
+    monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)  # full: what comes is written over what was
     overrides = ["drafters=[history]", "pacing=fixed", "tokens=5"]
     sizes = ["task.train_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8"]
     session = open_session(load_config("default", [*(f"rollout.speculation.{o}" for o in overrides), *sizes]))
