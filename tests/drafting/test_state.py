@@ -46,17 +46,17 @@ def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate
     session = open_session(load_config("default", [*(f"rollout.speculation.{o}" for o in overrides), *sizes]))
     order = ProblemOrder(session.task.train, 0, 0)
     session.sampler.sample(order.take(4), Purpose.TRAIN, 1, 16, session.train_sampling())
-    steps, take = [], session.backend.take_stats
+    drafts, take = [], session.backend.take_stats
 
     def noting():
         stats = take()
         if "history" in stats.drafts:
-            steps.append(len(stats.running))
+            drafts.append((len(stats.running), stats.drafts["history"]))
         return stats
 
     noting()
     session.backend.take_stats = noting
     check = closing.check_speculation(session, order.position, 2)
     session.close()
-    assert check.identical and len(steps) == 1 + closing.REPEATS
-    assert steps[1] == steps[2], "the second repetition knows no more than the first"
+    assert check.identical and len(drafts) == 1 + closing.REPEATS
+    assert drafts[1] == drafts[2], "the second repetition knows no more than the first, and no less"
