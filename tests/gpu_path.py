@@ -78,7 +78,9 @@ def make_runner(
         if settings.verify == "rejection":
             runner.keep_probabilities(shape.vocab_size, torch.float32)
         for drafter in drafters:
-            drafter.bind(Seat(policy, rows.state, runner.proposals_SK, runner.probabilities_SKV, 64, settings.deterministic))
+            drafter.bind(
+                Seat(policy, rows.state, runner.proposals_SK, runner.probabilities_SKV, 64, settings.deterministic, rows.state.tokens.shape[1])
+            )
     runner.memory.budget = settings.graph_memory  # which it ignores where there is no GPU
     return runner
 

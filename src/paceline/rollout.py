@@ -169,7 +169,9 @@ class GroupSampler:
             seen[problem.id] += 1
             name = f"{purpose}/{step}/{number}"
             seeds = [request_seed(purpose, self.run_seed, step, problem.id, occurrence, i) for i in range(samples)]
-            groups.append([Request(f"{name}/{i}", prompt, seed, sampling, group=name, hold=turns is not None) for i, seed in enumerate(seeds)])
+            groups.append(
+                [Request(f"{name}/{i}", prompt, seed, sampling, name, hold=turns is not None, purpose=purpose) for i, seed in enumerate(seeds)]
+            )
         return groups
 
     def close(self) -> None:

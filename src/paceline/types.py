@@ -52,6 +52,7 @@ class Request:
     group: str = ""  # requests of one group share their prompt
     expected_tokens: int = 0  # a guess at the response's length, for `rollout.admission: longest`
     hold: bool = False  # keep the finished sequence's cache for a request that `continues` this one
+    purpose: Purpose = Purpose.TRAIN  # what drafters may learn from: evaluations leave nothing behind
     continues: str = ""  # id of a held request whose prompt and response begin this prompt
 
 

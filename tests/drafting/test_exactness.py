@@ -27,7 +27,7 @@ class ScriptedDrafter(Drafter):
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.requests[slot] = request
 
-    def observe_leave(self, slot: int, request: Request, length: int) -> None:
+    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
         del self.requests[slot]
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
@@ -94,7 +94,7 @@ def run(folder, requests, drafters=(), strategy=PLAIN, between=lambda engine, co
 def test_any_drafter_gives_the_same_bits(family, count, folders):
     requests = grouped_requests(prompts=4, samples=3, longest=50)
     _, plain = run(folders[family], requests)
-    for drafter in (RandomDrafter(), OracleDrafter(plain), HalfRightDrafter(plain), HistoryDrafter(bank_entries=8)):
+    for drafter in (RandomDrafter(), OracleDrafter(plain), HalfRightDrafter(plain), HistoryDrafter(bank_tokens=200)):
         engine, done = run(folders[family], requests, [drafter], Strategy(drafter.name, count))
         assert bits(done) == bits(plain), drafter.name
         stats = engine.take_stats()
@@ -167,7 +167,7 @@ def test_history_follows_siblings_and_earlier_epochs(folders):
 
 
 def test_the_bank_forgets_the_oldest(folders):
-    history = HistoryDrafter(bank_entries=3, entries_per_prompt=2)
+    history = HistoryDrafter(bank_tokens=30)
     requests = [Request(str(i), (5 + i % 4, 6), i, SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(20)]
     run(folders["llama"], requests, [history], Strategy("history", 3))
-    assert sum(len(entries) for entries in history.banked.values()) == 3 and not history.live
+    assert [entry.number for entry in history.ring.entries] == [18, 19, 20] and not history.running

@@ -77,6 +77,29 @@ def test_draft_statistics_account_for_every_token(policy, steps_ahead):
         assert (drafts.accept_length > 2.5) == (name == "oracle")
 
 
+def test_only_what_was_proposed_is_counted(policy):
+    """A drafter that has one token for some rows and none for others; every row that took the step is still a draft to the pacer."""
+    requests = grouped_requests(8, 4, 30)
+    plain = run(make_engine(policy), requests)
+    engine = make_engine(policy, 0, [Reticent(plain)], Strategy("reticent", 3))
+    assert bits(run(engine, requests)) == bits(plain)
+    drafts = engine.take_stats().drafts["reticent"]
+    assert drafts.proposed == engine.drafters["reticent"].said > drafts.accepted > 0
+    assert drafts.drafts + drafts.accepted == sum(len(c.tokens) for c in plain.values())
+    assert drafts.accepted_at == [drafts.accepted, 0, 0]
+
+
+class Reticent(OracleDrafter):
+    name = "reticent"
+    said = 0
+
+    def tokens_for(self, request: Request, start: int, count: int) -> list[int]:
+        if start % 2 or start >= len(self.answers[request.id].tokens):
+            return [-1] * count
+        self.said += 1
+        return [*super().tokens_for(request, start, 1), *[-1] * (count - 1)]
+
+
 @torch.inference_mode()
 def instructions_per_step(policy, rows: int, strategy: Strategy | None) -> int:
     """Python instructions that the engine's own files execute for eight steps of a batch of `rows`."""

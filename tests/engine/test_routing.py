@@ -68,7 +68,7 @@ def learners_choice(policy: Decoder, completion: Completion) -> torch.Tensor:
 
 @pytest.mark.parametrize("count, settings", [(4, {}), (1, {"kv_tokens": 128, "prefill_tokens": 7})], ids=["roomy", "cramped"])
 def test_records_what_the_learner_would_choose_in_float64(folder, count, settings):
-    engine = make_engine(folder, torch.float64, [HistoryDrafter(bank_entries=8)], Strategy("history", count), **settings)
+    engine = make_engine(folder, torch.float64, [HistoryDrafter(bank_tokens=240)], Strategy("history", count), **settings)
     done = run(engine, grouped_requests(prompts=5, samples=3, longest=50))
     assert len(done) == 15 and all(c.tokens for c in done.values())
     for completion in done.values():

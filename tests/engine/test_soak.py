@@ -42,7 +42,7 @@ def soak(count: int) -> None:
     rng = random.Random(0)
     policy = Decoder(CONFIG).initialise(0)
     settings = EngineSettings(max_running=16, kv_tokens=448, prefill_tokens=48)
-    engine = Engine(policy, settings, drafters=[HistoryDrafter(bank_entries=64)], pacer=RandomPacer())
+    engine = Engine(policy, settings, drafters=[HistoryDrafter(bank_tokens=1920)], pacer=RandomPacer())
     requests = make_requests(rng, count)
     waiting = list(requests)
     seen: dict[str, FinishReason] = {}

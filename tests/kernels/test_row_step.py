@@ -36,7 +36,8 @@ def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor,
     slots = torch.tensor([3, 0, 6, 5, 6])  # 6 twice: the null row may stand in a batch several times
     rows.active[6] = False
     rows = RowTensors(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
-    return rows, slots.to(device), integers(5, SLOTS, PROPOSALS).to(device)
+    proposals = torch.where(torch.arange(PROPOSALS) < integers(PROPOSALS + 1, SLOTS, 1), integers(5, SLOTS, PROPOSALS), -1)
+    return rows, slots.to(device), proposals.to(device)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
@@ -45,7 +46,7 @@ def test_append_keeps_what_plain_decoding_would(queries):
         rows, slots, proposals = make_rows(seed)
         g = torch.Generator().manual_seed(seed + 1000)
         sampled = torch.randint(0, 5, (5, queries), generator=g)
-        agree = torch.rand(5, queries - 1, generator=g) < 0.7
+        agree = (torch.rand(5, queries - 1, generator=g) < 0.7) & (proposals[slots, : queries - 1] >= 0)
         sampled[:, :-1] = torch.where(agree, proposals[slots, : queries - 1], sampled[:, :-1])
         logprobs = torch.randn(5, queries, generator=g)
         before = copy.deepcopy(rows)
@@ -61,7 +62,7 @@ def test_append_keeps_what_plain_decoding_would(queries):
                     state = 1
                 if state or (q < queries - 1 and expected[-1] != proposals[slot, q]):
                     break
-            assert status[:, i].tolist() == [len(expected), state]
+            assert status[:, i].tolist() == [len(expected), state, sum(p >= 0 for p in proposals[slot, : queries - 1].tolist())]
             assert rows.tokens[slot, : len(expected)].tolist() == expected
             assert rows.length[slot] == len(expected) and rows.active[slot].item() == (state == 0)
             new = slice(int(before.length[slot]), len(expected))
@@ -79,7 +80,7 @@ def check_kernels(device: str) -> None:
             for name, tensor in vars(theirs).items():
                 assert torch.equal(getattr(ours, name), tensor), name
             sampled = torch.randint(0, 5, (5, queries), device=device)
-            sampled[:3, :-1] = proposals[slots[:3], : queries - 1]
+            sampled[:3, :-1] = proposals[slots[:3], : queries - 1].clamp(min=0)
             logprobs = torch.randn(5, queries, device=device)
             other = copy.deepcopy(rows)
             ours = row_step.append_samples_triton(rows, slots, proposals, sampled, logprobs)

@@ -41,7 +41,7 @@ REQUESTS = grouped_requests(prompts=5, samples=3, longest=60)
 
 def make_engine(policy: Decoder, pacer=None, steps_ahead: int = 0) -> tuple[Engine, OracleDrafter]:
     oracle = OracleDrafter(REQUESTS, [0.9, 0.7])
-    engine = Engine(policy, EngineSettings(max_running=8, kv_tokens=2048), drafters=[HistoryDrafter(bank_entries=16), oracle], pacer=pacer)
+    engine = Engine(policy, EngineSettings(max_running=8, kv_tokens=2048), drafters=[HistoryDrafter(bank_tokens=480), oracle], pacer=pacer)
     engine.steps_ahead = steps_ahead
     return engine, oracle
 
@@ -284,7 +284,7 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
 def test_every_strategy_of_256_rows_of_the_8b_shape_fits_two_gigabytes(deterministic):
     policy = Decoder(replace(SHAPES["qwen3-8b"], num_layers=2), torch.bfloat16, "cuda").initialise(0)
     settings = EngineSettings(max_running=256, kv_tokens=4096, deterministic=deterministic, graph_memory=2_000_000_000)
-    runner = Engine(policy, settings, drafters=[HistoryDrafter(bank_entries=16)]).runner
+    runner = Engine(policy, settings, drafters=[HistoryDrafter(bank_tokens=480)]).runner
     assert runner.memory.max_queries(256) == 16
     with torch.inference_mode():
         for bucket, queries in ((16, 4), (256, 1), (256, 2), (200, 5), (256, 8), (256, 16)):

@@ -42,7 +42,7 @@ def complete(engine, requests):
 def test_any_drafter_gives_the_same_bits(family, precision, folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     _, plain = run(folders[family], requests, precision=precision)
-    for drafter, count in ((RandomDrafter(), 4), (OracleDrafter(plain), 15), (HalfRightDrafter(plain), 5), (HistoryDrafter(bank_entries=8), 3)):
+    for drafter, count in ((RandomDrafter(), 4), (OracleDrafter(plain), 15), (HalfRightDrafter(plain), 5), (HistoryDrafter(bank_tokens=240), 3)):
         _, done = run(folders[family], requests, [drafter], Strategy(drafter.name, count), precision=precision)
         assert bits(done) == bits(plain), drafter.name
 

@@ -8,20 +8,20 @@ from paceline.report.metrics import rollout_metrics, speculation_metrics
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 
 
-def observation(strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = ()) -> Observation:
-    return Observation(Decision(strategy), 4, 100.0, 0.25 if strategy.count else 0.0, 1.0, tokens, drafts, accepted_at)
+def observation(strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = (), proposed: int = 0) -> Observation:
+    return Observation(Decision(strategy), 4, 100.0, 0.25 if strategy.count else 0.0, 1.0, tokens, drafts, accepted_at, proposed=proposed)
 
 
 def test_by_drafter_and_position():
     stats = RolloutStats()
     stats.note(observation(PLAIN, 4))
     assert speculation_metrics(stats) == {}, "nothing was proposed"
-    stats.note(observation(Strategy("eagle", 3), 9, 4, (3, 1, 1)))
-    stats.note(observation(Strategy("eagle", 2), 4, 2, (1, 1)))
-    stats.note(observation(Strategy("history", 1), 5, 4, (1,)))
+    stats.note(observation(Strategy("eagle", 3), 9, 4, (3, 1, 1), 12))
+    stats.note(observation(Strategy("eagle", 2), 4, 2, (1, 1), 4))
+    stats.note(observation(Strategy("history", 1), 5, 4, (1,), 2))
     values = speculation_metrics(stats)
-    assert values["speculation/proposed"] == 4 * 3 + 2 * 2 + 4
-    assert values["speculation/accepted"] == pytest.approx((5 + 2 + 1) / 20)
+    assert values["speculation/proposed"] == 4 * 3 + 2 * 2 + 2, "of four drafts two were empty"
+    assert values["speculation/accepted"] == pytest.approx((5 + 2 + 1) / 18)
     assert values["speculation/accept_length"] == pytest.approx(1 + 8 / 10)
     assert values["speculation/steps"] == 0.75
     assert values["speculation/eagle/accept_length"] == pytest.approx(1 + 7 / 6)

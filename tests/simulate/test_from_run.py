@@ -35,6 +35,19 @@ def test_lengths_stage_times_and_acceptance_are_the_runs_own(run):
     assert facts.acceptance.accept_length(3) == pytest.approx(2.5)
 
 
+def test_the_length_of_proposals_is_what_the_pacer_chose(run):
+    """Not what drafters had to say: a step verifies its k tokens whether they were proposed or not."""
+    rows = [("history:1", 10), ("plain", 500), ("history:2", 90)]
+    records = [
+        {"step": 9, "strategy": name, "reason": "best", "context": 1, "expected": 1, "steps": 1, "rows": n, "tokens": n, "seconds": 1}
+        for name, n in rows
+    ]
+    early = {**records[0], "step": 1, "strategy": "history:3"}
+    (run / "trace.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (early, *records)))
+    acceptance = read_run(run).acceptance
+    assert "at k = 2" in acceptance.origin.note and acceptance.accept_length(2) == pytest.approx(2.5)
+
+
 def test_nothing_changed_gives_the_measured_times_back(run):
     answer = what_if(read_run(run), "h200", WhatIf())
     assert answer.rollout_seconds == pytest.approx(2.0) and answer.step_seconds == pytest.approx(3.1)

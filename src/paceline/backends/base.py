@@ -47,7 +47,7 @@ class RolloutStats:
         self.draft_seconds += observation.draft_seconds
         self.verify_seconds += observation.verify_seconds
         if strategy.count:
-            self.drafts.setdefault(strategy.drafter, DraftStats()).note(strategy.count, observation.drafts, observation.accepted_at)
+            self.drafts.setdefault(strategy.drafter, DraftStats()).note(observation)
         if not self.trace or self.trace[-1].decision is not observation.decision:
             self.trace.append(TraceRow(observation.decision))
         self.trace[-1].note(observation)
@@ -65,7 +65,7 @@ class PrecisionStats:
 
 @dataclass
 class DraftStats:
-    """What verification said of one drafter's proposals. A draft is one row's proposal in one step."""
+    """What verification said of one drafter's proposals. A draft is one row's proposal in one step, an empty one included."""
 
     drafts: int = 0
     proposed: int = 0
@@ -77,13 +77,12 @@ class DraftStats:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
 
-    def note(self, proposed: int, drafts: int, accepted_at: Sequence[int]) -> None:
-        """`drafts` proposals of `proposed` tokens each; of these, how many had their first i + 1 tokens accepted."""
-        self.drafts += drafts
-        self.proposed += proposed * drafts
-        self.accepted += sum(accepted_at)
-        self.accepted_at += [0] * (proposed - len(self.accepted_at))
-        for i, accepted in enumerate(accepted_at):
+    def note(self, observation: Observation) -> None:
+        self.drafts += observation.drafts
+        self.proposed += observation.proposed
+        self.accepted += sum(observation.accepted_at)
+        self.accepted_at += [0] * (observation.decision.strategy.count - len(self.accepted_at))
+        for i, accepted in enumerate(observation.accepted_at):
             self.accepted_at[i] += accepted
 
 

@@ -5,7 +5,7 @@
     request enters ──▶ observe_enter          host: which prompt, which slot
     each step      ──▶ propose(slots, k)      device: k tokens per row into the proposals, no host involved
                    ──▶ observe_step           device: what the policy computed and sampled, for a drafter that follows it
-    request ends   ──▶ observe_leave          host: what it wrote, while its row is still there
+    request leaves ──▶ observe_leave          host: what it wrote, while its row is still there
 
 A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are captured in CUDA
 graphs, so they read only tensors whose address stays; `catch_up` does beforehand what needs the host.
@@ -31,6 +31,7 @@ class Seat:
     probabilities_SKV: torch.Tensor | None  # what each proposal was drawn from; None: nobody asks (see `has_probabilities`)
     num_blocks: int  # of the paged pool; a drafter's own cache uses the same block numbers
     deterministic: bool
+    request_tokens: int  # the longest that a prompt and its response are expected to be
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Drafter:
 
     def observe_step(self, step: TargetStep) -> None: ...
 
-    def observe_leave(self, slot: int, request: Request, length: int) -> None:
-        """The row holds `length` tokens and will be reused after this call."""
+    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
+        """The row holds `length` tokens and will be reused after this call; the request comes back with them unless it is `over`."""
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
         """Before the first proposal for rows that ran without this drafter; `lengths` are known to be reached."""
@@ -98,7 +99,7 @@ class Drafter:
     def wake(self) -> None: ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What should survive a restart."""
+        """What should survive a restart, as copies: drafting on does not change them."""
         return {}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...

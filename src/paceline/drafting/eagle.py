@@ -127,7 +127,7 @@ class EagleDrafter(CachedDrafter):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in self.head.state_dict().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.head.state_dict().items()}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         self.head.load_state_dict(tensors)

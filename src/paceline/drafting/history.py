@@ -1,116 +1,105 @@
 """The history drafter: what followed these tokens when this prompt's siblings, now or in earlier epochs, wrote them.
 
-Needs no model. A row's sources are its own text, its siblings that are running, and a bank of finished sequences of the same
-prompt (bounded, oldest out). The bank lives on the device and outlives weight updates: an old response is still a good guess.
+Needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the prompt's finished responses
+(`history_bank.py`: bounded, oldest out), all through one index on the device (`kernels/history_index.py`) whose cost does not grow with
+their length. The bank outlives weight updates: an old response is still a good guess. Evaluations read it and leave nothing in it.
 """
 
-from collections import defaultdict, deque
+import hashlib
+import warnings
+from array import array
 
 import torch
 
 from paceline.drafting.base import Drafter, Seat
-from paceline.kernels.history_match import NO_SOURCE, bank_source, propose_from_history
-from paceline.types import Request
+from paceline.drafting.history_bank import Entry, Ring
+from paceline.kernels.history_index import LOCATION_BITS, MAX_MATCH, HistoryIndex, bank_row, file_finished, propose_from_history
+from paceline.types import Purpose, Request
 
-MIN_MATCH = 2  # one equal token says too little
+BANK_RESPONSES = 2048  # of the longest that a request can be: enough for a small task, however long it runs
+BANK_TOKENS = 1 << 24  # but no more than this: 64 MiB
+MAX_BUCKETS = 1 << 25  # of each table: 256 MiB
+FILED_AT_ONCE = 1 << 18  # tokens, when a bank is loaded
 
 
 class HistoryDrafter(Drafter):
     name = "history"
     max_tokens = 15
 
-    def __init__(self, bank_entries: int = 2048, entries_per_prompt: int = 16, siblings: int = 16, bank_tokens: int = 1 << 24) -> None:
-        self.bank_entries = bank_entries
-        self.bank_tokens = bank_tokens  # bounds the bank where sequences are long: 128 MiB
-        self.entries_per_prompt = entries_per_prompt
-        self.siblings = siblings
-        self.live: dict[tuple[int, ...], dict[int, None]] = defaultdict(dict)  # slots by prompt, in order of entry
-        self.banked: dict[tuple[int, ...], deque[int]] = defaultdict(deque)  # entries by prompt, oldest first
-        self.owner: dict[int, tuple[int, ...]] = {}
-        self.next_entry = 0
+    def __init__(self, bank_tokens: int = 0) -> None:
+        """`bank_tokens`: 0 follows from what a request can be."""
+        self.bank_tokens = bank_tokens
+        self.running: dict[int, int] = {}  # slots, with the hash of their prompt
 
     def bind(self, seat: Seat) -> None:
         self.rows, self.proposals_SK = seat.rows, seat.proposals_SK
         slots, width = self.rows.tokens.shape
-        device = self.rows.tokens.device
-        self.bank_entries = max(self.entries_per_prompt, min(self.bank_entries, self.bank_tokens // width))
-        self.bank_NW = torch.zeros(self.bank_entries, width, dtype=torch.int64, device=device)
-        self.bank_length_N = torch.zeros(self.bank_entries, dtype=torch.int64, device=device)
-        self.sources_SC = torch.full((slots, self.entries_per_prompt + self.siblings + 1), NO_SOURCE, dtype=torch.int32, device=device)
+        assert slots * width < 1 << LOCATION_BITS, "a place in a row has 32 bits"
+        self.ring = Ring(self.bank_tokens or min(BANK_TOKENS, BANK_RESPONSES * seat.request_tokens))
+        self.index = HistoryIndex.empty(slots, self.ring.size, slots * seat.request_tokens, MAX_BUCKETS, self.rows.tokens.device)
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
-        self.live[request.prompt][slot] = None
-        self._refresh(request.prompt)
+        self.running[slot] = self.index.prompt_S[slot] = prompt_hash(request.prompt)
+        self.index.filed_S[slot] = 0
 
-    def observe_leave(self, slot: int, request: Request, length: int) -> None:
-        entry = self._claim_entry(request.prompt)
-        self.bank_NW[entry, :length] = self.rows.tokens[slot, :length]
-        self.bank_length_N[entry] = length
-        del self.live[request.prompt][slot]
-        self._refresh(request.prompt)
-        if not self.live[request.prompt]:
-            del self.live[request.prompt]
+    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
+        prompt, hashed = len(request.prompt), self.running.pop(slot)
+        if over and request.purpose is Purpose.TRAIN and length > prompt:
+            first = max(0, prompt - MAX_MATCH)  # the prompt itself is in every row that has it
+            entry = self.ring.claim(length - first, prompt - first, hashed)
+            if entry is not None:
+                bank_row(self.rows.tokens, self.index, slot, first, prompt, length, entry.start, entry.number)
+                self.index.oldest_1.fill_(self.ring.oldest)
+        if not self.running:  # so a rollout does not depend on those before it, other than by the bank
+            self.index.running_B.zero_()
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        propose_from_history(
-            slots_R, self.rows.tokens, self.rows.length, self.bank_NW, self.bank_length_N, self.sources_SC, MIN_MATCH, count, self.proposals_SK
-        )
+        propose_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The bank, with the prompt of each entry as its leading tokens: the prompt's length is all that must be kept beside it."""
-        prompt_length = torch.zeros(self.bank_entries, dtype=torch.int64)
-        for entry, prompt in self.owner.items():
-            prompt_length[entry] = len(prompt)
-        order = [entry for entries in self.banked.values() for entry in entries]
+        """The bank's text up to its last entry's end, and where the entries lie."""
+        entries = self.ring.entries
+        used = max((entry.start + entry.length + 1 for entry in entries), default=0)
         return {
-            "tokens": self.bank_NW.cpu(),
-            "length": self.bank_length_N.cpu(),
-            "prompt_length": prompt_length,
-            "order": torch.tensor(order, dtype=torch.int64),
-            "next_entry": torch.tensor(self.next_entry),
+            "text": self.index.bank_T[:used].to("cpu", copy=True),
+            "entries": torch.tensor([[e.start, e.length, e.context, e.prompt] for e in entries], dtype=torch.int64).view(-1, 4),
+            "size": torch.tensor(self.ring.size),
         }
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        entries = min(self.bank_entries, len(tensors["length"]))
-        width = min(self.bank_NW.shape[1], tensors["tokens"].shape[1])
-        self.bank_NW[:entries, :width] = tensors["tokens"][:entries, :width].to(self.bank_NW.device)
-        self.bank_length_N[:entries] = tensors["length"][:entries].clamp(max=width).to(self.bank_length_N.device)
-        self.banked.clear()
-        self.owner.clear()
-        for entry in (e for e in tensors["order"].tolist() if e < entries):
-            prompt = tuple(tensors["tokens"][entry, : int(tensors["prompt_length"][entry])].tolist())
-            self.banked[prompt].append(entry)
-            self.owner[entry] = prompt
-        self.next_entry = int(tensors["next_entry"]) % self.bank_entries
-
-    def _claim_entry(self, prompt: tuple[int, ...]) -> int:
-        """The prompt's own oldest entry once it has its share, else the next one round the bank."""
-        if len(self.banked[prompt]) >= self.entries_per_prompt:
-            entry = self.banked[prompt].popleft()
+        self.ring = Ring(self.ring.size)
+        for table in (self.index.finished_B, self.index.running_B):
+            table.zero_()
+        if "entries" not in tensors:
+            warnings.warn("the checkpoint's history is of an earlier layout: the history drafter starts without one", stacklevel=2)
         else:
-            entry = self.next_entry
-            self.next_entry = (self.next_entry + 1) % self.bank_entries
-            previous = self.owner.get(entry)
-            if previous is not None:
-                self.banked[previous].remove(entry)
-                if previous != prompt:
-                    self._refresh(previous)
-                if not self.banked[previous]:
-                    del self.banked[previous]
-        self.banked[prompt].append(entry)
-        self.owner[entry] = prompt
-        return entry
+            self._load(tensors["text"], tensors["entries"].tolist(), int(tensors["size"]))
+        self.index.oldest_1.fill_(self.ring.oldest)
 
-    def _refresh(self, prompt: tuple[int, ...]) -> None:
-        """Rewrites the source lists of the prompt's running rows: bank first, siblings next, itself last and so preferred."""
-        live = list(self.live.get(prompt, ()))
-        if not live:
-            return
-        bank = [bank_source(entry) for entry in self.banked.get(prompt, ())]
-        lists = []
-        for slot in live:
-            siblings = [other for other in live if other != slot][-self.siblings :]
-            sources = [*bank, *siblings, slot]
-            lists.append(sources + [NO_SOURCE] * (self.sources_SC.shape[1] - len(sources)))
-        device = self.sources_SC.device
-        self.sources_SC[torch.tensor(live, device=device)] = torch.tensor(lists, dtype=torch.int32, device=device)
+    def _load(self, text: torch.Tensor, entries: list[list[int]], size: int) -> None:
+        if size == self.ring.size:  # as it was, so that it goes on forgetting as it would have
+            for start, *rest in entries:
+                self.ring.head = start
+                self.ring.claim(*rest)
+            self.index.bank_T[: len(text)] = text.to(self.index.bank_T.device)
+        else:
+            bank_T = self.index.bank_T.cpu()
+            for start, length, *rest in entries:
+                entry = self.ring.claim(length, *rest)
+                if entry is not None:
+                    bank_T[entry.start : entry.start + length + 1] = text[start : start + length + 1]
+            self.index.bank_T.copy_(bank_T)
+        self._file(list(self.ring.entries))
+
+    def _file(self, entries: list[Entry]) -> None:
+        """Fills the table of finished text; everything from the last token of each prompt to the last but one of the response."""
+        fields = [[e.start + e.context - 1, e.length - e.context, e.context, e.prompt, e.number] for e in entries]
+        first, count, context, prompt, number = torch.tensor(fields, dtype=torch.int64, device=self.index.bank_T.device).view(-1, 5).unbind(1)
+        owner_N = torch.repeat_interleave(torch.arange(len(entries), device=count.device), count)
+        step_N = torch.arange(len(owner_N), device=count.device) - (count.cumsum(0) - count)[owner_N]
+        for owner, step in zip(owner_N.split(FILED_AT_ONCE), step_N.split(FILED_AT_ONCE), strict=True):
+            file_finished(self.index, first[owner] + step, context[owner] + step, prompt[owner], number[owner])
+
+
+def prompt_hash(prompt: tuple[int, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little", signed=True)

@@ -46,9 +46,9 @@ class Drafters(dict[str, Drafter]):
             behind[sequence.slot] = True
         sequence.handover = {}
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence, over: bool) -> None:
         for drafter in self.values():
-            drafter.observe_leave(sequence.slot, sequence.request, sequence.length)
+            drafter.observe_leave(sequence.slot, sequence.request, sequence.length, over)
 
     def ran(self, slots: np.ndarray, drafter: str) -> None:
         """Rows took a step that `drafter` knows of, and the others do not."""

@@ -61,6 +61,7 @@ class Engine:
         self.policy, self.tokenizer = policy, tokenizer
         self.settings, self.version = settings, version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
+        self.request_tokens = min(settings.request_tokens or self.max_length, self.max_length)
         slots, device, records = settings.max_running, policy.device, settings.records_routing
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
         self.reduced = RolloutPrecision(policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head)
@@ -74,7 +75,7 @@ class Engine:
         if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
         shared = self.runner.proposals_SK, self.runner.probabilities_SKV
-        self.drafters.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic))
+        self.drafters.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic, self.request_tokens))
         self.pacer, self.timer = pacer, StepTimer(device)
         self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
         self.moment_left = 0
@@ -141,7 +142,7 @@ class Engine:
         self._drain()
         self.scheduler.drop_held(ids)  # also what has just ended
         for sequence in [s for s in self.running.values() if s.aborted]:
-            self._leave(sequence)
+            self._leave(sequence, over=True)
             self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
 
@@ -320,7 +321,7 @@ class Engine:
             self._running_changed()
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._retire(sequence)
+        self._retire(sequence, over=True)
         if sequence.request.hold:
             self.scheduler.hold(sequence)
         self.scheduler.release(sequence)
@@ -334,22 +335,22 @@ class Engine:
             self._read_outcome()
         self.reservation.settle(self.batch, self.outcomes.length)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, over: bool) -> None:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""
         self.outcomes.take_tokens([sequence], self.stats, self.version)
         self.rows.deactivate([sequence.slot])
-        self._retire(sequence)
+        self._retire(sequence, over)
         self._running_changed()
 
-    def _retire(self, sequence: Sequence) -> None:
-        """It runs no more; slot and blocks are still its own."""
+    def _retire(self, sequence: Sequence, over: bool) -> None:
+        """It runs no more, for good or for now; slot and blocks are still its own."""
         sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
-        self.drafters.leave(sequence)
+        self.drafters.leave(sequence, over)
         self.outcomes.leave(sequence)
         del self.running[sequence.slot]
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._leave(sequence)
+        self._leave(sequence, over=False)
         self.scheduler.requeue(sequence)
         self.preemptions += 1
 

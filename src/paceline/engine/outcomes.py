@@ -63,7 +63,7 @@ class Launched:
 
     @classmethod
     def now(cls, batch: Batch, decision: Decision, status: StepStatus, timer: StepTimer) -> "Launched":
-        if status.lengths_states.device.type == "cuda":
+        if status.rows_3R.device.type == "cuda":
             status = status.to_host()
         return cls(batch, decision, status, timer.finish())
 
@@ -104,9 +104,9 @@ class Outcomes:
         launched = self.unread.popleft()
         launched.timing.wait()
         batch = launched.batch
-        lengths, states = launched.status.lengths_states[:, : len(batch)].numpy()
+        lengths, states, proposed = launched.status.rows_3R[:, : len(batch)].numpy()
         here = self.tenancy[batch.slots] == batch.tenancies
-        observation = _observation(launched, self._note_lengths(batch, lengths, here))
+        observation = _observation(launched, self._note_lengths(batch, lengths, here), proposed[here])
         stats.note(observation)
         watched = batch.watched[here[batch.watched]].tolist()
         for i in watched:
@@ -157,15 +157,16 @@ class Outcomes:
         return FinishReason.STOP
 
 
-def _observation(launched: Launched, gained: np.ndarray) -> Observation:
-    """`gained`: tokens of each row that is still here; none, where it had ended before this step."""
-    decision, drafts, accepted_at = launched.decision, 0, ()
+def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
+    """Of each row that is still here: the tokens it gained, none where it had ended before this step, and those proposed for it."""
+    decision, drafts, accepted_at, tokens = launched.decision, 0, (), 0
     count = decision.strategy.count
     if count:
         alive = gained[gained > 0]
-        drafts = len(alive)
+        drafts, tokens = len(alive), int(proposed[gained > 0].sum())
         accepted_at = tuple((drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist())
     timing = launched.timing
     return Observation(
-        decision, len(launched.batch), decision.context, *timing.seconds(), int(gained.sum()), drafts, accepted_at, timing.switched, timing.disturbed
-    )
+        decision, len(launched.batch), decision.context, *timing.seconds(), int(gained.sum()), drafts, accepted_at,
+        timing.switched, timing.disturbed, tokens,
+    )  # fmt: skip

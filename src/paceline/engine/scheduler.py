@@ -10,6 +10,7 @@ Host bookkeeping only: nothing here touches the device.
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.prefill import Prefill, SharedPrompt
@@ -39,7 +40,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
         self.longest_first = longest_first
-        self.free_slots = list(range(num_slots - 1, -1, -1))
+        self.free_slots = list(range(num_slots))  # a heap: rows lie where they would in a new engine, so drafters see the same after a restart
         self.waiting: deque[Sequence] = deque()
         self.prefills: deque[Prefill] = deque()
         self.held: dict[str, Held] = {}
@@ -125,7 +126,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.drop_blocks())
         if sequence.slot >= 0:
-            self.free_slots.append(sequence.slot)
+            heappush(self.free_slots, sequence.slot)
             sequence.slot = -1
 
     def hold(self, sequence: Sequence) -> None:
@@ -164,7 +165,7 @@ class Scheduler:
             self.pool.release(sequence.drop_blocks())
 
     def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
-        sequence.slot = self.free_slots.pop()
+        sequence.slot = heappop(self.free_slots)
         sequence.blocks += self.pool.share(whole)
         sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
         if prefix is None:

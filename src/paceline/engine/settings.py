@@ -9,7 +9,9 @@ from paceline.backends.base import BASE_PRECISION
 class EngineSettings:
     max_running: int = 256
     kv_tokens: int = 65536
-    request_tokens: int = 0  # the pool holds a request this long, if it ever did, whatever types its layers change to
+    # Prompt and response at the longest; 0: not known. The pool holds one this long, if it ever did, whatever types its layers change to,
+    # and drafters size what they keep by it.
+    request_tokens: int = 0
     max_length: int = 0  # longest sequence; 0: the policy's own limit
     prefill_tokens: int = 16384  # per chunk
     steps_ahead: int = 4  # launched before the first one's outcome is read; a CPU has nothing to run ahead of

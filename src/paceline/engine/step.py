@@ -30,13 +30,13 @@ from paceline.paged.forward import PagedForward
 class StepStatus:
     """The outcome of a step for each row of the batch, in its order."""
 
-    lengths_states: torch.Tensor  # [2, R]: length; 0 running, 1 ended at its limit, 2 stopped
+    rows_3R: torch.Tensor  # length; 0 running, 1 ended at its limit, 2 stopped; tokens that were proposed
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
 
     def to_host(self) -> "StepStatus":
         """Copies that are complete once the stream has come here."""
-        return StepStatus(*(None if x is None else _pinned_copy(x) for x in (self.lengths_states, self.top_values_RQN, self.top_tokens_RQN)))
+        return StepStatus(*(None if x is None else _pinned_copy(x) for x in (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)))
 
     def note_top(self, index: int, sequence: Sequence, length: int) -> None:
         """Gives a sequence the most likely tokens at the positions it has just gained."""
@@ -65,12 +65,12 @@ def step(
     samples = sample_step(forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV)
     shape = gathered.tokens_RQ.shape
     sampled_RQ, logprobs_RQ = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
-    lengths_states = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
+    rows_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
     for follower in followers:
         follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
     if not variant.top_logprobs:
-        return StepStatus(lengths_states)
-    return StepStatus(lengths_states, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape))
+        return StepStatus(rows_3R)
+    return StepStatus(rows_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape))
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,8 @@ def append_samples_reference(
     queries = sampled_RQ.shape[1]
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     offsets_Q = torch.arange(queries, device=slots_R.device)
-    agreed_RK = (sampled_RQ[:, :-1] == proposals_SK[slots_R, : queries - 1]).long().cumprod(1)
+    proposed_RK = proposals_SK[slots_R, : queries - 1]
+    agreed_RK = (sampled_RQ[:, :-1] == proposed_RK).long().cumprod(1)
     count_R = torch.minimum(agreed_RK.sum(1) + 1, limit_R - length_R)
     is_stop_RQ = (sampled_RQ.unsqueeze(-1) == rows.stop_ids[slots_R].unsqueeze(1)).any(-1) & (offsets_Q < count_R.unsqueeze(1))
     stops_R = is_stop_RQ.any(1) & active_R
@@ -85,7 +86,7 @@ def append_samples_reference(
     stopped_R = rows.stopped[slots_R] | stops_R
     active_R = active_R & ~stops_R & (length_R < limit_R)
     rows.length[slots_R], rows.stopped[slots_R], rows.active[slots_R] = length_R, stopped_R, active_R
-    return torch.stack((length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1))))
+    return torch.stack((length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1)), (proposed_RK >= 0).sum(1)))
 
 
 @triton.jit
@@ -156,6 +157,7 @@ def _append_kernel(
     tl.store(active_ptr + slot, still_active)
     tl.store(status_ptr + row, new_length)
     tl.store(status_ptr + num_rows + row, tl.where(still_active, 0, tl.where(stopped, 2, 1)).to(tl.int64))
+    tl.store(status_ptr + 2 * num_rows + row, tl.sum((has_proposal & (proposed >= 0)).to(tl.int64), axis=0))
 
 
 def gather_queries_triton(
@@ -178,13 +180,13 @@ def append_samples_triton(
     rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, sampled_RQ: torch.Tensor, logprobs_RQ: torch.Tensor
 ) -> torch.Tensor:
     num_rows, queries = sampled_RQ.shape
-    status_2R = torch.empty(2, num_rows, dtype=torch.int64, device=slots_R.device)
+    status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
     _append_kernel[(num_rows,)](
         slots_R, rows.tokens, rows.logprobs, rows.length, rows.limit, rows.active, rows.stopped, rows.stop_ids, proposals_SK,
-        sampled_RQ, logprobs_RQ, status_2R, rows.tokens.shape[1], proposals_SK.shape[1], queries, num_rows,
+        sampled_RQ, logprobs_RQ, status_3R, rows.tokens.shape[1], proposals_SK.shape[1], queries, num_rows,
         STOPS=rows.stop_ids.shape[1], BLOCK_Q=next_power_of_2(queries), **launch_options(num_warps=1),
     )  # fmt: skip
-    return status_2R
+    return status_3R
 
 
 def gather_queries(rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int) -> Queries:
@@ -196,6 +198,6 @@ def gather_queries(rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.
 def append_samples(
     rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, sampled_RQ: torch.Tensor, logprobs_RQ: torch.Tensor
 ) -> torch.Tensor:
-    """Writes what is kept into the rows; returns `[2, R]`: lengths, and 0 running, 1 ended at its limit, 2 stopped."""
+    """Writes what is kept into the rows; returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; tokens proposed (-1 is none)."""
     run = append_samples_triton if slots_R.is_cuda else append_samples_reference
     return run(rows, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)

@@ -58,10 +58,13 @@ class Observation:
     draft_seconds: float
     verify_seconds: float
     tokens: int  # emitted, over all rows
-    drafts: int = 0  # rows that had a proposal checked
+    # Rows that took the step. One for which the drafter had nothing, or less than asked for, is a draft that went no further: acceptance is
+    # per step that was paid for, so that what a strategy promises is what it emits.
+    drafts: int = 0
     accepted_at: tuple[int, ...] = ()  # drafts whose first i + 1 tokens were all accepted
     switched: bool = False  # the drafter had to catch up first
     disturbed: bool = False  # something else (a prefill, a capture) is in its time
+    proposed: int = 0  # tokens, over all drafts; fewer than asked for where the drafter had nothing to say
 
     @property
     def seconds(self) -> float:

@@ -12,6 +12,7 @@ from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.history import HistoryDrafter
 from paceline.drafting.recipe import available_drafters, blame_recipe, draft_model_folder, eagle_head
 from paceline.engine.rows import Rows
+from paceline.kernels.history_index import HistoryIndex
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
 from paceline.policy.config import DecoderConfig, read_config
@@ -26,7 +27,9 @@ class DrafterBytes:
     captured_layers: int = 0  # of the policy, for those that follow it
 
 
-def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, widened: bool) -> DrafterBytes:
+def drafter_bytes(
+    speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, widened: bool, request_tokens: int
+) -> DrafterBytes:
     """Of all of them together. With a widened policy the head is widened too; its folder is of the small one, so the whole vocabulary is assumed."""
     names = speculation.drafters if widened else available_drafters(speculation, policy.config)
     drafters = [_make(name, speculation, policy, widened) for name in names]
@@ -35,7 +38,7 @@ def drafter_bytes(speculation: SpeculationConfig, policy: Decoder, rows: Rows, p
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
     own = [] if probabilities_SKV is None else [probabilities_SKV]
     for drafter in drafters:
-        drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False))
+        drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False, request_tokens=request_tokens))
         own += _tensors(drafter)
     seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
@@ -62,6 +65,8 @@ def _tensors(drafter: Drafter) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, torch.nn.Module):
             found += [*value.parameters(), *value.buffers(), value.rope_table]
+        elif isinstance(value, HistoryIndex):
+            found += vars(value).values()
         elif isinstance(value, PagedForward):
             found += [value.cos_PC, value.sin_PC]
     return found

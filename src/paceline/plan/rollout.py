@@ -19,6 +19,7 @@ from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.paged.routing import routing_token_bytes
 from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
+from paceline.plan.lengths import Lengths
 from paceline.policy.decoder import Decoder
 from paceline.precision.weights import quantised_parameters
 
@@ -41,7 +42,7 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     shape, dtype, slots, speculation = policy.config, policy.dtype, config.rollout.max_running, config.rollout.speculation
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
-    drafter = drafter_bytes(speculation, policy, rows, proposals, bool(config.policy.widen))
+    drafter = drafter_bytes(speculation, policy, rows, proposals, bool(config.policy.widen), Lengths.of(config, shape).request)
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)

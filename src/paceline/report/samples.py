@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.types import Completion, FinishReason, Group, Request, Routing, Sample, SamplingParams, Score, Segment
+from paceline.types import Completion, FinishReason, Group, Purpose, Request, Routing, Sample, SamplingParams, Score, Segment
 
 
 def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
@@ -56,7 +56,8 @@ def _parse_group(record: dict[str, Any]) -> Group:
         sampling = entry["request"].pop("sampling")
         sampling |= {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
         prompt = tuple(entry["request"].pop("prompt"))
-        request = Request(prompt=prompt, sampling=SamplingParams(**sampling), **entry["request"])
+        purpose = Purpose(entry["request"].pop("purpose", Purpose.TRAIN))
+        request = Request(prompt=prompt, sampling=SamplingParams(**sampling), purpose=purpose, **entry["request"])
         segments = tuple(Segment(**segment) for segment in entry["segments"])
         completion = Completion(
             request, tuple(entry["tokens"]), tuple(entry["logprobs"]), FinishReason(entry["finish_reason"]), segments, entry["error"],

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from paceline.config import Config
+from paceline.pacing.trace import read_trace
 from paceline.report.run_directory import RunDirectory
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.questions import Flags, ask, build, flags_from_recipe
@@ -53,9 +54,7 @@ def read_run(path: Path) -> RunFacts:
     accept = [record["speculation/accept_length"] for record in late if "speculation/accept_length" in record]
     acceptance = None
     if accept and config.rollout.speculation.drafters:
-        # Under adaptive pacing proposals differ in length: their mean is what was accepted over its share of what was proposed.
-        share = mean(record["speculation/accepted"] for record in late if "speculation/accepted" in record)
-        tokens = min(config.rollout.speculation.tokens, max(1, round((mean(accept) - 1) / share))) if share else config.rollout.speculation.tokens
+        tokens = _proposal_length(run, {int(record["step"]) for record in late}) or config.rollout.speculation.tokens
         origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {path}")
         acceptance = Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
     return RunFacts(
@@ -63,6 +62,13 @@ def read_run(path: Path) -> RunFacts:
         median(record["time/rollout"] for record in late), median(record["time/learn"] for record in late),
         median(record["time/sync"] for record in late), mean(record["rollout/tokens"] for record in late), acceptance,
     )  # fmt: skip
+
+
+def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
+    """Tokens that a row was verified with in the steps that speculated, which adaptive pacing varies; 0 where there is no trace."""
+    rows = [row for step, rows in read_trace(run.trace_path).items() if step in steps for row in rows if row.decision.strategy.count]
+    verified = sum(row.rows for row in rows)
+    return round(sum(row.decision.strategy.count * row.rows for row in rows) / verified) if verified else 0
 
 
 def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:

@@ -1,0 +1,62 @@
+"""A drafter's state, once handed out, is a copy: what is drafted, learned or rolled out later leaves it alone."""
+
+import torch
+
+import paceline.speculation_check as closing
+from paceline.config import load_config
+from paceline.drafting.history import HistoryDrafter
+from paceline.pacing.strategy import Strategy
+from paceline.policy.huggingface import load_policy
+from paceline.session import open_session
+from paceline.tasks.order import ProblemOrder
+from paceline.types import Purpose, Request, SamplingParams
+from tests.drafting.test_exactness import folders, run  # noqa: F401  (a fixture)
+from tests.drafting.test_model_drafters import make_eagle
+
+
+def requests(first: int) -> list[Request]:
+    return [Request(str(i), (5, 6, 7, 8), i, SamplingParams(max_tokens=12, ignore_eos=True)) for i in range(first, first + 3)]
+
+
+def test_history_survives_later_rollouts(folders):  # noqa: F811
+    engine, _ = run(folders["llama"], requests(0), [HistoryDrafter(bank_tokens=60)], Strategy("history", 3))
+    state = engine.drafter_state()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    engine.submit(requests(3))
+    assert len(list(engine.completions())) == 3
+    assert state.keys() == kept.keys() and all(torch.equal(state[name], kept[name]) for name in kept)
+    later = engine.drafter_state()
+    assert any(later[name].shape != kept[name].shape or not torch.equal(later[name], kept[name]) for name in kept), "there was something to alias"
+
+
+def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
+    drafter = make_eagle(load_policy(folders["llama"], torch.float32))
+    state = drafter.state()
+    with torch.no_grad():
+        for parameter in drafter.head.parameters():
+            parameter.add_(1.0)
+    parameters = dict(drafter.head.named_parameters())
+    assert parameters and all(torch.equal(state[name] + 1.0, parameter) for name, parameter in parameters.items())
+
+
+def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
+    monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)  # full: what comes is written over what was
+    overrides = ["drafters=[history]", "pacing=fixed", "tokens=5"]
+    sizes = ["task.train_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8"]
+    session = open_session(load_config("default", [*(f"rollout.speculation.{o}" for o in overrides), *sizes]))
+    order = ProblemOrder(session.task.train, 0, 0)
+    session.sampler.sample(order.take(4), Purpose.TRAIN, 1, 16, session.train_sampling())
+    drafts, take = [], session.backend.take_stats
+
+    def noting():
+        stats = take()
+        if "history" in stats.drafts:
+            drafts.append((len(stats.running), stats.drafts["history"]))
+        return stats
+
+    noting()
+    session.backend.take_stats = noting
+    check = closing.check_speculation(session, order.position, 2)
+    session.close()
+    assert check.identical and len(drafts) == 1 + closing.REPEATS
+    assert drafts[1] == drafts[2], "the second repetition knows no more than the first, and no less"
