@@ -142,16 +142,43 @@ def test_a_rollout_does_not_begin_with_the_last_ones_tail():
 def test_bars_and_waits_are_of_one_situation():
     record, rng, full, tail = DrafterRecord(3), random.Random(0), situation(200, 300), situation(2, 3000)
     assert full != tail and situation(200, 300) == situation(129, 400) and record.due(full, 0)
-    record.acceptance.note(full[1], 64, (0, 0, 0), 1)
+    record.acceptance.note(full, 64, (0, 0, 0), 1)
     for step in range(0, 40000, 4000):
         record.bar(full, step, rng)
     assert record.barred(full, 36000 + 3000) and not record.barred(tail, 36000)
     assert record.due(tail, 36000), "nothing is known of it there"
-    record.acceptance.note(tail[1], 64, (0, 0, 0), 1)
+    record.acceptance.note(tail, 64, (0, 0, 0), 1)
     assert not record.due(tail, 36001) and record.due(tail, 36000 + 700), "and when it is, the wait is short"
     record.does_well(full, 40000)
     record.bar(full, 41000, rng)
     assert record.barred(full, 41040) and not record.barred(full, 41100), "the wait began anew while it did well"
+
+
+def remembering(acceptance) -> World:
+    return World({"history": SimulatedDrafter(acceptance, lambda k, bucket: 2e-5)})
+
+
+def speculating(outcome, steps: int) -> float:
+    """The share of a rollout's first steps."""
+    return sum(s.count > 0 for s in outcome.strategies[:steps]) / steps
+
+
+def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
+    """As history is when prompts come round again: useless for an epoch, then right."""
+    pacer, lengths = make_pacer("history"), long_tailed(64, 100)
+    for i in range(8):
+        simulate(remembering(lambda d, context, step: 0.02), pacer, lengths, seed=i)
+    first, second = (simulate(remembering(lambda d, context, step: 0.85), pacer, lengths, seed=i) for i in (8, 9))
+    assert speculating(first, len(first.strategies)) > 0.5 and speculating(second, len(second.strategies)) > 0.8
+
+
+def test_a_tail_is_not_held_against_the_next_start():
+    """Half of a rollout is text it knows, the tail is not; both at contexts of one class."""
+    world = remembering(lambda d, context, step: 0.85 if context < 250 else 0.0)
+    pacer, lengths = make_pacer("history"), long_tailed(64, 100, longest=380)
+    rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(4)]
+    for outcome in rollouts[1:]:
+        assert speculating(outcome, 20) > 0.7 and outcome.strategies[-1] == PLAIN
 
 
 def test_a_slow_machine_for_verification_stays_plain():

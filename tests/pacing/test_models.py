@@ -153,12 +153,12 @@ def test_acceptance_follows_the_policy():
     assert model.rates(0)[0] < 0.05
 
 
-def test_context_classes_differ_and_a_new_one_starts_from_all():
+def test_situations_differ_and_a_new_one_starts_from_all():
     model = AcceptanceModel(1)
     for _ in range(100):
-        model.note(0, 8, (2,), 1)
-        model.note(2, 8, (7,), 1)
-    short, long, unseen = (model.rates(c)[0] for c in (0, 2, 3))
+        model.note((4, 0), 8, (2,), 1)
+        model.note((0, 2), 8, (7,), 1)
+    short, long, unseen = (model.rates(where)[0] for where in ((4, 0), (0, 2), (0, 3)))
     assert short == pytest.approx(0.25, abs=0.05) and long == pytest.approx(0.875, abs=0.05) and short < unseen < long
     assert [context_class(n) for n in (0, 511, 512, 1023, 1024, 5000)] == [0, 0, 1, 1, 2, 4]
 
@@ -169,7 +169,7 @@ def test_what_is_known_survives_as_json():
     for _ in range(50):
         cost.note_verify(rng.choice(BUCKETS), rng.choice(QUERIES), rng.randrange(4000), rng.random())
         cost.note_draft("eagle", rng.choice((1, 3)), rng.choice(BUCKETS), rng.random())
-        acceptance.note(rng.randrange(3), 8, (6, 3, 1), 1)
+        acceptance.note((rng.randrange(3), rng.randrange(3)), 8, (6, 3, 1), 1)
     cost.note_switch("eagle", 0.1)
     again, acceptance_again = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
     again.load_state(json.loads(json.dumps(cost.state())))

@@ -7,7 +7,7 @@ import pytest
 from paceline.engine.graphs import buckets_up_to
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.store import FORMAT, load_pacing, save_pacing
-from paceline.pacing.strategy import Decision, Observation, Strategy
+from paceline.pacing.strategy import Decision, Moment, Observation, Strategy
 
 STRATEGY = Strategy("history", 3)
 
@@ -31,6 +31,7 @@ def test_a_damaged_file_is_said_and_ignored(tmp_path, damage):
     seen = Observation(Decision(STRATEGY), 4, 100.0, 0.001, 0.01, 8, 4, (3, 1, 0))
     for _ in range(50):
         pacer.observe(seen)
+    pacer.choose(Moment(4, 100.0, 8))  # looks at what came in
     save_pacing(path, pacer, "here")
     state = json.loads(path.read_text())
     assert state["cost"]["steps"], "there is something to lose"

@@ -128,6 +128,8 @@ class AdaptivePacer:
         """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding here, and catch up with new rows."""
         self._trial, self._decision = None, Decision(PLAIN)
         self._settle_on(PLAIN)
+        for record in self.records.values():
+            record.begin_rollout()
 
     def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
         where, trial = situation(moment.running, moment.context), self._trial
@@ -169,7 +171,7 @@ class AdaptivePacer:
             record = self.records[name]
             if name != hope and (record.barred(where, self.steps) or not record.acceptance.drafts_known()):
                 continue
-            emitted = record.acceptance.emitted(where[1]) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
+            emitted = record.acceptance.emitted(where) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
             draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
             catching_up = 0.0 if name == self._decision.strategy.drafter else self._switch(name, moment) / PAYBACK_STEPS
             for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
@@ -184,7 +186,7 @@ class AdaptivePacer:
         """What it did last is all that is believed of its drafter, which is left alone for a while where it was slow."""
         record = self.records[self._current.drafter]
         accepted_at = tuple(sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0))
-        record.acceptance.restart(where[1], sum(s.drafts for s in last), accepted_at)
+        record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
         by_situation: dict[Situation, list[Stretch]] = {where: []}
         for stretch in last:
             by_situation.setdefault(stretch.situation, []).append(stretch)
@@ -242,7 +244,7 @@ class AdaptivePacer:
         strategy = max(could_win, key=rates.__getitem__)
         tokens, switch = float(moment.running), self._switch(self._current.drafter, moment)  # which must catch up when plain decoding has run
         if strategy.count:
-            tokens *= float(self.records[strategy.drafter].acceptance.emitted(context_class(moment.context))[strategy.count])
+            tokens *= float(self.records[strategy.drafter].acceptance.emitted(situation(moment.running, moment.context))[strategy.count])
             switch = 0.0
         per_step = tokens * (1.0 / rates[strategy] - 1.0 / baseline)
         if self.timing.affords(self.elapsed, switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
@@ -296,9 +298,9 @@ class AdaptivePacer:
         accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
         trial = self._last_trial if first.decision.reason == "trial" else None
         if trial is not None and trial.record is not None and not trial.seen:  # not before there is news to count instead
-            trial.record.acceptance.fade(context_class(context), OLD_NEWS)
+            trial.record.acceptance.fade(situation(running, context), OLD_NEWS)
         if strategy.count and drafts:
-            self.records[strategy.drafter].acceptance.note(context_class(context), drafts, accepted_at, len(block))
+            self.records[strategy.drafter].acceptance.note(situation(running, context), drafts, accepted_at, len(block))
         if trial is not None:
             # A capture happens once and pays for ever, a prefill is nobody's fault.
             lost = max(0.0, sum(o.seconds - o.tokens / trial.baseline for o in block if not o.disturbed))

@@ -11,7 +11,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from paceline.pacing.acceptance import AcceptanceModel
+from paceline.pacing.acceptance import AcceptanceModel, Situation
 from paceline.pacing.cost import context_class
 from paceline.pacing.strategy import Moment, Strategy
 
@@ -22,8 +22,6 @@ LONGEST_DELAY = 64  # steps after which an outcome that has not come is not wait
 LONGEST_TRIAL = 16  # steps
 HEAD_START = 2.0  # plain steps' worth of time that a budget has before any has been earned
 OLD_NEWS = 0.1  # weight that earlier counts keep when a drafter is tried again
-
-Situation = tuple[int, int]
 
 
 def situation(running: int, context: float) -> Situation:
@@ -71,9 +69,9 @@ class DrafterRecord:
         return step < self._standings[where].barred_until
 
     def due(self, where: Situation, step: int) -> bool:
-        """At once in a context class in which it has never run."""
+        """At once in a situation in which it has never run."""
         standing, elsewhere = self._standings[where], 0
-        if self.acceptance.knows(where[1]):
+        if self.acceptance.knows(where):
             elsewhere = self._elsewhere.next_trial
         return step >= max(standing.next_trial, standing.barred_until, elsewhere)
 
@@ -89,6 +87,12 @@ class DrafterRecord:
     def does_well(self, where: Situation, step: int) -> None:
         for standing in (self._standings[where], self._elsewhere):
             standing.wait, standing.next_trial = FIRST_WAIT, step + FIRST_WAIT
+
+    def begin_rollout(self) -> None:
+        """Other prompts, other weights, and for a drafter that remembers maybe prompts it knows by now: what it failed at before says
+        little. It is due as soon as the budget allows; the guard's word stands."""
+        for standing in (*self._standings.values(), self._elsewhere):
+            standing.wait, standing.next_trial = FIRST_WAIT, standing.barred_until
 
 
 @dataclass

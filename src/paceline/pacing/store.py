@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Pacer
 
-FORMAT = 2  # of what pacers keep; what an earlier one kept is learnt again
+FORMAT = 3  # of what pacers keep; what an earlier one kept is learnt again
 
 
 def save_pacing(path: Path, pacer: Pacer | None, machine: str) -> None:
