@@ -164,8 +164,11 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
     assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
     with path.open("a") as file:
         file.write('{"step": 4, "strat')
+    good = path.read_bytes()
+    path.write_bytes(b'{"step": 1, "strat\n\xff\xfe\n[]\n' + good + b'{"step": 3')
+    assert {k: len(v) for k, v in read_trace(path).items()} == {k: len(v) for k, v in read.items()}, "damaged lines are left out"
     cut_trace(path, 2)
-    assert sorted(read_trace(path)) == [1, 2]
+    assert sorted(read_trace(path)) == [1, 2] and path.read_bytes().startswith(good[:20])
     with pytest.raises(ValueError, match="has steps 1 to 2"):
         write_page(path, tmp_path / "page.html", "run", 9)
     with pytest.raises(FileNotFoundError, match="holds no trace"):

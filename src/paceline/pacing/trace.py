@@ -1,11 +1,15 @@
 """What was decided and what came of it, in rows that a file can hold and a report can plot."""
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.pacing.strategy import Decision, Observation, Strategy
+
+NEEDED = {"step", "strategy", "reason", "context", "expected", "steps", "rows", "tokens", "seconds"}
 
 
 @dataclass
@@ -50,13 +54,9 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
 
 
 def read_trace(path: Path) -> dict[int, list[TraceRow]]:
-    """By step of the run. A last line that was cut off by a crash is not a row."""
+    """By step of the run."""
     rows: dict[int, list[TraceRow]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            r = json.loads(line)
-        except json.JSONDecodeError:
-            break
+    for r in _records(path):
         strategy, running = Strategy.parse(r["strategy"]), r["rows"] // max(1, r["steps"])
         decision = Decision(strategy, running, r["context"], r["expected"], r["reason"])
         rows.setdefault(r["step"], []).append(TraceRow(decision, r["steps"], r["rows"], r["tokens"], r["seconds"], r.get("disturbed_seconds", 0.0)))
@@ -67,7 +67,17 @@ def cut_trace(path: Path, step: int) -> None:
     """Drops later steps, which a resumed run will make again."""
     if not path.is_file():
         return
-    kept = {number: rows for number, rows in read_trace(path).items() if number <= step}
-    path.unlink(missing_ok=True)
-    for number, rows in kept.items():
-        append_trace(path, number, rows)
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= step))
+    os.replace(beside, path)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """A line that a crash cut off or damaged is no row; the trace is for looking at, and nothing follows from it."""
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        try:
+            record = json.loads(line.decode())
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.keys() >= NEEDED:
+            yield record

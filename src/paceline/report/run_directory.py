@@ -93,7 +93,7 @@ class RunDirectory:
         cut_trace(self.trace_path, step)
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
-        for file in self.samples_path.glob("step_*.jsonl"):
+        for file in self.samples_path.glob("step_[0-9]*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 
