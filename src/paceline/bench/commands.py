@@ -110,9 +110,10 @@ def speculation(
     json_file: JsonOption = None,
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
-    from paceline.bench.setup import describe, drafter_overrides, recipe_engine, recipe_policy, recipe_requests
+    from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
     from paceline.bench.speculation import bench_speculation, choose_long, requests_for
     from paceline.config import load_config
+    from paceline.drafting.recipe import drafter_overrides
     from paceline.pacing.strategy import Strategy
 
     config = load_config(recipe, drafter_overrides(overrides or [], [drafter]))

@@ -22,8 +22,6 @@ from paceline.session import open_policy, policy_folder, prepare_device, widened
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
-FOLDER_KEYS = {"eagle_path": "eagle", "draft_model_path": "draft_model"}  # of rollout.speculation, and whose they are
-
 
 def bench_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,24 +37,6 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
     if wide:
         return load_widened(folder, wide, dtype, device)
     return load_policy(model, dtype, device)
-
-
-def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
-    """For commands whose own options say who drafts and how: of the recipe's speculation only the folders count, whatever drafters it lists."""
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, _, name = key.rpartition(".")
-        if "rollout.speculation" not in (section, key):
-            continue
-        if name not in FOLDER_KEYS:
-            raise ValueError(
-                f"{override}: the command's own options say who drafts and how; of rollout.speculation it takes {', '.join(FOLDER_KEYS)}"
-            )
-        if FOLDER_KEYS[name] not in drafters:
-            who = f"--drafter {','.join(drafters)}" if drafters else "a backend that never speculates"
-            raise ValueError(f"{key} = {value!r} does not apply to {who}, only to --drafter {FOLDER_KEYS[name]}; leave it out")
-    every = ("drafters=[history, eagle, draft_model]", "pacing=adaptive", "max_running=0")
-    return [*overrides, *(f"rollout.speculation.{setting}" for setting in every)]
 
 
 def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:

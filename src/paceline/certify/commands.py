@@ -31,12 +31,13 @@ def certify(
     from dataclasses import replace
 
     from paceline.backends.base import BASE_PRECISION
-    from paceline.bench.setup import drafter_overrides, recipe_policy
+    from paceline.bench.setup import recipe_policy
     from paceline.certify.fp8 import Fp8Subject
     from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
     from paceline.certify.run import QUICK, Plan
     from paceline.certify.run import certify as run
     from paceline.config import load_config
+    from paceline.drafting.recipe import drafter_overrides
     from paceline.engine.sampling import Verify
     from paceline.engine.settings import EngineSettings
     from paceline.options import refuse_given

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from paceline.config.section import Section
 
+DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}  # the key that names a drafter's folder
+
 
 class SpeculationConfig(Section):
     drafters: list[Literal["history", "eagle", "draft_model"]] = Field(
@@ -37,7 +39,7 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _keys_apply(self) -> "SpeculationConfig":
         """A key that nobody would read is a mistake."""
-        for key, drafter in {"eagle_path": "eagle", "draft_model_path": "draft_model"}.items():
+        for drafter, key in DRAFTER_FOLDERS.items():
             if drafter not in self.drafters and not self.is_default(key):
                 named, default = f"rollout.speculation.{key}", type(self).model_fields[key].default
                 raise ValueError(

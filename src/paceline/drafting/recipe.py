@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import ConfigError, SpeculationConfig
+from paceline.config import DRAFTER_FOLDERS, ConfigError, SpeculationConfig
 from paceline.drafting.eagle_folder import head_for, read_eagle_config
 from paceline.drafting.eagle_head import EagleConfig
 from paceline.policy.config import DecoderConfig, read_config
@@ -26,11 +26,10 @@ def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, FileNotFoundError) as error:
-        key, path, way_out = "draft_model_path", settings.draft_model_path, "use a smaller model with the policy's own tokenizer, "
-        if name == "eagle":
-            key, path, way_out = "eagle_path", settings.eagle_path, ""
+        key = DRAFTER_FOLDERS[name]
+        way_out = "use a smaller model with the policy's own tokenizer, " if name == "draft_model" else ""
         way_out += f"train an eagle head for this policy with `paceline drafter train`, or leave {name} out of rollout.speculation.drafters"
-        raise ConfigError(f"rollout.speculation.{key} = {path!r}: {error}; {way_out}") from None
+        raise ConfigError(f"rollout.speculation.{key} = {getattr(settings, key)!r}: {error}; {way_out}") from None
 
 
 def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str, EagleConfig]:
@@ -56,3 +55,20 @@ def draft_model_folder(settings: SpeculationConfig, policy: DecoderConfig, token
             example = f"{number} is {theirs!r} to it and {ours!r} to the policy"
             raise ValueError(f"its tokenizer is another one, {len(differing)} ids mean something else ({example})")
     return folder
+
+
+def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
+    """For commands whose own options say who drafts and how: of the recipe's speculation only the folders count, whatever drafters it lists."""
+    whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.rpartition(".")
+        if "rollout.speculation" not in (section, key):
+            continue
+        if name not in whose:
+            raise ValueError(f"{override}: the command's own options say who drafts and how; of rollout.speculation it takes {', '.join(whose)}")
+        if whose[name] not in drafters:
+            who = f"--drafter {','.join(drafters)}" if drafters else "a backend that never speculates"
+            raise ValueError(f"{key} = {value!r} does not apply to {who}, only to --drafter {whose[name]}; leave it out")
+    every = ("drafters=[history, eagle, draft_model]", "pacing=adaptive", "max_running=0")
+    return [*overrides, *(f"rollout.speculation.{setting}" for setting in every)]

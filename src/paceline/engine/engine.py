@@ -270,8 +270,8 @@ class Engine:
             self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
             self.timer.note_drafted()
         self.drafters.ran(self.batch.slots, strategy.drafter)
-        variant = replace(self.batch.variant, verify=self.drafters.verification(strategy, self.settings.verify))
-        status = self.runner.run(bucket, queries, variant)
+        variant, verify = self.batch.variant, self.drafters.verification(strategy, self.settings.verify)
+        status = self.runner.run(bucket, queries, variant if verify is variant.verify else replace(variant, verify=verify))
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
