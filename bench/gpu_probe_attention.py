@@ -1,6 +1,6 @@
 """Decode attention by how the work is cut up: microseconds per layer, beside reading the KV at 4.575 TB/s.
 
-PYTHONPATH=src:bench python3 bench/gpu_probe_attention.py [fp8]
+PYTHONPATH=src:bench python3 bench/gpu_probe_attention.py [fp8] [verify]
 """
 
 import math
@@ -16,6 +16,7 @@ from paceline.kernels.triton_support import multiprocessors
 HEADS, KV_HEADS, DIM, BLOCK, WIDTH = 32, 8, 128, 16, 4096
 FP8 = "fp8" in sys.argv
 KV_TYPE = torch.float8_e4m3fn if FP8 else torch.bfloat16
+QUERIES = 4 if "verify" in sys.argv else 1
 UNIFORM = ((256, (32, 64, 128, 256)), (1024, (1, 4, 16, 32, 64)), (3000, (1, 2, 4, 8, 16, 32)))
 
 
@@ -26,7 +27,7 @@ def mixed_lengths(rows):
 
 def inputs(lengths):
     """(q, table, contexts, caches of several layers): enough layers that none is left in the L2 cache from the last replay."""
-    blocks = [context // BLOCK + 1 for context in lengths]
+    blocks = [(context + QUERIES) // BLOCK + 1 for context in lengths]
     order = torch.randperm(sum(blocks)).int().split(blocks)
     table = torch.zeros(len(lengths), WIDTH // BLOCK, dtype=torch.int32)
     for row, numbers in enumerate(order):
@@ -34,12 +35,12 @@ def inputs(lengths):
     layers = max(2, min(12, 4_000_000_000 // (sum(lengths) * KV_HEADS * DIM * 4)))
     shape = (sum(blocks), BLOCK, KV_HEADS, DIM)
     caches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(KV_TYPE) for _ in range(2)] for _ in range(layers)]
-    q = torch.randn(len(lengths), 1, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(len(lengths), QUERIES, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     return q, table.cuda(), torch.tensor(lengths, device="cuda", dtype=torch.int32), caches
 
 
 def label(launch: Launch) -> str:
-    registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps == 4 else f"w{launch.warps}"
+    registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps is None else f"w{launch.warps}"
     return f"{launch.programs}/{launch.stages}{registers}{warps}"
 
 
@@ -55,7 +56,8 @@ def main() -> None:
         shares = sorted({max(1, min(max_groups, fill * processors // tiles)) for fill in (1, 2, 4, 8, 16)})
         launches = {Launch(programs, stages) for programs in shares for stages in ((2, 3, 4, 6) if programs == 1 else (2, 3, 5))}
         if len(lengths) >= 64:  # many programs: how many run at once matters
-            launches |= {Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ((128, 4), (None, 2))}
+            ways = ((None, 2), (None, 4)) if QUERIES > 1 and not FP8 else ((128, None), (None, 2))
+            launches |= {Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ways}
         chosen = default_launch(processors, tiles, max_groups)
         results = {}
         for launch in launches | {chosen}:

@@ -33,7 +33,7 @@ def unfused(q_RQHD, *rest):
     return quantise_rows(paged_attention(q_RQHD, *rest).flatten(0, 1).flatten(1))
 
 
-def stages(count: int, registers: int | None = None, warps: int = 4):
+def stages(count: int, registers: int | None = None, warps: int | None = None):
     def launch(processors: int, tiles: int, max_groups: int) -> Launch:
         return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count, registers, warps)
 

@@ -1,5 +1,8 @@
 """The softmax that both attention kernels carry over tiles of keys; what they have in common decides a query's bits.
 
+A product's 16 or 64 left rows are queries in prefill, which has many, and keys in decoding, which has few: with the heads of a GQA group
+4 or 8, and a tensor core takes 8 right rows. Either way an element is the same sum in the same order.
+
     keys    | tile tile tile tile | tile tile tile tile | tile ..     boundaries are absolute positions
             |       group 0       |       group 1       | group 2
     group  = online softmax over its tiles in order, from a fresh state
@@ -41,10 +44,9 @@ def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: t
 def attend_tile(
     q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
-    The total has equal columns; the sum is a tuple, of one tensor or of the even and odd dimensions.
+    The total has equal columns.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
     was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
@@ -56,27 +58,56 @@ def attend_tile(
     k = tl.load(k_cache_ptr + offset, mask=exists[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
-    maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    rescale = tl.exp2(maximum - finite)
+    new_maximum, finite, rescale = next_maximum(maximum, tl.max(scores, axis=1), start, GROUP)
     weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
-    if PAIRS:
-        pair_offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
-        pairs = tl.load(v_cache_ptr + pair_offset, mask=exists[:, None], other=0)
-        even, odd = halves_of(pairs)
-        even_acc = tl.dot(weights, even.to(q.dtype), acc[0] * rescale[:, None], input_precision="ieee")
-        acc = even_acc, tl.dot(weights, odd.to(q.dtype), acc[1] * rescale[:, None], input_precision="ieee")
-    else:
-        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
-        if v.dtype == tl.uint8:
-            v = v.to(tl.int16)
-            v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
-        acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
+    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
+    if v.dtype == tl.uint8:
+        v = v.to(tl.int16)
+        v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
+    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
     tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
     total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
+
+
+@triton.jit
+def attend_keys(
+    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` with everything transposed: `q [HEAD_DIM, rows]`, and the total has equal rows. The sum is a tuple, of one tensor
+    or, where V comes in PAIRS, of the even and the odd dimensions."""
+    token = start + tl.arange(0, TILE)
+    exists = token < end
+    slot = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+    k = tl.load(k_cache_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask=exists[:, None], other=0.0).to(q.dtype)
+    scores = tl.dot(k, q, input_precision="ieee") * scale
+    scores = tl.where(token[:, None] <= query_position[None, :], scores, -float("inf"))
+    new_maximum, finite, rescale = next_maximum(maximum, tl.max(scores, axis=0), start, GROUP)
+    weights = tl.exp2(scores - finite[None, :]).to(q.dtype)
+    if PAIRS:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        pairs = tl.load(v_cache_ptr + slot[None, :] * HALF + tl.arange(0, HALF)[:, None], mask=exists[None, :], other=0)
+        even, odd = halves_of(pairs)
+        even_acc = tl.dot(even.to(q.dtype), weights, acc[0] * rescale[None, :], input_precision="ieee")
+        acc = even_acc, tl.dot(odd.to(q.dtype), weights, acc[1] * rescale[None, :], input_precision="ieee")
+    else:
+        v = tl.load(v_cache_ptr + slot[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], mask=exists[None, :], other=0.0).to(q.dtype)
+        acc = (tl.dot(v, weights, acc[0] * rescale[None, :], input_precision="ieee"),)
+    tile_total = tl.dot(tl.full((total.shape[0], TILE), 1.0, q.dtype), weights, input_precision="ieee")
+    total = total * rescale[None, :] + tl.maximum(tile_total, 0.0)  # as in `attend_tile`
+    return acc, new_maximum, total
+
+
+@triton.jit
+def next_maximum(maximum, tile_maximum, start, GROUP: tl.constexpr):
+    """The maximum after a tile, the same where it is finite, and the factor for what was before."""
+    maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
+    new_maximum = tl.maximum(maximum, tile_maximum)
+    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    return new_maximum, finite, tl.exp2(maximum - finite)
 
 
 @triton.jit
@@ -113,26 +144,33 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
-    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The same inside a group, where the total has equal columns: one result of the tensor core, reduced once per group. More columns
+    than rows: for a square result the compiler would stack the warps over 16 rows."""
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
-    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def fresh_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """The same for `attend_keys`."""
+    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((16, ROWS), tl.float32)
     if PAIRS:
-        half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
+        half = tl.zeros((HEAD_DIM // 2, ROWS), tl.float32)
         acc = half, half
     else:
-        acc = (tl.zeros((ROWS, HEAD_DIM), tl.float32),)
+        acc = (tl.zeros((HEAD_DIM, ROWS), tl.float32),)
     return acc, maximum, total
 
 
 @triton.jit
-def whole(acc, PAIRS: tl.constexpr):
-    """A group's sum in one piece."""
+def by_rows(acc, PAIRS: tl.constexpr):
+    """A group's sum by `attend_keys` as `[rows, HEAD_DIM]`."""
     if PAIRS:
-        out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
+        even, odd = tl.trans(acc[0]), tl.trans(acc[1])
+        out = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
     else:
-        out = acc[0]
+        out = tl.trans(acc[0])
     return out
 
 

@@ -6,7 +6,7 @@ context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_s
 A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it
 (attention_tiles.py). With many rows one program walks its whole row and folds in registers. With fewer, programs are spread over the
 rows in proportion to their lengths, those of one row share its groups, and a second kernel folds their partial results. Both fold
-the same numbers in the same order. Queries and the heads of a GQA group are packed into the tile's rows.
+the same numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from paceline.kernels.attention_tiles import (
     LOG2E,
     TILE,
     as_fp8_query,
-    attend_tile,
+    attend_keys,
+    by_rows,
     fold,
     fresh,
-    fresh_group,
+    fresh_keys,
     normalised,
     tile_blocks,
-    whole,
 )  # fmt: skip
 from paceline.kernels.fp8_format import E4M3, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
@@ -44,7 +44,7 @@ from paceline.kernels.triton_support import (
 COMBINE_BATCH = 8  # partial results loaded at a time
 RESIDENT = 2  # programs that a multiprocessor runs at once
 FILL = 4  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
-QUERY_ROWS = 16  # (query, head of the group) pairs per program: one tensor-core tile
+MIN_ROWS, MAX_ROWS = 8, 16  # (query, head of the group) pairs per program: a tensor core takes 8, and 16 share what is read of the cache
 
 
 def paged_attention_reference(q_RQHD, k_cache, v_cache, block_table_RB, context_len_R, k_scale_H=None, v_scale_H=None):
@@ -106,8 +106,9 @@ def _paged_attention_kernel(
     q = tl.load(q_ptr + q_offset, mask=valid[:, None], other=0.0)
     if FP8:
         q = as_fp8_query(q)
+    q = tl.trans(q)
 
-    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
+    group_acc, group_maximum, group_total = fresh_keys(ROWS, HEAD_DIM, FP8)
     if SHARED:
         TILES: tl.constexpr = GROUP // TILE
         first = tl.program_id(2)
@@ -118,7 +119,7 @@ def _paged_attention_kernel(
             # One flat loop, so that loads run ahead from one group into the next.
             group = first + i // TILES * stride
             start = group * GROUP + i % TILES * TILE
-            group_acc, group_maximum, group_total = attend_tile(
+            group_acc, group_maximum, group_total = attend_keys(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
                 scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
             )  # fmt: skip
@@ -126,19 +127,19 @@ def _paged_attention_kernel(
             block = tile_blocks(row_table_ptr, following, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
                 partial = q_row * max_groups + group
-                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], whole(group_acc, FP8), mask=valid[:, None])
+                tl.store(acc_ptr + partial[:, None] * HEAD_DIM + column[None, :], by_rows(group_acc, FP8), mask=valid[:, None])
                 tl.store(maximum_ptr + partial, group_maximum, mask=valid)
-                tl.store(total_ptr + partial, tl.max(group_total, axis=1), mask=valid)
+                tl.store(total_ptr + partial, tl.max(group_total, axis=0), mask=valid)
     else:
         acc, maximum, total = fresh(ROWS, HEAD_DIM)
         for start in range(0, end, TILE):
-            group_acc, group_maximum, group_total = attend_tile(
+            group_acc, group_maximum, group_total = attend_keys(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head,
                 scale, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
+                acc, maximum, total = fold(acc, maximum, total, by_rows(group_acc, FP8), group_maximum, tl.max(group_total, axis=0))
         out = normalised(acc, total)
         if FP8:
             out *= v_scale
@@ -220,10 +221,12 @@ class Launch:
     programs: int  # per row, query tile and kv head, at most
     stages: int  # tiles in flight
     registers: int | None = None  # at most, per thread: fewer let more programs run at once
-    warps: int = 4
+    warps: int | None = None  # None: as `options` says
 
-    def options(self) -> dict:
-        return launch_options(self.warps, self.stages) | ({"maxnreg": self.registers} if self.registers else {})
+    def options(self, rows: int) -> dict:
+        """Four warps run products of more than 8 rows asynchronously: see attention_tiles.py."""
+        warps = self.warps or (4 if rows <= MIN_ROWS else 2)
+        return launch_options(warps, self.stages) | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
@@ -233,10 +236,14 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)  # with three, more programs fit a multiprocessor
 
 
+def rows_per_program(num_queries: int, padded_gqa: int) -> int:
+    return max(padded_gqa, MIN_ROWS, min(MAX_ROWS, next_power_of_2(num_queries * padded_gqa)))
+
+
 def partial_bytes(rows: int, queries: int, heads: int, kv_heads: int, head_dim: int, table_tokens: int, processors: int) -> int:
     """What the groups' partial results take where programs share rows; block tables address `table_tokens` tokens."""
     padded_gqa, max_groups = next_power_of_2(heads // kv_heads), cdiv(table_tokens, GROUP)
-    tiles = rows * cdiv(queries, max(QUERY_ROWS, padded_gqa) // padded_gqa) * kv_heads
+    tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
     if default_launch(processors, tiles, max_groups).programs == 1:
         return 0
     return rows * queries * heads * cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH * (head_dim + 2) * 4
@@ -249,7 +256,7 @@ def paged_attention_triton(
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
-    rows = max(QUERY_ROWS, padded_gqa)
+    rows = rows_per_program(num_queries, padded_gqa)
     row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     launch = launch or default_launch(multiprocessors(q_RQHD.device), row_tiles * num_kv_heads, max_groups)
@@ -269,7 +276,7 @@ def paged_attention_triton(
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
-        **launch.options(),
+        **launch.options(rows),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](

@@ -25,7 +25,6 @@ from paceline.kernels.attention_tiles import (
     fresh_group,
     normalised,
     tile_blocks,
-    whole,
 )
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
@@ -126,15 +125,15 @@ def _prefill_attention_kernel(
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
     else:
-        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, False)
+        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
         for start in range(0, end, TILE):
             group_acc, group_maximum, group_total = attend_tile(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, False,
+                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, False), group_maximum, tl.max(group_total, axis=1))
+                acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
     out = normalised(acc, total)
     if FP8:
         out *= tl.load(v_scale_ptr + kv_head) * 256.0
