@@ -99,9 +99,10 @@ def assert_rows_equal(actual: QuantisedRows, expected: QuantisedRows) -> None:
 
 @pytest.mark.gpu
 def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
-    """Groups whose largest number has each of the 128 mantissas, with all 127 others beside it, sixteen binades down."""
+    """Groups whose largest number has each of the 128 mantissas, with 125 others and both zeros beside it, sixteen binades down."""
     mantissa = 1 + torch.arange(128) / 128
     smaller_BM = mantissa.flip(0)[:127] * 2.0 ** -torch.arange(1, 17).unsqueeze(1)
+    smaller_BM[:, :2] = torch.tensor([0.0, -0.0])
     x_MK = torch.cat((mantissa.repeat_interleave(16).unsqueeze(1), smaller_BM.repeat(128, 1)), dim=1).to(torch.bfloat16)
     expected, actual = quantise_rows_reference(x_MK), quantise_rows_triton(x_MK.cuda())
     assert same_bits(actual.values_MK, expected.values_MK) and same_bits(actual.scales_GM, expected.scales_GM)
@@ -110,14 +111,16 @@ def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
 def test_two_corrections_make_a_quotient_exact():
     """What `_quotient` does on a GPU, with its fused operations in float64: the products are exact there, and so is the first difference."""
     x, scale = torch.randn(1 << 20), torch.rand(1 << 20) + 0.001
+    x[:2] = torch.tensor([0.0, -0.0])
     inverse, wide_scale = 1 / scale, scale.double()
     quotient = x * inverse
     wrong = [(quotient != x / scale).sum()]
     for _ in range(2):
-        left = (x.double() - quotient.double() * wide_scale).float()
-        quotient = (quotient.double() + left.double() * inverse.double()).float()
+        over = (quotient.double() * wide_scale - x.double()).float()
+        quotient = (-over.double() * inverse.double() + quotient.double()).float()
         wrong.append((quotient != x / scale).sum())
     assert wrong[0] > 100_000 and wrong[2] == 0, wrong
+    assert torch.equal(quotient.signbit(), x.signbit()), "zeros keep their sign"
 
 
 def test_norm_adds_parts_in_order(device):
@@ -179,7 +182,8 @@ def test_expert_kernels(device, num_rows):
     tile = Fp8Tile(16, 64, 4, 3) if device == "cpu" else choose_fp8_expert_tile(num_rows * 3, 8)
     out = fp8_experts_triton(quantise_rows_triton(x.to(device)), weights_MK, experts_MK, matrix(gate_up, device), matrix(down, device), tile)
     error = (out.cpu().float() - expected.float()).norm() / expected.float().norm()
-    assert error < (1e-5 if device == "cpu" else 1e-2), error
+    one_step = 4e-2 / num_rows  # of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16
+    assert error < (1e-5 if device == "cpu" else 1e-2 + one_step), error
 
 
 def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():

@@ -13,13 +13,11 @@ picks. Masked keys add exact zeros.
 
 A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale, V's is applied to the
 result. The products run in float16, which holds every E4M3 number. V is transposed on its way out of shared memory, which the
-hardware does for 16 bits and not for 8. So decoding reads V in pairs of neighbouring dimensions, and even and odd ones have a sum each.
-Prefill reads it byte by byte, times 2^-8, which changes no digit:
+hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring dimensions, and even and odd ones have a sum each.
 
-    s eeee mmm  ->  s 0eeee mmm0000000      float16 bits of the number x 2^-8, whatever it is
-
-It also keeps to tiles as low as decoding's: in higher ones the products run asynchronously, and an operand made in registers was seen to
-be overwritten by the next (Triton 3.6), besides results that differed in the last bit now and then.
+Bits are the same only where both kernels load an operand in the same width: that decides how the compiler (Triton 3.6) deals a product's
+terms to its instructions. Prefill of an E4M3 cache also keeps to tiles of few rows: in higher ones the products run asynchronously, and an
+operand made in registers was seen to be overwritten by the next.
 
 The queries are never stored, so quantising them would save nothing.
 """
@@ -44,9 +42,10 @@ def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: t
 def attend_tile(
     q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
-    The total has equal columns.
+    The total has equal columns; the sum is a tuple, of one tensor or, where V comes in PAIRS, of the even and the odd dimensions.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
     was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
@@ -60,11 +59,15 @@ def attend_tile(
     scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
     new_maximum, finite, rescale = next_maximum(maximum, tl.max(scores, axis=1), start, GROUP)
     weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
-    v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0)
-    if v.dtype == tl.uint8:
-        v = v.to(tl.int16)
-        v = (((v & 0x80) << 8) | ((v & 0x7F) << 7)).to(tl.float16, bitcast=True).to(q.dtype)
-    acc = tl.dot(weights, v, acc * rescale[:, None], input_precision="ieee")
+    if PAIRS:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        pairs = tl.load(v_cache_ptr + (slot * NUM_KV_HEADS + kv_head)[:, None] * HALF + tl.arange(0, HALF)[None, :], mask=exists[:, None], other=0)
+        even, odd = halves_of(pairs)
+        even_acc = tl.dot(weights, even.to(q.dtype), acc[0] * rescale[:, None], input_precision="ieee")
+        acc = even_acc, tl.dot(weights, odd.to(q.dtype), acc[1] * rescale[:, None], input_precision="ieee")
+    else:
+        v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
+        acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
     tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
     # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
     total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
@@ -77,8 +80,7 @@ def attend_keys(
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` with everything transposed: `q [HEAD_DIM, rows]`, and the total has equal rows. The sum is a tuple, of one tensor
-    or, where V comes in PAIRS, of the even and the odd dimensions."""
+    """`attend_tile` with everything transposed: `q [HEAD_DIM, rows]`, and the total has equal rows."""
     token = start + tl.arange(0, TILE)
     exists = token < end
     slot = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
@@ -144,34 +146,47 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The same inside a group, where the total has equal columns: one result of the tensor core, reduced once per group. More columns
-    than rows: for a square result the compiler would stack the warps over 16 rows."""
+def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
+    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
-    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PAIRS:
+        half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)
+        acc = half, half
+    else:
+        acc = (tl.zeros((ROWS, HEAD_DIM), tl.float32),)
+    return acc, tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 @triton.jit
 def fresh_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
     """The same for `attend_keys`."""
-    maximum, total = tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((16, ROWS), tl.float32)
     if PAIRS:
         half = tl.zeros((HEAD_DIM // 2, ROWS), tl.float32)
         acc = half, half
     else:
         acc = (tl.zeros((HEAD_DIM, ROWS), tl.float32),)
-    return acc, maximum, total
+    return acc, tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((16, ROWS), tl.float32)
+
+
+@triton.jit
+def whole(acc, PAIRS: tl.constexpr):
+    """A group's sum in one piece."""
+    if PAIRS:
+        out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
+    else:
+        out = acc[0]
+    return out
 
 
 @triton.jit
 def by_rows(acc, PAIRS: tl.constexpr):
-    """A group's sum by `attend_keys` as `[rows, HEAD_DIM]`."""
+    """The same of a sum by `attend_keys`, transposed back."""
     if PAIRS:
-        even, odd = tl.trans(acc[0]), tl.trans(acc[1])
-        out = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+        acc = tl.trans(acc[0]), tl.trans(acc[1])
     else:
-        out = tl.trans(acc[0])
-    return out
+        acc = (tl.trans(acc[0]),)
+    return whole(acc, PAIRS)
 
 
 @triton.jit

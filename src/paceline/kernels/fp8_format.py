@@ -124,8 +124,8 @@ def _quotient(x, scale):
     else:
         inverse = tl.div_rn(1.0, scale)
         quotient = x * inverse
-        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)  # in this order a zero keeps its sign
+        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
     return quotient
 
 

@@ -25,6 +25,7 @@ from paceline.kernels.attention_tiles import (
     fresh_group,
     normalised,
     tile_blocks,
+    whole,
 )
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
@@ -125,18 +126,18 @@ def _prefill_attention_kernel(
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
     else:
-        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM)
+        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
         for start in range(0, end, TILE):
             group_acc, group_maximum, group_total = attend_tile(
                 q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP,
+                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
             )  # fmt: skip
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(acc, maximum, total, group_acc, group_maximum, tl.max(group_total, axis=1))
+                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
     out = normalised(acc, total)
     if FP8:
-        out *= tl.load(v_scale_ptr + kv_head) * 256.0
+        out *= tl.load(v_scale_ptr + kv_head)
     tl.store(out_ptr + q_offset, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
@@ -151,7 +152,7 @@ def prefill_attention_triton(
     out, fp8 = torch.empty_like(q_THD), k_cache.dtype == E4M3
     rows = max(rows or (FP8_QUERY_ROWS if fp8 else QUERY_ROWS), padded_gqa)
     warps = warps or (FP8_WARPS if fp8 else WARPS)
-    v_cache = v_cache.view(torch.uint8) if fp8 else v_cache
+    v_cache = v_cache.view(torch.int16) if fp8 else v_cache
     grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
         q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
