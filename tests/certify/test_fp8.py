@@ -171,8 +171,8 @@ class Fixed:
     def __init__(self, logits_VV: torch.Tensor) -> None:
         self.logits_VV, self.config = logits_VV, SimpleNamespace(vocab_size=len(logits_VV))
 
-    def moved(self, seed: int) -> "Fixed":
-        return Fixed(self.logits_VV + 0.15 * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed)))
+    def moved(self, seed: int, by: float = 0.15) -> "Fixed":
+        return Fixed(self.logits_VV + by * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed)))
 
     def __call__(self, tokens_T, positions_T, attend, replay=None):
         return tokens_T
@@ -215,6 +215,24 @@ def test_what_is_kept_is_certain_where_rounding_cannot_change_it(sampling, expec
     requests = [Request(str(last), (last,), 0, sampling) for last in range(3)]
     assert expected_tokens(policy, policy.run(requests), sampling, 0.2).certain_N.tolist() == expected
     assert expected_tokens(policy, policy.run(requests), sampling, 1e-4).certain_N.all()
+
+
+def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
+    """Nothing is explained by copies in base precision, so not one token that rounding kept may be left in the test."""
+    exact = Fixed(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
+    sampling = SamplingParams(1.5, max_tokens=1, top_k=5)
+    kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[:, 4:5]  # each context's last kept token
+    completions = [
+        Completion(Request(str(v), (v,), 0, sampling), (t,), (0.0,), FinishReason.LENGTH, ()) for v, (t,) in enumerate(kept_by_backend_VV.tolist())
+    ]
+
+    def ruled_out(own: Fixed | None) -> int:
+        tokens = expected_tokens(exact, completions, sampling, 0.01, own=own)
+        return int((tokens.observed_N[tokens.certain_N] >= 5).sum())
+
+    assert ruled_out(None) > 0
+    assert ruled_out(exact.moved(2, 0.02)) == 0
+    assert expected_tokens(exact, completions, sampling, 0.01, own=exact.moved(2, 0.02)).certain_N.float().mean() > 0.1
 
 
 def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():

@@ -89,7 +89,8 @@ def check_frequencies(
     ]
     opened.step_starts.clear()
     completions = opened.run(requests)
-    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, subject.shaken)
+    own = None if subject.shaken else subject.policy
+    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, subject.shaken, own)
     depth_N, certain_N = _depths(completions, opened), tokens.certain_N
     uncertain = int((~certain_N).sum())
     if sampling.temperature == 0:

@@ -21,7 +21,8 @@ from paceline.types import Completion, SamplingParams
 RANKS = 32
 PASS_TOKENS = 4096
 PASS_LOGITS = 1 << 25  # held at once
-APART = 2.0  # how far two logits move apart, over the standard deviation of what moved a context's
+APART = 2.0  # how far two logits move apart, over the standard deviation of what moved a context's; few go beyond
+NEVER_APART = 6.0  # and none of thousands
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,16 @@ class Expected:
 
 @torch.inference_mode()
 def expected_tokens(
-    policy: Policy, completions: Sequence[Completion], sampling: SamplingParams, tolerance: float, shaken: Sequence[Policy] = ()
+    policy: Policy,
+    completions: Sequence[Completion],
+    sampling: SamplingParams,
+    tolerance: float,
+    shaken: Sequence[Policy] = (),
+    own: Policy | None = None,
 ) -> Expected:
     """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little, or what a shaken copy does
-    there, decides what is kept are not certain.
+    there, decides what is kept are not certain. `own`: the policy in the backend's type, where there are no copies: what that type does
+    to a context's logits counts just the same.
 
     Each context is computed once: many seeds over few prompts share most of theirs.
     """
@@ -88,7 +95,7 @@ def expected_tokens(
             context_of.append(contexts.setdefault(prompt + completion.tokens[:place], len(contexts)))
             places.append(place)
             tokens.append(token)
-    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, texts, contexts, sampling, tolerance)
+    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, own, texts, contexts, sampling, tolerance)
     context_N, token_N = torch.tensor(context_of), torch.tensor(tokens)
     is_token_NR = order_CR[context_N] == token_N.unsqueeze(1)
     observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_CR.shape[1])
@@ -98,6 +105,7 @@ def expected_tokens(
 def _by_rank(
     policy: Policy,
     shaken: Sequence[Policy],
+    own: Policy | None,
     texts: dict[tuple[int, ...], int],
     contexts: dict[tuple[int, ...], int],
     sampling: SamplingParams,
@@ -112,14 +120,16 @@ def _by_rank(
     for part in passes(policy, texts):
         wanted = [contexts[context] for context in part.contexts]
         logits_NV = part.logits(policy)
-        p_NV, moved_N = _sampled(logits_NV, sampling), torch.zeros_like(logits_NV[:, 0])
+        p_NV, tolerance_N = _sampled(logits_NV, sampling), torch.full_like(logits_NV[:, 0], tolerance)
         order_NR = p_NV.topk(ranks).indices
         for i, other in enumerate(shaken):
             other_NV = part.logits(other)
-            moved_N = torch.maximum(moved_N, (other_NV - logits_NV).std(-1))
+            tolerance_N = torch.maximum(tolerance_N, APART * (other_NV - logits_NV).std(-1))
             shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
         order_CR[wanted], probabilities_CB[wanted] = order_NR.cpu(), _binned(p_NV, order_NR, sampling).double().cpu()
-        certain_C[wanted] = _certain(logits_NV, sampling, (APART * moved_N).clamp(min=tolerance)).cpu()
+        if own is not None and (sampling.truncates or sampling.temperature == 0):
+            tolerance_N = torch.maximum(tolerance_N, NEVER_APART * (part.logits(own).to(logits_NV) - logits_NV).std(-1))
+        certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()
     return order_CR, probabilities_CB, certain_C, shaken_CSB
 
 

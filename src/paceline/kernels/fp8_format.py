@@ -123,9 +123,10 @@ def _quotient(x, scale):
         quotient = tl.div_rn(x, scale)
     else:
         inverse = tl.div_rn(1.0, scale)
+        minus_x, minus_inverse = x * -1.0, inverse * -1.0  # not 0 - x, as the sign would be: in this form a zero keeps its sign
         quotient = x * inverse
-        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)  # in this order a zero keeps its sign
-        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
+        quotient = tl.fma(tl.fma(quotient, scale, minus_x), minus_inverse, quotient)
+        quotient = tl.fma(tl.fma(quotient, scale, minus_x), minus_inverse, quotient)
     return quotient
 
 
