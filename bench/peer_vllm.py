@@ -7,8 +7,8 @@ A named shape with dummy weights, temperature 1, no stop token, no logprobs aske
 One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the long-tailed rollout ever use,
 too little for the rollout at 32k context, which must preempt. A step is (time for n + 1 new tokens - time for 1) / n.
 FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128 activations), as a checkpoint of that kind would be served.
-Starting takes minutes: with `--gate FILE` the measurements wait for that file, so that several peers can start at once and then
-be measured one after the other.
+Starting takes minutes, and kernels are still compiled while the first requests run, so everything that is measured runs once before.
+With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once and then be measured one by one.
 """
 
 import argparse
@@ -95,7 +95,6 @@ class Peer:
 
 
 def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
-    peer.seconds([8] * batch, prompt_tokens)
     shorts, steps = [], []
     for _ in range(repeats):
         shorts.append(peer.seconds([1] * batch, prompt_tokens))
@@ -139,13 +138,26 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
-    note("start_seconds", peer.start_seconds)
-    while options.gate is not None and not options.gate.exists():
-        time.sleep(0.2)
     long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
     pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
+
+    def said(point: dict) -> dict:
+        print(json.dumps(point), flush=True)  # in case there is no time for the others
+        return point
+
+    def warm_up() -> None:
+        for batch in batches:
+            decode_point(peer, batch, 128, 16, 2)
+        if "rollout" in options.tables.split(","):
+            peer.seconds(long_tail, 128)
+
+    note("start_seconds", peer.start_seconds)
+    warm_up()
+    note("warm", True)
+    while options.gate is not None and not options.gate.exists():
+        time.sleep(0.2)
     tables = dict(
-        decode=lambda: [decode_point(peer, batch, 128, new_tokens, options.decode_repeats) for batch in batches],
+        decode=lambda: [said(decode_point(peer, batch, 128, new_tokens, options.decode_repeats)) for batch in batches],
         rollout=lambda: rollout_point(peer, long_tail, 128, options.rollout_repeats),
         rollout_32k=lambda: rollout_point(peer, pressed, 400 if tiny else 28_000, 1),
     )

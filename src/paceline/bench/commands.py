@@ -111,7 +111,7 @@ def speculation(
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
     from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation, choose_long, requests_for
+    from paceline.bench.speculation import bench_speculation, requests_for
     from paceline.config import load_config
     from paceline.drafting.recipe import drafter_overrides
     from paceline.pacing.strategy import Strategy
@@ -121,17 +121,17 @@ def speculation(
     policy, prompts = recipe_policy(config)
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))
     alone = recipe_engine(config, policy, candidates, max(sizes))
-    requests = choose_long(alone, candidates, requests_for(max(sizes), rounds))
-    engines = [recipe_engine(config, policy, requests, max(sizes), drafter, rule) for rule in verify.split(",")]
+    engines = [recipe_engine(config, policy, candidates, max(sizes), drafter, rule) for rule in verify.split(",")]
     typer.echo(
         f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
     )
     points = []
-    for p in bench_speculation(alone, engines, requests, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds):
+    for p in bench_speculation(alone, engines, candidates, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds):
         points.append(p)
         speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
         costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
-        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {100 * p.identical:>5.0f}%")
+        same = "-" if p.identical is None else f"{100 * p.identical:.0f}%"
+        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {same:>6}")
     _write(json_file, {"recipe": recipe, "overrides": overrides, **describe(policy.device), "points": [p.record() for p in points]})
 
 

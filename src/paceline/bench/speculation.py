@@ -1,12 +1,12 @@
 """`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
 
 Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole batch's graph count (it
-also serves a batch that has lost a few), and only those that no prefill or capture disturbs, so requests whose plain responses are
-long are chosen: they are also the ones that speculation is for. Rejection writes other responses, long ones and short.
+also serves a batch that has lost a few), and only those that no prefill or capture disturbs, so requests whose responses are long are
+chosen: they are also the ones that speculation is for.
 
 Each strategy generates the same requests with the same seeds, so the share of completions that are plain decoding's can be reported:
-all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at different sizes, and rejection
-samples the same distribution, not the same tokens.
+all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at different sizes. Rejection samples the
+same distribution, not the same tokens: its responses, and so the requests with long ones, are others.
 
 Before each of them drafters forget what they have seen: one that remembers responses would find these very ones.
 """
@@ -19,6 +19,7 @@ import torch
 
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine
+from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
 from paceline.types import Completion, Request
 
@@ -36,7 +37,7 @@ class SpeculationPoint:
     accepted_at: tuple[float, ...]  # share of drafts whose first i + 1 tokens were all accepted
     tokens_per_second: Spread
     ratio: float  # to plain decoding at the same batch
-    identical: float  # share of completions equal to plain decoding's
+    identical: float | None  # share of completions equal to plain decoding's, where they should be
 
     def record(self) -> dict:
         return asdict(self)
@@ -46,32 +47,40 @@ def requests_for(batch: int, rounds: int) -> int:
     return max(batch * rounds, MIN_REQUESTS)
 
 
-def choose_long(alone: Engine, candidates: list[Request], count: int) -> list[Request]:
-    """Those whose plain responses are longest, longest first."""
+def choose_long(engine: Engine, candidates: list[Request], count: int, strategy: Strategy = PLAIN) -> list[Request]:
+    """Those whose responses are longest, longest first."""
     if len(candidates) < count:
         raise ValueError(f"{count} requests are wanted; there are {len(candidates)} to choose from")
-    alone.pacer = None
-    alone.submit(candidates)
-    lengths = {completion.request.id: len(completion.tokens) for completion in alone.completions()}
+    engine.pacer = FixedPacer(strategy)
+    engine.submit(candidates)
+    lengths = {completion.request.id: len(completion.tokens) for completion in engine.completions()}
     return sorted(candidates, key=lambda request: -lengths[request.id])[:count]
 
 
 def bench_speculation(
-    alone: Engine, engines: list[Engine], requests: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int
+    alone: Engine, engines: list[Engine], candidates: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int
 ) -> Iterator[SpeculationPoint]:
     """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they
     verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
     unused = [_kept_apart(engine.drafter_state()) for engine in engines]
+    most, strategies = requests_for(max(batches), rounds), [strategy for strategy in strategies if strategy.count]
+    long = choose_long(alone, candidates, most)
+    long_by = {(i, s): choose_long(engine, candidates, most, s) for i, engine in enumerate(engines) for s in strategies if not _same_tokens(engine)}
     for batch in batches:
-        wanted = requests[: requests_for(batch, rounds)]
-        plain = _runs(alone, {}, wanted, batch, PLAIN, repeats)
+        count = requests_for(batch, rounds)
+        plain = _runs(alone, {}, long[:count], batch, PLAIN, repeats)
         yield _point(batch, "plain", plain, plain)
-        for number, (engine, state) in enumerate(zip(engines, unused, strict=True)):
-            for strategy in [*([PLAIN] if number == 0 else []), *(s for s in strategies if s.count)]:
+        for i, (engine, state) in enumerate(zip(engines, unused, strict=True)):
+            for strategy in [*([PLAIN] if i == 0 else []), *strategies]:
                 name = str(strategy) if strategy.count else "plain, seated"
-                if engine.settings.verify != "shared-noise":
+                if not _same_tokens(engine):
                     name = f"{name} {engine.settings.verify}"
-                yield _point(batch, name, _runs(engine, state, wanted, batch, strategy, repeats), plain)
+                requests = long_by.get((i, strategy), long)[:count]
+                yield _point(batch, name, _runs(engine, state, requests, batch, strategy, repeats), plain, _same_tokens(engine))
+
+
+def _same_tokens(engine: Engine) -> bool:
+    return engine.settings.verify == Verify.SHARED_NOISE
 
 
 class RecordingPacer(FixedPacer):
@@ -132,11 +141,13 @@ def _generate(engine: Engine, requests: list[Request], batch: int, pacer: Record
     return done
 
 
-def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run]) -> SpeculationPoint:
+def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run], same_tokens: bool = True) -> SpeculationPoint:
     speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
     expected, last = plain[0].completions, runs[-1]
-    same = sum(completion.tokens == expected[name].tokens for name, completion in last.completions.items())
+    identical = None
+    if same_tokens:
+        identical = statistics.mean(completion.tokens == expected[id].tokens for id, completion in last.completions.items())
     return SpeculationPoint(
         batch, name, Spread.of([run.step_ms for run in runs]), last.draft_share, last.accept_length, last.accepted_at, speed,
-        speed.median / reference.median, same / len(expected),
+        speed.median / reference.median, identical,
     )  # fmt: skip
