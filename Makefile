@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 
 .PHONY: train test test-full lint clean
 
@@ -20,7 +21,7 @@ train: $(VENV)/.core
 	$(BIN)/paceline train $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 $(VENV)/.full: $(VENV)/.test
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'

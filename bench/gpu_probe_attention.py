@@ -41,7 +41,7 @@ def inputs(lengths):
 
 def label(launch: Launch) -> str:
     registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps is None else f"w{launch.warps}"
-    return f"{launch.programs}/{launch.stages}{registers}{warps}"
+    return f"{launch.programs}/{launch.stages}{registers}{warps}" + (f"x{launch.resident}" if launch.programs > 1 else "")
 
 
 def main() -> None:
@@ -54,7 +54,8 @@ def main() -> None:
         q, table, contexts, caches = inputs(lengths)
         tiles, max_groups = len(lengths) * KV_HEADS, WIDTH // GROUP
         shares = sorted({max(1, min(max_groups, fill * processors // tiles)) for fill in (1, 2, 4, 8, 16)})
-        launches = {Launch(programs, stages) for programs in shares for stages in ((2, 3, 4, 6) if programs == 1 else (2, 3, 5))}
+        launches = {Launch(1, stages) for stages in (2, 3, 4, 6) if 1 in shares}
+        launches |= {Launch(p, stages, resident=r) for p in shares if p > 1 for stages in (2, 3) for r in (2, 3, 4)}
         if len(lengths) >= 64:  # many programs: how many run at once matters
             ways = ((None, 2), (None, 4)) if QUERIES > 1 and not FP8 else ((128, None), (None, 2))
             launches |= {Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ways}

@@ -77,8 +77,8 @@ def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
     for programs in (3, 10):
         for groups_each in (1, 2, 4, 20):
             resident = -(-14 // groups_each)  # the rows have 14 groups together
-            monkeypatch.setattr(decode, "RESIDENT", resident / decode.multiprocessors(q.device))
-            assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3)), whole)
+            monkeypatch.setattr(decode, "multiprocessors", lambda device: resident)
+            assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3, resident=1)), whole)
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)

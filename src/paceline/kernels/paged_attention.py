@@ -42,7 +42,7 @@ from paceline.kernels.triton_support import (
 )  # fmt: skip
 
 COMBINE_BATCH = 8  # partial results loaded at a time
-RESIDENT = 2  # programs that a multiprocessor runs at once
+RESIDENT = 2  # programs with work for each multiprocessor, where several share a row
 FILL = 4  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
 MIN_ROWS, MAX_ROWS = 8, 16  # (query, head of the group) pairs per program: a tensor core takes 8, and 16 share what is read of the cache
 
@@ -222,6 +222,7 @@ class Launch:
     stages: int  # tiles in flight
     registers: int | None = None  # at most, per thread: fewer let more programs run at once
     warps: int | None = None  # None: as `options` says
+    resident: int = RESIDENT
 
     def options(self, rows: int) -> dict:
         """Four warps run products of more than 8 rows asynchronously: see attention_tiles.py."""
@@ -272,7 +273,7 @@ def paged_attention_triton(
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
         q_RQHD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_RB, context_len_R, out, values, scales, acc, maximum, total,
-        num_rows, num_queries, block_table_RB.shape[1], max_groups, int(RESIDENT * multiprocessors(q_RQHD.device)), padded_rows,
+        num_rows, num_queries, block_table_RB.shape[1], max_groups, launch.resident * multiprocessors(q_RQHD.device), padded_rows,
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
