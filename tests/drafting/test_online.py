@@ -193,3 +193,11 @@ def test_a_policy_without_a_head_is_refused(tmp_path):
     folder = make_tiny_policy(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="no eagle head drafts for this policy.*paceline drafter train"):
         run(tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always")
+
+
+@pytest.mark.gpu
+def test_a_head_in_bf16_learns_where_the_graphs_read_it(tmp_path):
+    folder = run(tmp_path, "gpu", "run.device=cuda", "run.steps=4", "rollout.speculation.online.when=always", "rollout.speculation.online.lr=1e-3")
+    steps = learned(folder)
+    assert all(step["drafter/updates"] > 0 for step in steps)
+    assert steps[-1]["drafter/kl"] < 1.5 * steps[0]["drafter/kl"] and steps[-1]["speculation/eagle/accept_length"] > 2
