@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.backends.base import WeightsNotFinite
 from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, learning_notes, rollout_notes
+from paceline.drafting.online import make_online
 from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
@@ -23,6 +24,7 @@ from paceline.learning.checkpoint import (
     load_checkpoint,
     load_drafters,
     newest_checkpoint,
+    replace_folder,
     save_best,
     save_checkpoint,
     whole_checkpoints,
@@ -62,12 +64,16 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     clock = StageClock(session.device)
     learner = Learner(session.policy, config, console.warn)
     learner.observe_attention = session.backend.attention_observer
+    online = make_online(session.policy, session.backend.trainable_head, config, console.warn)
     state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
     if run is not None:
         checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
-            session.backend.load_drafter_state(load_drafters(checkpoint))
+            drafters = load_drafters(checkpoint)
+            session.backend.load_drafter_state(drafters)
+            if online is not None:
+                online.load_state(drafters)
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
     sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
@@ -101,9 +107,11 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         if harmed:  # a checkpoint of them would push out a sound one
             raise sentinel.failure(f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}", run.path, checkpoints())
         state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, sentinel.fallback, sentinel.capped_steps)
-        drafters, keep = session.backend.drafter_state(), config.checkpoint.keep
+        drafters, keep = session.backend.drafter_state() | (online.state() if online is not None else {}), config.checkpoint.keep
         save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
         save_pacing(run.pacing_path, session.backend.pacer, session.machine)
+        if online is not None:
+            replace_folder(run.checkpoints_path / "eagle", online.save)
 
     def hand_over_weights(step: int) -> None:
         try:
@@ -115,8 +123,12 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         with clock("rollout"):
             groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
             sentinel.check_rollouts(groups)
-        with clock("learn"), learning_threads(config), session.backend.training(), session.learning_memory():
-            metrics = learner.update(groups, sentinel.check_mismatch)
+        with learning_threads(config), session.backend.training(), session.learning_memory():
+            with clock("learn"):
+                metrics = learner.update(groups, sentinel.check_mismatch)
+            if online is not None:
+                with clock("drafter"):
+                    metrics |= online.follow(step, groups)
         sentinel.check_update(step, metrics)  # not before the KV pool is awake: falling back builds another one
         return groups, metrics
 
@@ -141,6 +153,8 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 hand_over_weights(step)
             metrics |= sentinel.end_step(step, metrics)
             stats = source.take_stats()
+            if online is not None:
+                online.observe(stats.first_accepted(online.name))
             append_trace(run.trace_path, step, stats.trace)
             metrics |= rollout_metrics(groups, stats) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]

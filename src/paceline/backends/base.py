@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from paceline.pacing.strategy import Observation, Pacer
 from paceline.pacing.trace import TraceRow
@@ -38,6 +39,11 @@ class RolloutStats:
     precision: "PrecisionStats | None" = None  # None: the policy's own
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
+
+    def first_accepted(self, drafter: str) -> float | None:
+        """The share of a drafter's drafts whose first token was accepted; None where it made none."""
+        own = self.drafts.get(drafter)
+        return own.accepted_at[0] / own.drafts if own is not None and own.drafts else None
 
     def note(self, observation: Observation) -> None:
         """One step, as its outcome is read."""
@@ -126,6 +132,10 @@ class Backend(Protocol):
     @property
     def attention_observer(self) -> AttentionObserver | None:
         """For the learner's forward passes, where this backend calibrates with what they compute."""
+
+    @property
+    def trainable_head(self) -> nn.Module | None:
+        """A drafter's, for whoever trains it: where it lies is where proposals are computed from."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must keep beside the policy: what drafters have learned, and KV scales; empty where there is nothing."""

@@ -111,6 +111,8 @@ class ReferenceBackend:
 
     attention_observer = None
 
+    trainable_head = None
+
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return {}
 

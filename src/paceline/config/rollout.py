@@ -9,6 +9,24 @@ from paceline.config.section import Section
 DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}  # the key that names a drafter's folder
 
 
+class OnlineDrafterConfig(Section):
+    when: Literal["never", "drift", "always"] = Field(
+        "never", description="the eagle head learns from the run's own responses: when its acceptance has fallen, or after every step"
+    )
+    lr: float = Field(3e-4, gt=0)
+    tokens: int = Field(8192, ge=1, description="response tokens to learn from per step, the longest responses of it and of the one before first")
+    batch: int = Field(16, ge=1, description="responses per optimiser step")
+    unroll: int = Field(5, ge=1, le=15, description="how many tokens of a draft are trained; 1: only the first")
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "OnlineDrafterConfig":
+        for key in ("lr", "tokens", "batch", "unroll"):
+            if self.when == "never" and not self.is_default(key):
+                named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
+                raise ValueError(f"{named} does not apply: rollout.speculation.online.when = 'never'. Use when=drift or when=always, or leave it out")
+        return self
+
+
 class SpeculationConfig(Section):
     drafters: list[Literal["history", "eagle", "draft_model"]] = Field(
         default_factory=list, description="who may propose tokens; completions are the same whoever does; empty: no speculation"
@@ -25,6 +43,8 @@ class SpeculationConfig(Section):
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise", description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison"
     )
+
+    online: OnlineDrafterConfig = OnlineDrafterConfig()
 
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
@@ -46,6 +66,11 @@ class SpeculationConfig(Section):
                     f"{named} = {getattr(self, key)!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks {drafter!r}. "
                     f"Add it there, or leave the path out ({named}={default})"
                 )
+        if self.online.when != "never" and "eagle" not in self.drafters:
+            raise ValueError(
+                f"rollout.speculation.online.when = {self.online.when!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks "
+                "'eagle', the one that can learn. Add it there, or leave it out (rollout.speculation.online.when=never)"
+            )
         if not self.drafters and not self.is_default("verify"):
             raise ValueError(
                 f"rollout.speculation.verify = {self.verify!r} does not apply: rollout.speculation.drafters is empty, so nothing is verified. "

@@ -14,6 +14,7 @@ graphs, so they read only tensors whose address stays; `catch_up` does beforehan
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from paceline.kernels.row_step import Queries, RowTensors
 from paceline.policy.config import DecoderConfig
@@ -67,6 +68,7 @@ class Drafter:
     # which is exact too and accepts less.
     has_probabilities = False
     token_bytes = 0  # of a cache of its own, per token of the paged pool
+    head: nn.Module | None = None  # what can be trained, in the very storage that proposals are computed from
     shape: DecoderConfig | None = None  # of its layers, if it has any: what a draft holds of the GPU follows from it
 
     def bind(self, seat: Seat) -> None:

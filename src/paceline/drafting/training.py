@@ -25,7 +25,7 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Capture, Decoder
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -33,6 +33,7 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 class HeadTraining:
     steps: int = 400
     lr: float = 1e-3
+    schedule: str = "cosine"  # over `steps`; constant: for as long as it goes on
     unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
     step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
     batch_sequences: int = 64
@@ -42,7 +43,9 @@ class HeadTraining:
 
     def optimiser(self) -> LearningConfig:
         warmup = min(20, self.steps // 10)
-        return LearningConfig(lr=self.lr, lr_schedule="cosine", warmup_steps=warmup, beta2=0.98, weight_decay=0.01, max_grad_norm=self.max_grad_norm)
+        return LearningConfig(
+            lr=self.lr, lr_schedule=self.schedule, warmup_steps=warmup, beta2=0.98, weight_decay=0.01, max_grad_norm=self.max_grad_norm
+        )
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,32 @@ class HeadTrainer:
 
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
         """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the batch's tokens."""
-        loss = torch.zeros((), device=batch.tokens_T.device)
+        loss, sums, hidden_RE = torch.zeros((), device=batch.tokens_T.device), [], hidden_TE[batch.predictors_R]
         for step, x_RE in enumerate(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)):
-            used = drafted_tokens(batch, step)
-            cross_entropy_R, teacher_entropy_R, overlap_R = compare(
-                self.policy, self.head, hidden_TE[batch.predictors_R[used]], x_RE[used], batch.temperatures_R[used]
-            )
-            loss = loss + self.settings.step_decay**step * cross_entropy_R.sum()
-            self.count[step] += len(overlap_R)
-            self.divergence[step] += float((cross_entropy_R.detach() - teacher_entropy_R).sum())
-            self.overlap[step] += float(overlap_R.sum())
+            used_R = drafted_tokens(batch, step)  # the others are computed for nothing: they are few, and nobody waits to count them
+            compared = compare(self.policy, self.head, hidden_RE, x_RE, batch.temperatures_R)
+            cross_entropy, teacher_entropy, overlap = (torch.where(used_R, values_R, 0.0).sum() for values_R in compared)
+            loss = loss + self.settings.step_decay**step * cross_entropy
+            sums.append(torch.stack((used_R.sum().to(overlap.dtype), cross_entropy.detach() - teacher_entropy, overlap)))
         loss.backward()
+        self.sums_U3 = self.sums_U3 + torch.stack(sums)
 
     def update(self) -> HeadStep:
         """One optimiser step with the mean over starts of what was accumulated."""
-        for parameter in self.head.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(max(1, self.count[0]))
-        norm = self.optimiser.step()
-        means = [[total / max(1, n) for total, n in zip(totals, self.count, strict=True)] for totals in (self.divergence, self.overlap)]
+        sums = self.sums_U3.tolist()
+        norm = self.optimiser.step(1.0 / max(1.0, sums[0][0]))
         self._clear()
-        return HeadStep(tuple(means[0]), tuple(means[1]), norm)
+        divergence, overlap = zip(*((divergence / max(1.0, count), overlap / max(1.0, count)) for count, divergence, overlap in sums), strict=True)
+        return HeadStep(divergence, overlap, norm)
+
+    def discard(self) -> None:
+        """What was accumulated, where it cannot be used."""
+        self.optimiser.discard_gradients()
+        self._clear()
 
     def _clear(self) -> None:
-        steps = self.settings.unroll
-        self.count, self.divergence, self.overlap = [0] * steps, [0.0] * steps, [0.0] * steps
+        """Of each step of the unroll: tokens, their divergence and their overlap."""
+        self.sums_U3 = torch.zeros(self.settings.unroll, 3, device=self.policy.device)
 
 
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:

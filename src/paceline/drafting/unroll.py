@@ -44,7 +44,7 @@ class DraftAttention:
 
     def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
         self.tokens = batch.attention
-        self.rows = PackedAttention(torch.bincount(batch.sequence_R, minlength=batch.num_sequences).tolist(), positions_R.device)
+        self.rows = PackedAttention(list(batch.response_lengths), positions_R.device)
         self.positions_B1L1 = self.rows.pad(positions_R[:, None, None])
         self.true_keys_BHLD: torch.Tensor | None = None
         self.own_keys: list[torch.Tensor] = []

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.drafting.base import Drafter, Seat
 from paceline.engine.sampling import Verify
@@ -22,6 +23,10 @@ class Drafters(dict[str, Drafter]):
     @property
     def captured_layers(self) -> set[int]:
         return {layer for drafter in self.values() for layer in drafter.captured_layers}
+
+    @property
+    def head(self) -> nn.Module | None:
+        return next((drafter.head for drafter in self.values() if drafter.head is not None), None)
 
     @property
     def have_probabilities(self) -> bool:

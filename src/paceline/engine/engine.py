@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
 from paceline.backends.base import BASE_PRECISION, RolloutStats
 from paceline.drafting.base import Drafter, Seat
@@ -203,6 +204,10 @@ class Engine:
         stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
         stats.precision = self.reduced.stats() if self.precision != BASE_PRECISION else None
         return stats
+
+    @property
+    def trainable_head(self) -> nn.Module | None:
+        return self.drafters.head
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return self.drafters.state() | self.reduced.state()

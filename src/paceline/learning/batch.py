@@ -52,8 +52,12 @@ class MicroBatch:
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
-    num_sequences: int
+    response_lengths: tuple[int, ...]  # of each sequence, in tokens R
     replay: RouterReplay | None = None  # of the sequences whose routing was recorded
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.response_lengths)
 
     def sequence_sums(self, values_R: torch.Tensor) -> torch.Tensor:
         """One sum for each sequence."""
@@ -121,6 +125,6 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         advantages_R=tensor([s.advantage for s in sequences])[sequence_R] - tensor(penalties),
         temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,
-        num_sequences=len(sequences),
+        response_lengths=tuple(len(s.tokens) - s.prompt_length for s in sequences),
         replay=packed_replay([s.routing for s in sequences], [len(s.tokens) for s in sequences], device),
     )

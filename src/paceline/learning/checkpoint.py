@@ -76,11 +76,16 @@ def save_checkpoint(
 
 
 def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
-    """The policy with the best evaluation so far, replaced as a whole."""
-    partial, final, old = folder / ".partial_best", folder / "best", folder / ".old_best"
+    """The policy with the best evaluation so far."""
+    replace_folder(folder / "best", lambda path: save_policy(policy, path, tokenizer_from))
+
+
+def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """What `write` makes of an empty path takes the place of `final` as a whole."""
+    partial, old = final.with_name(f".partial_{final.name}"), final.with_name(f".old_{final.name}")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_policy(policy, partial, tokenizer_from)
+    write(partial)
     if final.exists():
         os.rename(final, old)
     os.rename(partial, final)

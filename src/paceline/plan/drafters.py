@@ -32,7 +32,7 @@ def drafter_bytes(
 ) -> DrafterBytes:
     """Of all of them together. With a widened policy the head is widened too; its folder is of the small one, so the whole vocabulary is assumed."""
     names = speculation.drafters if widened else available_drafters(speculation, policy.config)
-    drafters = [_make(name, speculation, policy, widened) for name in names]
+    drafters = [meta_drafter(name, speculation, policy, widened) for name in names]
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
@@ -46,7 +46,7 @@ def drafter_bytes(
     return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters), shapes, len(captured))
 
 
-def _make(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
+def meta_drafter(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
     if name == "history":
         return HistoryDrafter()
     with blame_recipe(name, speculation):

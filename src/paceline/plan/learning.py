@@ -107,5 +107,9 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
 
 def one_response(tokens: int, device: torch.device) -> MicroBatch:
     """A prompt of one token and a response of the rest: no other cut of so many tokens holds more logits or attention."""
+    return pack([one_response_sequence(tokens)], device)
+
+
+def one_response_sequence(tokens: int) -> TrainingSequence:
     response = tokens - 1
-    return pack([TrainingSequence((0,) * tokens, 1, (True,) * response, (0.0,) * response, 1.0, 1.0)], device)
+    return TrainingSequence((0,) * tokens, 1, (True,) * response, (0.0,) * response, 1.0, 1.0)

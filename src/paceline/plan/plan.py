@@ -17,6 +17,7 @@ from paceline.config import Config
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.plan.machine import Machine
+from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
 
@@ -72,6 +73,8 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
     learner = learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
     # The step's own needs come when activations are gone: only what goes beyond those counts.
     update = max(learner.backward, learner.optimiser_step - learner.activations)
+    online = online_bytes(policy, config) if learns else OnlineBytes()
+    beyond = max(0, online.training - learner.gradients - learner.activations - update)
     parts = [
         Part("weights", held.weights, "always", "policy.path"),
         Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
@@ -81,10 +84,12 @@ def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine:
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
+        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.when"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
         Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
+        Part("drafter's training", beyond, "learning", "rollout.speculation.online.when"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     without_pool = Plan(machine, tuple(part for part in parts if part.num_bytes), 0, sleeps=False, problem="")

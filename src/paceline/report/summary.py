@@ -30,7 +30,7 @@ class Summary:
     stage_seconds: dict[str, float]
 
 
-STAGES = ("rollout", "learn", "sync", "evaluate")
+STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
 
 
 def summarise_run(run: RunDirectory) -> Summary:

@@ -1,0 +1,59 @@
+"""What a drafter takes that learns while the policy does: its optimiser always, one of its passes while learning.
+
+As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there. It runs when the policy's
+update is over, so only what goes beyond that one's needs counts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import Config
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.online import MAX_TOKENS, OnlineDrafter, make_online
+from paceline.drafting.recipe import available_drafters
+from paceline.drafting.training import teacher_states
+from paceline.learning.batch import MicroBatch, pack
+from paceline.learning.optimiser import PIECE_ELEMENTS
+from paceline.plan.drafters import meta_drafter
+from paceline.plan.learning import META, one_response_sequence, total_bytes
+from paceline.plan.live_bytes import LiveBytes
+from paceline.policy.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class OnlineBytes:
+    optimiser: int = 0  # masters and moments
+    training: int = 0  # gradients and what a pass holds, or what the optimiser step takes
+
+
+def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
+    speculation, widened = config.rollout.speculation, bool(config.policy.widen)
+    names = speculation.drafters if widened else available_drafters(speculation, policy.config)
+    head = meta_drafter("eagle", speculation, policy, widened).head if "eagle" in names else None
+    if config.rollout.speculation.online.when == "never" or head is None:  # without a head the run itself refuses
+        return OnlineBytes()
+    online = make_online(policy, head, config, lambda message: None)
+    optimiser, parameters = online.trainer.optimiser, list(head.parameters())
+    gradients = total_bytes(parameters)
+    step = 2 * max(master.itemsize for master in optimiser.masters) * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters))
+    return OnlineBytes(
+        optimiser=total_bytes([*optimiser.masters, *optimiser.first_moments, *optimiser.second_moments], besides=parameters),
+        training=gradients + max(_watch_pass(policy, online), step),
+    )
+
+
+def _watch_pass(policy: Decoder, online: OnlineDrafter) -> int:
+    head: EagleHead = online.trainer.head
+    for parameter in head.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    batch = _largest_batch(online.token_budget)
+    known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *head.parameters(), *head.buffers(), head.rope_table]
+    with LiveBytes([*known, *(parameter.grad for parameter in head.parameters())]) as memory:
+        online.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+    online.trainer.discard()
+    return memory.peak
+
+
+def _largest_batch(tokens: int) -> MicroBatch:
+    return pack([one_response_sequence(MAX_TOKENS)] * (tokens // MAX_TOKENS), META)

@@ -1,0 +1,203 @@
+"""A head that learns while the policy does: when it learns, from what, that it helps, and that nothing else changes."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.config import ConfigError, OnlineDrafterConfig, load_config
+from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.online import MAX_TOKENS, PATIENCE, Drift, OnlineDrafter, longest
+from paceline.drafting.training import teacher_states
+from paceline.learning.batch import TrainingSequence, pack
+from paceline.learning.checkpoint import load_drafters
+from paceline.loop import train
+from paceline.policy.huggingface import load_policy
+from paceline.session import BUILTIN_POLICY
+from paceline.types import Group, Request, Sample, SamplingParams, Score
+from tests.loop_helpers import comparable_metrics
+
+SMALL = [
+    "run.device=cpu", "run.threads=1", "task.train_problems=8", "task.eval_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=48", "eval.max_tokens=48", "eval.every=0", "rollout.speculation.drafters=[eagle]", "rollout.speculation.pacing=fixed",
+    "rollout.speculation.tokens=3",
+]  # fmt: skip
+
+
+# -- when -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_while_acceptance_is_below_its_best():
+    drift = Drift()
+    seen = [0.80, 0.81, 0.805, None, 0.78, 0.79, 0.806, 0.82, 0.80]
+    assert [drift.calls_for_learning(share) for share in seen] == [False, False, False, False, True, True, False, False, True]
+
+
+def test_what_learning_does_not_bring_back_is_let_go():
+    drift = Drift()
+    drift.calls_for_learning(0.9)
+    assert [drift.calls_for_learning(0.7) for _ in range(PATIENCE + 3)] == [True] * PATIENCE + [False] * 3
+    assert drift.calls_for_learning(0.6), "and the next fall is noticed"
+
+
+# -- from what ------------------------------------------------------------------------------------------------------
+
+
+def sequence(prompt: int, response: int, sampled: bool = True) -> TrainingSequence:
+    tokens = tuple((7 * i + prompt) % 20 + 1 for i in range(prompt + response))
+    return TrainingSequence(tokens, prompt, (sampled,) * response, (0.0,) * response, 0.0, 1.0)
+
+
+def test_the_longest_responses_come_first():
+    sequences = [sequence(3, length) for length in (5, 40, 12, 30)]
+    assert [s.loss_tokens for s in longest(sequences, 75)] == [40, 30]
+    assert [s.loss_tokens for s in longest(sequences, 10)] == [40], "at least one"
+    assert longest([sequence(3, 9, sampled=False)], 100) == [] == longest([], 100)
+
+
+def test_of_a_long_response_the_beginning_is_used():
+    """Whose states are those of the whole: nothing a causal policy computed there depends on what follows."""
+    whole = sequence(5, MAX_TOKENS + 30)
+    (beginning,) = longest([whole], 100)
+    assert beginning.tokens == whole.tokens[:MAX_TOKENS] and len(beginning.loss_mask) == len(beginning.rollout_logprobs) == MAX_TOKENS - 5
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    short = replace(whole, tokens=whole.tokens[:60], loss_mask=whole.loss_mask[:55], rollout_logprobs=whole.rollout_logprobs[:55])
+    states = [teacher_states(policy, pack([s], policy.device), (1, 2))[0][:50] for s in (short, replace(short, tokens=short.tokens[:50] + (1,) * 10))]
+    torch.testing.assert_close(*states)
+
+
+# -- that it helps --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moved():
+    """The built-in policy and its head, and the policy after updates that the head knows nothing of."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle("builtin-eagle", policy, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in policy.named_parameters():
+        if parameter.ndim > 1 and "embedding" not in name:
+            parameter.data += 0.15 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    return policy, head
+
+
+def groups_of(policy, count: int) -> list[Group]:
+    """Responses that the policy itself wrote."""
+    from paceline.backends.reference import ReferenceBackend
+
+    prompts = [(3 + i % 5, 9, 4, 8, 5, 7) for i in range(count)]
+    requests = [Request(str(i), prompt, 1000 + i, SamplingParams(max_tokens=40, ignore_eos=True)) for i, prompt in enumerate(prompts)]
+    backend = ReferenceBackend(policy)
+    backend.submit(requests)
+    with torch.inference_mode():
+        completions = list(backend.completions())
+    return [Group("sums", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
+
+
+def online(policy, head, when: str = "always", **settings) -> OnlineDrafter:
+    return OnlineDrafter(policy, head, OnlineDrafterConfig(when=when, **settings), seed=0, warn=lambda message: None)
+
+
+def test_the_head_follows_a_policy_that_moved(moved):
+    policy, head = moved[0], copy.deepcopy(moved[1])
+    weights, places = {name: p.clone() for name, p in policy.named_parameters()}, [p.data_ptr() for p in head.parameters()]
+    drafter, groups = online(policy, head, lr=1e-3, unroll=2, batch=8), groups_of(policy, 32)
+    reports = [drafter.follow(step, groups) for step in range(8)]
+    assert reports[0]["drafter/updates"] == 4 and reports[1]["drafter/updates"] == 8, "this step's responses, then also the last one's"
+    assert reports[-1]["drafter/overlap"] > reports[0]["drafter/overlap"] + 0.05, reports
+    assert reports[-1]["drafter/kl"] < 0.7 * reports[0]["drafter/kl"]
+    assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in policy.named_parameters())
+    assert [p.data_ptr() for p in head.parameters()] == places, "where the engine's graphs read it"
+
+
+def test_drift_decides(moved):
+    policy, head = moved[0], copy.deepcopy(moved[1])
+    drafter, groups = online(policy, head, when="drift", unroll=1), groups_of(policy, 4)
+    updates = []
+    for step, accepted in enumerate((0.9, 0.8, 0.9)):
+        updates.append(drafter.follow(step, groups)["drafter/updates"])
+        drafter.observe(accepted)
+    assert updates == [0, 0, 1], "as the rollout before said"
+
+
+def test_without_memory_it_waits(moved, monkeypatch):
+    policy, head = moved[0], copy.deepcopy(moved[1])
+    said: list[str] = []
+    drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always", unroll=1), seed=0, warn=said.append)
+    before, budget = {name: p.clone() for name, p in head.named_parameters()}, drafter.token_budget
+    accumulate = drafter.trainer.accumulate
+
+    def out_of_memory(*arguments):
+        accumulate(*arguments)  # gradients are there already
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(drafter.trainer, "accumulate", out_of_memory)
+    assert drafter.follow(1, groups_of(policy, 4)) == {"drafter/updates": 0.0}
+    assert drafter.token_budget == budget // 2 and "no memory" in said[0]
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in head.named_parameters())
+
+
+# -- in a run -------------------------------------------------------------------------------------------------------
+
+
+def run(tmp_path, name: str, *overrides: str):
+    config = load_config(None, [*SMALL, f"run.root={tmp_path}", f"run.name={name}", *overrides])
+    return train(config).summary.run
+
+
+def learned(run) -> list[dict]:
+    return [record for record in comparable_metrics(run) if record["kind"] == "train"]
+
+
+def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
+    plain = learned(run(tmp_path, "plain", "run.steps=3"))
+    online_keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2", "lr=1e-2")]
+    follows = learned(run(tmp_path, "follows", "run.steps=3", *online_keys))
+    own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
+    for before, after in zip(plain, follows, strict=True):
+        kept = {key: value for key, value in before.items() if not key.startswith(own)}
+        assert kept == {key: after[key] for key in kept}
+        assert after["drafter/updates"] > 0
+    assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
+    checkpoints = tmp_path / "follows" / "checkpoints"
+    head = load_eagle(str(checkpoints / "eagle"), load_policy(checkpoints / "step_000003" / "policy", torch.float32), torch.float32)
+    kept = load_drafters(checkpoints / "step_000003")
+    assert all(torch.equal(tensor, kept[f"eagle.{name}"]) for name, tensor in head.state_dict().items()), "a drafter to serve the policy with"
+
+
+def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
+    online_keys = ("rollout.speculation.online.when=always", "rollout.speculation.online.unroll=2", "checkpoint.every=1")
+    whole = learned(run(tmp_path, "whole", "run.steps=4", *online_keys))
+    first = run(tmp_path, "cut", "run.steps=2", *online_keys)
+    config = load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=4", *online_keys])
+    train(config, resume=first)
+    assert learned(first) == whole
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"], "online.when = 'drift' does not apply.*lacks 'eagle'"),
+        (["rollout.speculation.online.lr=1e-3"], "online.lr = 0.001 does not apply: rollout.speculation.online.when = 'never'"),
+    ],
+)
+def test_keys_that_nobody_would_read_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [*SMALL, *overrides])
+
+
+def test_a_policy_without_a_head_is_refused(tmp_path):
+    from tests.loop_helpers import make_tiny_policy
+
+    folder = make_tiny_policy(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="no eagle head drafts for this policy.*paceline drafter train"):
+        run(tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always")
+
+
+@pytest.mark.gpu
+def test_a_head_in_bf16_learns_where_the_graphs_read_it(tmp_path):
+    folder = run(tmp_path, "gpu", "run.device=cuda", "run.steps=4", "rollout.speculation.online.when=always", "rollout.speculation.online.lr=1e-3")
+    steps = learned(folder)
+    assert all(step["drafter/updates"] > 0 for step in steps)
+    assert steps[-1]["drafter/kl"] < 1.5 * steps[0]["drafter/kl"] and steps[-1]["speculation/eagle/accept_length"] > 2
