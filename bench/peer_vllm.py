@@ -7,7 +7,8 @@ A named shape with dummy weights, temperature 1, no stop token, no logprobs aske
 One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the long-tailed rollout ever use,
 too little for the rollout at 32k context, which must preempt. A step is (time for n + 1 new tokens - time for 1) / n.
 FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128 activations), as a checkpoint of that kind would be served.
-Starting takes minutes, and kernels are still compiled while the first requests run, so everything that is measured runs once before.
+Starting takes minutes, and kernels are still compiled while the first requests run, so what is measured runs once before (but for the
+rollout at 32k context).
 With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once and then be measured one by one.
 """
 

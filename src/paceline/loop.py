@@ -123,13 +123,12 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
         with clock("rollout"):
             groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
             sentinel.check_rollouts(groups)
-        with learning_threads(config), session.backend.training(), session.learning_memory():
-            with clock("learn"):
-                metrics = learner.update(groups, sentinel.check_mismatch)
-            if online is not None:
-                with clock("drafter"):
-                    metrics |= online.follow(step, groups)
+        with clock("learn"), learning_threads(config), session.backend.training(), session.learning_memory():
+            metrics = learner.update(groups, sentinel.check_mismatch)
         sentinel.check_update(step, metrics)  # not before the KV pool is awake: falling back builds another one
+        if online is not None:
+            with clock("drafter"), learning_threads(config), session.backend.training(), session.learning_memory(online.due):
+                metrics |= online.follow(step, groups)
         return groups, metrics
 
     step = state.step
@@ -153,8 +152,8 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 hand_over_weights(step)
             metrics |= sentinel.end_step(step, metrics)
             stats = source.take_stats()
-            if online is not None:
-                online.observe(stats.first_accepted(online.name))
+            if online is not None and online.name in stats.drafts:
+                online.observe(stats.drafts[online.name].first_accepted, stats.drafts[online.name].drafts)
             append_trace(run.trace_path, step, stats.trace)
             metrics |= rollout_metrics(groups, stats) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]

@@ -62,9 +62,9 @@ class Session:
         return f"{device}, torch {torch.__version__}, {self.policy.dtype}, rollouts in {mode}, {self.policy.config}"
 
     @contextmanager
-    def learning_memory(self) -> Iterator[None]:
+    def learning_memory(self, needed: bool = True) -> Iterator[None]:
         """Within, learning has the KV pool's memory where the plan needs it."""
-        if self.plan is None or not self.plan.sleeps:
+        if self.plan is None or not self.plan.sleeps or not needed:
             yield
             return
         self.backend.sleep()

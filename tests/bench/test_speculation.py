@@ -24,6 +24,9 @@ def test_strategies_generate_the_same_and_figures_add_up():
         assert p.tokens_per_second.median == pytest.approx(p.batch * p.accept_length / p.step_ms.median * 1e3)
         assert len(p.accepted_at) == (int(p.strategy[-1]) if p.strategy.startswith("history") else 0)
         assert p.accept_length == pytest.approx(1 + sum(p.accepted_at))
+    strategy = Strategy("history", 4)
+    chosen = choose_long(engines[1], candidates, 9, strategy)
+    assert {r.id for r in chosen} != {r.id for r in choose_long(alone, candidates, 9)}, "rejection's responses are others, and so are the long ones"
     with pytest.raises(ValueError, match="25 requests are wanted; there are 24"):
         choose_long(alone, candidates, 25)
 

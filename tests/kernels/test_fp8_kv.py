@@ -137,18 +137,19 @@ def test_cpu_queries_are_invariant():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
-def test_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim):
+@pytest.mark.parametrize("queries", [1, 4])  # 8 and 16 rows of the tensor core
+def test_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim, queries):
     heads, rows = 8, 24
     tensors = [t.cuda() for t in cache(rows * 40 + 1, dim)]
     (k, v), scales = tensors[:2], dict(k_scale_H=tensors[2], v_scale_H=tensors[3])
     table = (torch.randperm(rows * 40) + 1).view(rows, 40).int().cuda()
     context = torch.randint(1, 630, (rows,)).cuda()
-    q = torch.randn(rows, 4, heads, dim).bfloat16().cuda()
+    q = torch.randn(rows, queries, heads, dim).bfloat16().cuda()
     whole = paged_attention_triton(q, k, v, table, context, Launch(1, 3), **scales)
     for programs in (2, 3):
         assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, 3), **scales), whole)
     for row in range(rows):
         one = slice(row, row + 1)
         assert torch.equal(paged_attention_triton(q[one], k, v, table[one], context[one], **scales), whole[one])
-    boundaries = torch.arange(0, 4 * rows + 1, 4).cuda()
+    boundaries = torch.arange(0, queries * rows + 1, queries).cuda()
     assert torch.equal(prefill_attention_triton(q.flatten(0, 1), k, v, table, boundaries, context, **scales).view(whole.shape), whole)

@@ -54,4 +54,26 @@ def test_the_plan_names_its_parts(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
     with_it, without = (make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine) for keys in (overrides, overrides[:2]))
     assert with_it.bytes_of("drafter's optimiser") > 0 == without.bytes_of("drafter's optimiser")
-    assert with_it.peak_bytes > without.peak_bytes
+    needs = online_bytes(meta_policy(SHAPE, load_config(None, overrides), torch.bfloat16), load_config(None, overrides))
+    assert with_it.phase_bytes("learning") == max(without.phase_bytes("learning"), needs.training), "one after the other"
+
+
+def test_no_cut_holds_more_than_the_one_that_is_watched(overrides):
+    """Whatever the lengths: sequences are padded to the longest, and so counted."""
+    policy = Decoder(SHAPE).initialise(0)
+    config = load_config(None, overrides)
+    head = load_eagle(config.rollout.speculation.eagle_path, policy, torch.float32)
+    drafter = online.make_online(policy, head, config, print)
+    known = [*policy.parameters(), policy.rope_table, *head.parameters(), *head.buffers(), head.rope_table]
+
+    def peak(lengths: list[int]) -> int:
+        largest = 0
+        for part in online.cut_padded([one_response_sequence(length) for length in lengths], drafter.token_budget):
+            batch = pack(part, policy.device)
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), LiveBytes(known) as memory:
+                drafter.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+            drafter.trainer.discard()
+            largest = max(largest, memory.peak)
+        return largest
+
+    assert peak([48] + [9] * 12) <= peak([48] * 3) >= peak([20] * 7)

@@ -40,11 +40,6 @@ class RolloutStats:
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
 
-    def first_accepted(self, drafter: str) -> float | None:
-        """The share of a drafter's drafts whose first token was accepted; None where it made none."""
-        own = self.drafts.get(drafter)
-        return own.accepted_at[0] / own.drafts if own is not None and own.drafts else None
-
     def note(self, observation: Observation) -> None:
         """One step, as its outcome is read."""
         strategy = observation.decision.strategy
@@ -82,6 +77,11 @@ class DraftStats:
     def accept_length(self) -> float:
         """Tokens emitted per draft, the policy's own token included."""
         return 1.0 + self.accepted / max(1, self.drafts)
+
+    @property
+    def first_accepted(self) -> float:
+        """The share of drafts whose first token was."""
+        return self.accepted_at[0] / self.drafts if self.drafts else 0.0
 
     def note(self, observation: Observation) -> None:
         self.drafts += observation.drafts

@@ -65,7 +65,11 @@ def bench_speculation(
     unused = [_kept_apart(engine.drafter_state()) for engine in engines]
     most, strategies = requests_for(max(batches), rounds), [strategy for strategy in strategies if strategy.count]
     long = choose_long(alone, candidates, most)
-    long_by = {(i, s): choose_long(engine, candidates, most, s) for i, engine in enumerate(engines) for s in strategies if not _same_tokens(engine)}
+    long_by = {}  # where tokens depend on proposals; those of a drafter that remembers depend on the batch too, so there this is a guess
+    for i, engine in enumerate(engines):
+        for strategy in strategies if not _same_tokens(engine) else []:
+            engine.load_drafter_state(unused[i])
+            long_by[i, strategy] = choose_long(engine, candidates, most, strategy)
     for batch in batches:
         count = requests_for(batch, rounds)
         plain = _runs(alone, {}, long[:count], batch, PLAIN, repeats)

@@ -93,6 +93,8 @@ def check_frequencies(
     tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, subject.shaken, own)
     depth_N, certain_N = _depths(completions, opened), tokens.certain_N
     uncertain = int((~certain_N).sum())
+    if uncertain == len(certain_N):
+        return [Check(f"{label}: nothing to test", None, f"what rounding does decides all {uncertain} tokens", promised=False)]
     if sampling.temperature == 0:
         return [_most_likely_check(f"{label}: the most likely token", tokens.where(certain_N), bool(subject.shaken), uncertain)]
     checks = []

@@ -3,13 +3,15 @@
     rollout ──responses──▶ the longest of this step and the last ──▶ updated policy as teacher ──▶ the head, where the engine reads it
 
 The policy that teaches is the one the next rollout samples from. Long responses come first: the tail is where speculation pays.
-Nothing of it can change a completion, and gradients end at the head. It learns at every step, or when acceptance has drifted.
+Under shared noise nothing of it can change a completion, and gradients end at the head. It learns at every step, or when acceptance has
+drifted.
 """
 
+import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,13 +22,15 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, teacher_states
-from paceline.learning.batch import TrainingSequence, micro_batches, training_sequence
+from paceline.learning.batch import TrainingSequence, pack, training_sequence
 from paceline.policy.decoder import Decoder
 from paceline.types import Group
 
-TOLERANCE = 0.01  # of the share of first tokens that are accepted: what falls less than this below the best has not drifted
 MAX_TOKENS = 1024  # of a response with its prompt, whose beginning teaches as well as all of it: an unrolled draft holds the scores of all pairs
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 4096, "meta": 4096}  # on meta the plan is made for a GPU
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 4096, "meta": 4096}  # padding included; on meta the plan is made for a GPU
+TOLERANCE = 0.01  # of the share of first tokens that are accepted: what falls less than this has not drifted
+SIGMAS = 3.0  # nor has what chance explains
+SETTLING = 4  # rollouts that make up what others are compared with: one that went on adapting would follow a slow decline
 PATIENCE = 8  # steps of learning; what they do not bring back is the policy's own doing, such as more entropy
 
 
@@ -34,19 +38,27 @@ PATIENCE = 8  # steps of learning; what they do not bring back is the policy's o
 class Drift:
     """Whether the head must learn, from how often the policy accepts the first token of its drafts."""
 
-    best: float = 0.0
-    tried: int = 0
+    usual: float = 0.0  # share accepted, over the rollouts that settled it
+    drafts: float = 0.0  # of those
+    rollouts: int = 0
+    tried: int = 0  # steps of learning since acceptance fell
 
-    def calls_for_learning(self, accepted: float | None) -> bool:
-        """None: nobody drafted, so nothing is known."""
-        if accepted is None:
-            return False
-        if accepted >= self.best - TOLERANCE or self.tried == PATIENCE:
-            self.best = accepted if self.tried == PATIENCE else max(self.best, accepted)
-            self.tried = 0
-            return False
-        self.tried += 1
-        return True
+    def calls_for_learning(self, share: float, drafts: int) -> bool:
+        if self.rollouts:
+            both = (self.usual * self.drafts + share * drafts) / (self.drafts + drafts)
+            chance = SIGMAS * math.sqrt(both * (1 - both) * (1 / self.drafts + 1 / drafts))
+            apart = max(TOLERANCE, chance)
+            if share < self.usual - apart and self.tried < PATIENCE:
+                self.tried += 1
+                return True
+            if share > self.usual + apart or self.tried == PATIENCE:
+                self.rollouts = 0
+        if self.rollouts < SETTLING:
+            before = self.drafts if self.rollouts else 0.0
+            self.usual, self.drafts = (self.usual * before + share * drafts) / (before + drafts), before + drafts
+            self.rollouts += 1
+        self.tried = 0
+        return False
 
 
 class OnlineDrafter:
@@ -61,10 +73,10 @@ class OnlineDrafter:
         self.recent: list[TrainingSequence] = []  # the longest of the last step
         self.token_budget = MICRO_BATCH_TOKENS[policy.device.type]
 
-    def observe(self, accepted: float | None) -> None:
-        """The share of first tokens that a rollout accepted; None where the head did not draft."""
-        if self.config.when == "drift":
-            self.due = self.drift.calls_for_learning(accepted)
+    def observe(self, share: float, drafts: int) -> None:
+        """The share of a rollout's drafts whose first token was accepted. Without drafts nothing is known, and nothing changes."""
+        if self.config.when == "drift" and drafts:
+            self.due = self.drift.calls_for_learning(share, drafts)
 
     def follow(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics under `drafter/`."""
@@ -73,32 +85,38 @@ class OnlineDrafter:
         if not self.due or not chosen:
             return {"drafter/updates": 0.0}
         random.Random(f"{self.seed}/{step}").shuffle(chosen)
-        try:
-            reports = [self._update(chosen[i : i + self.config.batch]) for i in range(0, len(chosen), self.config.batch)]
-        except torch.OutOfMemoryError:
-            reports = []
-        if not reports:  # not in the except clause: the error holds on to the tensors that must go
+        batches = [chosen[i : i + self.config.batch] for i in range(0, len(chosen), self.config.batch)]
+        reports = list(self._updates(batches))
+        if len(reports) < len(batches):  # not where the error is caught: it holds on to the tensors that must go
             self._halve_budget()
+        if not reports:
             return {"drafter/updates": 0.0}
         return {
             "drafter/updates": float(len(reports)),
-            "drafter/tokens": float(sum(sequence.loss_tokens for sequence in chosen)),
+            "drafter/tokens": float(sum(sequence.loss_tokens for batch in batches[: len(reports)] for sequence in batch)),
             "drafter/kl": statistics.mean(report.divergence[0] for report in reports),
             "drafter/overlap": statistics.mean(report.overlap[0] for report in reports),
             "drafter/grad_norm": statistics.mean(report.grad_norm for report in reports),
         }
 
-    def _update(self, sequences: list[TrainingSequence]) -> HeadStep:
-        for batch in micro_batches(sequences, self.token_budget, self.policy.device):
-            self.trainer.accumulate(batch, *teacher_states(self.policy, batch, self.trainer.head.config.captured_layers))
-        return self.trainer.update()
+    def _updates(self, batches: list[list[TrainingSequence]]) -> Iterator[HeadStep]:
+        """One for each batch, or as many as there is memory for."""
+        layers = self.trainer.head.config.captured_layers
+        try:
+            for sequences in batches:
+                for part in cut_padded(sequences, self.token_budget):
+                    batch = pack(part, self.policy.device)
+                    self.trainer.accumulate(batch, *teacher_states(self.policy, batch, layers))
+                yield self.trainer.update()
+        except torch.OutOfMemoryError:
+            return
 
     def _halve_budget(self) -> None:
         """A drafter that learns less costs time; a run that ends costs everything."""
         self.trainer.discard()
         torch.cuda.empty_cache()
         self.token_budget //= 2
-        self.warn(f"no memory for the eagle head to learn in: left out in this step, from now on {self.token_budget} tokens at a time")
+        self.warn(f"no memory for the eagle head to learn in: the rest of this step is left out, from now on {self.token_budget} tokens at a time")
 
     def save(self, folder: Path) -> None:
         """As a drafter of its own, for whoever serves the policy."""
@@ -107,15 +125,15 @@ class OnlineDrafter:
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps beside the head itself, so that a resumed run goes on as it would have."""
         optimiser = self.trainer.optimiser
-        counters = torch.tensor([optimiser.steps, self.drift.best, self.drift.tried, self.due], dtype=torch.float64)
+        counters = torch.tensor([optimiser.steps, self.due, self.token_budget, *astuple(self.drift)], dtype=torch.float64)
         own = {**optimiser.state(), **_as_tensors(self.recent), "counters": counters}
         return {f"online.{name}": tensor for name, tensor in own.items()}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         own = {name.removeprefix("online."): tensor for name, tensor in tensors.items() if name.startswith("online.")}
         if own:
-            steps, self.drift.best, tried, due = own["counters"].tolist()
-            self.drift.tried, self.due = int(tried), bool(due)
+            steps, due, budget, usual, drafts, rollouts, tried = own["counters"].tolist()
+            self.due, self.token_budget, self.drift = bool(due), int(budget), Drift(usual, drafts, int(rollouts), int(tried))
             self.trainer.optimiser.load_state(own, int(steps))
             self.recent = _as_sequences(own)
 
@@ -142,6 +160,16 @@ def longest(sequences: Sequence[TrainingSequence], tokens: int) -> list[Training
             break
         chosen.append(sequence)
     return chosen
+
+
+def cut_padded(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
+    """Longest first, as many as fit the budget when all are padded to the first: that is what an unrolled draft holds."""
+    parts: list[list[TrainingSequence]] = []
+    for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
+        if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].tokens) > token_budget:
+            parts.append([])
+        parts[-1].append(sequence)
+    return parts
 
 
 def _beginning(sequence: TrainingSequence) -> TrainingSequence:

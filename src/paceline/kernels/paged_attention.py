@@ -31,6 +31,7 @@ from paceline.kernels.fp8_format import E4M3, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.triton_support import (
+    TRITON_VERSION,
     cdiv,
     launch_next,
     launch_options,
@@ -221,13 +222,16 @@ class Launch:
     programs: int  # per row, query tile and kv head, at most
     stages: int  # tiles in flight
     registers: int | None = None  # at most, per thread: fewer let more programs run at once
-    warps: int | None = None  # None: as `options` says
+    warps: int | None = None  # None: as `num_warps` says
     resident: int = RESIDENT
 
-    def options(self, rows: int) -> dict:
-        """Four warps run products of more than 8 rows asynchronously: see attention_tiles.py."""
-        warps = self.warps or (4 if rows <= MIN_ROWS else 2)
-        return launch_options(warps, self.stages) | ({"maxnreg": self.registers} if self.registers else {})
+    def num_warps(self, rows: int, fp8: bool) -> int:
+        """With four, products of more than 8 rows run asynchronously, and from Triton 3.7 on those of 8 as well. With an E4M3 cache none may:
+        see attention_tiles.py."""
+        return self.warps or (4 if rows <= MIN_ROWS and not (fp8 and TRITON_VERSION >= (3, 7)) else 2)
+
+    def options(self, rows: int, fp8: bool) -> dict:
+        return launch_options(self.num_warps(rows, fp8), self.stages) | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
@@ -277,7 +281,7 @@ def paged_attention_triton(
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
-        **launch.options(rows),
+        **launch.options(rows, fp8),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](

@@ -4,7 +4,7 @@ Triton is optional: without it the kernel definitions are inert and the torch re
 without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
 
 Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins with
-`launch_next()`, and calls `wait_previous()` before it touches what the kernels before it wrote:
+`launch_next()`, but for those that write weights, and calls `wait_previous()` before it touches what the kernels before it wrote:
 
     GEMM     |=== weights ===|
     norm            |.wait...|=|
@@ -42,6 +42,7 @@ except ImportError:
     tl = SimpleNamespace(constexpr=lambda value=None: value)
     tl_cuda = TensorDescriptor = None
 
+TRITON_VERSION = tuple(int(part) for part in getattr(triton, "__version__", "0.0").split(".")[:2])
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
