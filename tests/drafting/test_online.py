@@ -218,6 +218,17 @@ def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
     assert all(torch.equal(tensor, kept[f"eagle.{name}"]) for name, tensor in head.state_dict().items()), "a drafter to serve the policy with"
 
 
+def test_a_new_head_can_be_made_in_the_run(tmp_path):
+    keys = [
+        "rollout.speculation.eagle_path=fresh",
+        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")),
+    ]
+    steps = learned(run(tmp_path, "fresh", "run.steps=6", *keys))
+    assert steps[-1]["drafter/overlap"] > steps[0]["drafter/overlap"] + 0.1, [step["drafter/overlap"] for step in steps]
+    head = load_eagle(str(tmp_path / "fresh" / "checkpoints" / "eagle"), load_policy(BUILTIN_POLICY, torch.float32), torch.float32)
+    assert head.config.draft_vocab == head.config.layer.vocab_size
+
+
 def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
     online_keys = ("rollout.speculation.online.when=always", "rollout.speculation.online.unroll=2", "checkpoint.every=1")
     whole = learned(run(tmp_path, "whole", "run.steps=4", *online_keys))
@@ -231,6 +242,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
     "overrides, message",
     [
         (["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"], "online.when = 'drift' does not apply.*lacks 'eagle'"),
+        (["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"], "'fresh' starts from nothing.*Use online.when=always"),
         (["rollout.speculation.online.lr=1e-3"], "online.lr = 0.001 does not apply: rollout.speculation.online.when = 'never'"),
     ],
 )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from paceline.config.section import Section
 
 DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}  # the key that names a drafter's folder
+FRESH = "fresh"  # in place of an eagle head's folder
 
 
 class OnlineDrafterConfig(Section):
@@ -37,7 +38,9 @@ class SpeculationConfig(Section):
     tokens: int = Field(7, ge=1, le=15, description="proposed per step: at most (adaptive), or exactly (fixed)")
     max_running: int = Field(0, ge=0, description="fixed: speculate while at most this many requests run; 0: always")
     eagle_path: str = Field(
-        "auto", description="the eagle head's folder; auto: the shipped head, where the policy has its shape, else nobody; see `paceline drafter`"
+        "auto",
+        description="the eagle head's folder; auto: the shipped head, where the policy has its shape, else nobody; see `paceline drafter`; "
+        "fresh: a new one, which learns in the run (online.when=always)",
     )
     draft_model_path: str = Field("", description="the draft model's Hugging Face folder; it must have the policy's tokenizer")
     verify: Literal["shared-noise", "rejection"] = Field(
@@ -70,6 +73,11 @@ class SpeculationConfig(Section):
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks "
                 "'eagle', the one that can learn. Add it there, or leave it out (rollout.speculation.online.when=never)"
+            )
+        if self.eagle_path == FRESH and self.online.when != "always":
+            raise ValueError(
+                f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and rollout.speculation.online.when = {self.online.when!r}: "
+                "nobody would teach it. Use online.when=always, or name the folder of a trained head"
             )
         if not self.drafters and not self.is_default("verify"):
             raise ValueError(

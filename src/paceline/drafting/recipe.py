@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import DRAFTER_FOLDERS, ConfigError, SpeculationConfig
+from paceline.config import DRAFTER_FOLDERS, FRESH, ConfigError, SpeculationConfig
 from paceline.drafting.eagle_folder import head_for, read_eagle_config
-from paceline.drafting.eagle_head import EagleConfig
+from paceline.drafting.eagle_head import EagleConfig, config_for
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
@@ -33,7 +33,9 @@ def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
 
 
 def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str, EagleConfig]:
-    """The folder, or the name of a shipped head, and what its configuration says."""
+    """The folder, the name of a shipped head or FRESH, and what its configuration says."""
+    if settings.eagle_path == FRESH:
+        return FRESH, config_for(policy)
     path = head_for(settings.eagle_path, policy)
     if path is None:
         raise ConfigError("rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
