@@ -34,9 +34,9 @@ certify() { # both ways to verify, fast and deterministic mode, under the pacer,
 pacing() { $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 1,3,7 --rollouts 2 --json "$OUT/pacing.json" --page "$OUT/pacing.html"; }
 never_right() { $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 3 --rollouts 2 --acceptance 0 --lengths lognormal:256,1.0,16,2048; }
 fp8() { for p in fp8 fp8+kv; do decode $p && rollout $p; done; }
-kv_bound() { # responses of 8-12k tokens, 11 GB of cache: twice the tokens in FP8
+kv_bound() { # responses of 8-9k tokens, 11 GB of cache: twice the tokens in FP8
   for p in bf16:75000 fp8:75000 fp8+kv:150000; do
-    $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 12 --prompt 512 --lengths lognormal:9000,0.15,8000,12000 --kv-tokens ${p#*:} --repeats 0 \
+    $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 12 --prompt 512 --lengths lognormal:8400,0.05,8000,10000 --kv-tokens ${p#*:} --repeats 0 \
       --json "$OUT/kv-bound-${p%:*}.json"
   done
 }

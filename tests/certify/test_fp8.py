@@ -235,6 +235,15 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
     assert expected_tokens(exact, completions, sampling, 0.01, own=exact.moved(2, 0.02)).certain_N.float().mean() > 0.1
 
 
+def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
+    exact = Fixed(torch.zeros(6, 6))  # every token as likely as any other
+    subject = SimpleNamespace(policy=exact, exact_policy=exact, shaken=[])
+    opened = SimpleNamespace(run=exact.run, step_starts={})
+    for kind in (SamplingParams(0.0, max_tokens=1), SamplingParams(1.0, max_tokens=1, top_k=3)):
+        (check,) = check_frequencies(subject, opened, [(1, 2)], 20, kind, 0, 1e-4)
+        assert not check.promised and check.passed is None and "decides all 20 tokens" in check.detail
+
+
 def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():
     logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
     moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])  # after token 2, where it is least sure

@@ -9,6 +9,7 @@ import torch
 
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
+from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.online import MAX_TOKENS, PATIENCE, Drift, OnlineDrafter, cut_padded, longest
@@ -20,7 +21,7 @@ from paceline.loop import train
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.session import BUILTIN_POLICY
-from paceline.types import Group, Request, Sample, SamplingParams, Score
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.loop_helpers import comparable_metrics
 
 SMALL = [
@@ -81,6 +82,16 @@ def test_the_longest_responses_come_first():
     assert [s.loss_tokens for s in longest(sequences, 75)] == [40, 30]
     assert [s.loss_tokens for s in longest(sequences, 10)] == [40], "at least one"
     assert longest([sequence(3, 9, sampled=False)], 100) == [] == longest([], 100)
+
+
+def test_most_of_a_step_is_not_looked_at():
+    """Only what can be chosen is made into sequences, long prompts counted as what they leave of a text."""
+    lengths = [(MAX_TOKENS - 10, 500), (5, 300), (5, 200), (5, 100), (5, 0)]
+    requests = [Request(str(i), (1,) * prompt, i, SamplingParams()) for i, (prompt, _) in enumerate(lengths)]
+    completions = [Completion(r, (2,) * n, (0.0,) * n, FinishReason.LENGTH, ()) for r, (_, n) in zip(requests, lengths, strict=True)]
+    groups = [Group("a", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
+    assert [c.request.id for c in online_module._longest_texts(groups, 400)] == ["1", "2"]
+    assert [c.request.id for c in online_module._longest_texts(groups, 605)] == ["1", "2", "3", "0"]
 
 
 def test_of_a_long_response_the_beginning_is_used():

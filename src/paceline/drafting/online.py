@@ -24,7 +24,7 @@ from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, teacher_states
 from paceline.learning.batch import TrainingSequence, pack, training_sequence
 from paceline.policy.decoder import Decoder
-from paceline.types import Group
+from paceline.types import Completion, Group
 
 MAX_TOKENS = 1024  # of a response with its prompt, whose beginning teaches as well as all of it: an unrolled draft holds the scores of all pairs
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 4096, "meta": 4096}  # padding included; on meta the plan is made for a GPU
@@ -80,8 +80,8 @@ class OnlineDrafter:
 
     def follow(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics under `drafter/`."""
-        written = [training_sequence(sample.completion) for group in groups for sample in group.samples if sample.completion.tokens]
-        chosen, self.recent = longest([*written, *self.recent], self.config.tokens), longest(written, self.config.tokens)
+        written = longest([training_sequence(completion) for completion in _longest_texts(groups, self.config.tokens)], self.config.tokens)
+        chosen, self.recent = longest([*written, *self.recent], self.config.tokens), written
         if not self.due or not chosen:
             return {"drafter/updates": 0.0}
         random.Random(f"{self.seed}/{step}").shuffle(chosen)
@@ -162,6 +162,26 @@ def longest(sequences: Sequence[TrainingSequence], tokens: int) -> list[Training
     return chosen
 
 
+def _longest_texts(groups: Sequence[Group], tokens: int) -> list[Completion]:
+    """As many as hold `tokens`, by their lengths alone: the others, most of a step, need not be looked at."""
+
+    def kept(completion: Completion) -> int:
+        return _kept(len(completion.request.prompt), len(completion.tokens))
+
+    chosen: list[Completion] = []
+    for completion in sorted((sample.completion for group in groups for sample in group.samples), key=kept, reverse=True):
+        if tokens <= 0 or kept(completion) == 0:
+            break
+        tokens -= kept(completion)
+        chosen.append(completion)
+    return chosen
+
+
+def _kept(prompt: int, response: int) -> int:
+    """How many tokens of a response are learned from."""
+    return min(response, max(0, MAX_TOKENS - prompt))
+
+
 def cut_padded(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
     """Longest first, as many as fit the budget when all are padded to the first: that is what an unrolled draft holds."""
     parts: list[list[TrainingSequence]] = []
@@ -175,7 +195,7 @@ def cut_padded(sequences: Sequence[TrainingSequence], token_budget: int) -> list
 def _beginning(sequence: TrainingSequence) -> TrainingSequence:
     if len(sequence.tokens) <= MAX_TOKENS:
         return sequence
-    kept = max(0, MAX_TOKENS - sequence.prompt_length)  # of the response
+    kept = _kept(sequence.prompt_length, len(sequence.loss_mask))
     return replace(
         sequence,
         tokens=sequence.tokens[: sequence.prompt_length + kept],

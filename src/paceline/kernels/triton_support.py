@@ -25,6 +25,7 @@ between two products run. A little is best: long queues of it delay the small ke
 
 import functools
 import os
+import re
 from types import SimpleNamespace
 
 import torch
@@ -42,7 +43,7 @@ except ImportError:
     tl = SimpleNamespace(constexpr=lambda value=None: value)
     tl_cuda = TensorDescriptor = None
 
-TRITON_VERSION = tuple(int(part) for part in getattr(triton, "__version__", "0.0").split(".")[:2])
+TRITON_VERSION = tuple(int(number) for number in re.findall(r"\d+", getattr(triton, "__version__", "0.0"))[:2])
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

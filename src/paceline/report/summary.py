@@ -37,7 +37,8 @@ def summarise_run(run: RunDirectory) -> Summary:
     records = list(run.read_metrics())
     trained = [record for record in records if record["kind"] == "train"]
     evaluations = [_eval_point(record) for record in records if record["kind"] == "eval"]
-    seconds = {stage: sum(record.get(f"time/{stage}", 0.0) for record in records) for stage in STAGES}
+    ran = [stage for stage in STAGES if any(f"time/{stage}" in record for record in records)]
+    seconds = {stage: sum(record.get(f"time/{stage}", 0.0) for record in records) for stage in ran}
     return Summary(
         run=run.path,
         steps=max((record["step"] for record in trained), default=0),
