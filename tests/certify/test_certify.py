@@ -1,5 +1,6 @@
 """The certificate passes what is sound and catches what is not: biased rules, wrong logprobs, noise used twice."""
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.certify.checks import check_equality, mixed_requests
-from paceline.certify.native import NativeSubject, ReferenceSubject, disturbed, drafter_maker
+from paceline.certify.native import NativeSubject, ReferenceSubject, disturbed, drafter_maker, widest
 from paceline.certify.run import Certificate, Plan, certify
 from paceline.cli import app
 from paceline.config import SpeculationConfig
@@ -136,10 +137,22 @@ def test_noise_used_twice_is_caught(policies, monkeypatch):
     assert not certificate.passed, certificate.table()
 
 
-def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
+def in_bfloat16(policies) -> tuple[Decoder, Decoder]:
+    policy = copy.deepcopy(policies[0]).to(torch.bfloat16)
+    return policy, widest(policy)
+
+
+def test_a_narrow_type_passes(policies):
+    """What it does to logits is known from a learner's pass and allowed for; nothing else is."""
+    certificate = certify(subject(in_bfloat16(policies), "shared-noise"), PROMPTS, SMALL, {})
+    assert certificate.passed and "what rounding moves" in certificate.table(), certificate.table()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_tokens_that_truncation_forbids_are_caught(policies, narrow, monkeypatch):
     sound = sampling.sample_truncated
     monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
-    policy, exact = policies
+    policy, exact = in_bfloat16(policies) if narrow else policies
     plan = Plan(contexts=2, samples=60, fewer=60, further=(SamplingParams(1.0, top_k=3),), mixed=6)
     certificate = certify(NativeSubject(policy, exact, [], 0, EngineSettings()), PROMPTS, plan, {})
     assert [name for name in failed(certificate) if "top-k 3" in name], certificate.table()
@@ -171,6 +184,11 @@ def test_the_command_writes_a_certificate(tmp_path):
         (["--backend", "reference", "--deterministic"], "a mode of the native engine; leave it out, or use --backend native"),
         (["rollout.speculation.eagle_path=x"], "rollout.speculation.eagle_path = 'x' does not apply to --drafter disturbed, only to --drafter eagle"),
         (["--backend", "reference", "rollout.speculation.eagle_path=x"], "does not apply to a backend that never speculates"),
+        (
+            ["policy.dtype=bfloat16"],
+            "policy.dtype=bfloat16: the command's own arguments say which policy is certified, and in which type; say --precision",
+        ),
+        (["policy.path=x"], "policy.path=x: the command's own arguments say which policy is certified"),
         (["rollout.speculation.tokens=5"], "rollout.speculation.tokens=5: the command's own options say who drafts"),
         (
             ["--recipe", "builtin-moe", "rollout.speculation.eagle_path=x", "--drafter", "eagle"],

@@ -218,7 +218,7 @@ def test_what_is_kept_is_certain_where_rounding_cannot_change_it(sampling, expec
 
 
 def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
-    """Nothing is explained by copies in base precision, so not one token that rounding kept may be left in the test."""
+    """A single copy explains little, so hardly a token that rounding kept may be left in the test."""
     exact = Fixed(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
     sampling = SamplingParams(1.5, max_tokens=1, top_k=5)
     kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[:, 4:5]  # each context's last kept token
@@ -226,13 +226,13 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
         Completion(Request(str(v), (v,), 0, sampling), (t,), (0.0,), FinishReason.LENGTH, ()) for v, (t,) in enumerate(kept_by_backend_VV.tolist())
     ]
 
-    def ruled_out(own: Fixed | None) -> int:
-        tokens = expected_tokens(exact, completions, sampling, 0.01, own=own)
+    def ruled_out(*copies: Fixed) -> int:
+        tokens = expected_tokens(exact, completions, sampling, 0.01, copies)
         return int((tokens.observed_N[tokens.certain_N] >= 5).sum())
 
-    assert ruled_out(None) > 0
+    assert ruled_out() > 0
     assert ruled_out(exact.moved(2, 0.02)) == 0
-    assert expected_tokens(exact, completions, sampling, 0.01, own=exact.moved(2, 0.02)).certain_N.float().mean() > 0.1
+    assert expected_tokens(exact, completions, sampling, 0.01, [exact.moved(2, 0.02)]).certain_N.float().mean() > 0.1
 
 
 def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
@@ -248,7 +248,7 @@ def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter()
     logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
     moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])  # after token 2, where it is least sure
     completion = Completion(Request("a", (0,), 0, SamplingParams()), (0, 2, 1), (0.0,) * 3, FinishReason.LENGTH, ())
-    subject = SimpleNamespace(exact_policy=Fixed(logits_VV), shaken=[])
+    subject = SimpleNamespace(policy=Fixed(logits_VV), exact_policy=Fixed(logits_VV), shaken=[])
     assert measure(subject, [completion]).contested(1) == [(0, 0, 2)]
     subject.shaken = [Fixed(logits_VV), Fixed(moved_VV)]
     moved = measure(subject, [completion])

@@ -157,3 +157,15 @@ def test_gpu_long_context_in_bfloat16():
     for row in range(3):
         expected = brute_force(q[row, 2], k, v, table[row], int(context[row]) + 2)
         assert (out[row, 2].double() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim, dtype", [(128, torch.bfloat16), (64, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize("lengths", [[1300], [40, 7, 129, 600]])  # long enough for large tiles, and not
+def test_gpu_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_dim, dtype):
+    k, v, table = (t.cuda() for t in caches(2, head_dim, len(lengths), 2048, dtype=dtype))
+    q = torch.randn(sum(lengths), 8, head_dim, dtype=dtype, device="cuda")
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    context = torch.tensor([77, 0, 300, 1001][: len(lengths)], device="cuda", dtype=torch.int32)
+    fast, exact = (prefill_attention(q, k, v, table, cu_seqlens, context, deterministic=mode).double() for mode in (False, True))
+    assert (fast - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-5)

@@ -9,7 +9,7 @@ import torch
 from paceline.certify.certificate import Check
 from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.statistics import FrequencyTest, test_frequencies
-from paceline.certify.subject import Opened, Subject
+from paceline.certify.subject import Opened, Subject, rounded_copies
 from paceline.engine.rows import MAX_QUERY
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
 
@@ -89,14 +89,14 @@ def check_frequencies(
     ]
     opened.step_starts.clear()
     completions = opened.run(requests)
-    own = None if subject.shaken else subject.policy
-    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, subject.shaken, own)
+    copies = rounded_copies(subject)
+    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, copies)
     depth_N, certain_N = _depths(completions, opened), tokens.certain_N
     uncertain = int((~certain_N).sum())
     if uncertain == len(certain_N):
         return [Check(f"{label}: nothing to test", None, f"what rounding does decides all {uncertain} tokens", promised=False)]
     if sampling.temperature == 0:
-        return [_most_likely_check(f"{label}: the most likely token", tokens.where(certain_N), bool(subject.shaken), uncertain)]
+        return [_most_likely_check(f"{label}: the most likely token", tokens.where(certain_N), bool(copies), uncertain)]
     checks = []
     for depth in range(int(depth_N.max()) + 1):
         mask_N = certain_N & (depth_N == depth)

@@ -58,6 +58,9 @@ def certify(
     if len(names) > 1 and pacing == "fixed":
         raise ValueError(f"--drafter {drafter!r}: fixed pacing takes one drafter; add --pacing adaptive for several")
     chosen = drafter_overrides(overrides or [], names if backend == "native" else [])
+    for key, instead in (("policy.path", "name the policy as the first argument"), ("policy.dtype", "say --precision")):
+        if given := [override for override in chosen if override.partition("=")[0] == key]:
+            raise ValueError(f"{given[0]}: the command's own arguments say which policy is certified, and in which type; {instead}")
     config = load_config(recipe, [*chosen, f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
     rollout = config.rollout
     if backend == "reference" and rollout.precision != BASE_PRECISION:

@@ -3,8 +3,8 @@
 Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one bin: a sampler that
 favours likely tokens, or proposed ones, shows there whatever the contexts are.
 
-Where an exact policy is exact only up to rounding that nobody can predict (`fp8_policy.py`), its shaken copies come along: the
-probabilities they give the same tokens.
+Where an exact policy is exact only up to rounding that nobody can predict, its shaken copies come along: the probabilities they give
+the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ RANKS = 32
 PASS_TOKENS = 4096
 PASS_LOGITS = 1 << 25  # held at once
 APART = 2.0  # how far two logits move apart, over the standard deviation of what moved a context's; few go beyond
-NEVER_APART = 6.0  # and none of thousands
+ALONE_APART = 6.0  # with a single copy, which shows too little of what may happen: hardly any of thousands
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,9 @@ def expected_tokens(
     sampling: SamplingParams,
     tolerance: float,
     shaken: Sequence[Policy] = (),
-    own: Policy | None = None,
 ) -> Expected:
     """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little, or what a shaken copy does
-    there, decides what is kept are not certain. `own`: the policy in the backend's type, where there are no copies: what that type does
-    to a context's logits counts just the same.
+    there, decides what is kept are not certain.
 
     Each context is computed once: many seeds over few prompts share most of theirs.
     """
@@ -95,7 +93,7 @@ def expected_tokens(
             context_of.append(contexts.setdefault(prompt + completion.tokens[:place], len(contexts)))
             places.append(place)
             tokens.append(token)
-    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, own, texts, contexts, sampling, tolerance)
+    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, texts, contexts, sampling, tolerance)
     context_N, token_N = torch.tensor(context_of), torch.tensor(tokens)
     is_token_NR = order_CR[context_N] == token_N.unsqueeze(1)
     observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_CR.shape[1])
@@ -105,7 +103,6 @@ def expected_tokens(
 def _by_rank(
     policy: Policy,
     shaken: Sequence[Policy],
-    own: Policy | None,
     texts: dict[tuple[int, ...], int],
     contexts: dict[tuple[int, ...], int],
     sampling: SamplingParams,
@@ -117,18 +114,17 @@ def _by_rank(
     probabilities_CB = torch.zeros(len(contexts), ranks + 1, dtype=torch.float64)
     certain_C = torch.zeros(len(contexts), dtype=torch.bool)
     shaken_CSB = torch.zeros(len(contexts), len(shaken), ranks + 1)
+    apart = APART if len(shaken) > 1 else ALONE_APART
     for part in passes(policy, texts):
         wanted = [contexts[context] for context in part.contexts]
         logits_NV = part.logits(policy)
         p_NV, tolerance_N = _sampled(logits_NV, sampling), torch.full_like(logits_NV[:, 0], tolerance)
         order_NR = p_NV.topk(ranks).indices
         for i, other in enumerate(shaken):
-            other_NV = part.logits(other)
-            tolerance_N = torch.maximum(tolerance_N, APART * (other_NV - logits_NV).std(-1))
+            other_NV = part.logits(other).to(logits_NV)
+            tolerance_N = torch.maximum(tolerance_N, apart * (other_NV - logits_NV).std(-1))
             shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
         order_CR[wanted], probabilities_CB[wanted] = order_NR.cpu(), _binned(p_NV, order_NR, sampling).double().cpu()
-        if own is not None and (sampling.truncates or sampling.temperature == 0):
-            tolerance_N = torch.maximum(tolerance_N, NEVER_APART * (part.logits(own).to(logits_NV) - logits_NV).std(-1))
         certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()
     return order_CR, probabilities_CB, certain_C, shaken_CSB
 

@@ -4,12 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from paceline.certify.certificate import Certificate, Check
 from paceline.certify.checks import check_equality, check_frequencies, describe, mixed_requests, sampling_requests
 from paceline.certify.parity import check_logprobs
-from paceline.certify.subject import Subject
+from paceline.certify.subject import LOGIT_TOLERANCE, Subject, rounded_copies
 from paceline.certify.uncertainty import measure
 from paceline.types import SamplingParams
 
@@ -29,8 +27,6 @@ class Plan:
     seed: int = 0
 
 
-# How far apart the same logits may come out in this type.
-LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 ALL_AT_ONCE, PACED = 256, 16  # requests that run together; with few, an adaptive pacer has a choice to make
 PACED_STEPS = 4  # that a completion lasts at least, so that strategies change within it
 QUICK = Plan(samples=300, fewer=100, further=(SamplingParams(1.5, top_k=5),), mixed=12)
@@ -51,9 +47,9 @@ def certify(
     if subject.tokens:
         checks += check_logprobs(subject, opened.run(requests), "{}, speculating")
     uncertainty = measure(subject, plain)
-    tolerance = LOGIT_TOLERANCE[subject.policy.dtype]
-    if subject.shaken:
-        tolerance = uncertainty.tolerance
+    rounded = bool(rounded_copies(subject))
+    tolerance = uncertainty.tolerance if rounded else LOGIT_TOLERANCE[subject.policy.dtype]
+    if rounded:
         checks.append(Check("what rounding moves", None, uncertainty.describe(), promised=False))
     contexts = uncertainty.contested(plan.contexts)
     length = (subject.tokens + 1) * (PACED_STEPS if subject.adaptive else 1) if subject.tokens else 4

@@ -14,6 +14,8 @@ from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Request
 
 Policy = Decoder | Fp8Policy
+# How far apart the same logits may come out in a wide type.
+LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Subject(Protocol):
     name: str
     policy: Decoder  # in the backend's own type: what a learner would run
     exact_policy: Policy  # the same weights in the widest type that is worth running
-    shaken: Sequence[Policy]  # the exact policy as rounding may move it, where it decides more than last digits
+    shaken: Sequence[Policy]  # copies of an FP8 policy as rounding may move it
     same_in_any_batch: bool  # bit for bit, promised of plain decoding
     same_with_any_drafter: bool  # bit for bit, promised of speculation
     tokens: int  # proposed per step
@@ -52,3 +54,8 @@ class Subject(Protocol):
 
     def own_checks(self) -> list[Check]:
         """What only this subject can say, after everything else ran."""
+
+
+def rounded_copies(subject: Subject) -> Sequence[Policy]:
+    """The exact policy as rounding may move it, where that is more than last digits: a narrow type has one copy, a learner's pass in it."""
+    return subject.shaken or (() if subject.policy.dtype in LOGIT_TOLERANCE else (subject.policy,))

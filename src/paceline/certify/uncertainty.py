@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.certify.distribution import APART, passes
-from paceline.certify.subject import Subject
+from paceline.certify.subject import Subject, rounded_copies
 from paceline.types import Completion
 
 CALM = 4  # of the contexts, one in so many may begin samples: those that rounding moves least
@@ -64,7 +64,7 @@ def measure(subject: Subject, completions: Sequence[Completion]) -> Uncertainty:
     for part in passes(subject.exact_policy, texts):
         logits_NV = part.logits(subject.exact_policy)
         entropy_N = torch.distributions.Categorical(logits=logits_NV).entropy()
-        moved_SN = [(part.logits(other) - logits_NV).std(-1).tolist() for other in subject.shaken]
+        moved_SN = [(part.logits(other) - logits_NV).std(-1).tolist() for other in rounded_copies(subject)]
         moved = list(zip(*moved_SN, strict=True)) or [()] * len(part.contexts)
         numbers = zip(part.contexts, entropy_N.tolist(), moved, strict=True)
         places += [Place(prompts[context], context, entropy, by) for context, entropy, by in numbers]

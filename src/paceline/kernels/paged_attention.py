@@ -43,8 +43,8 @@ from paceline.kernels.triton_support import (
 )  # fmt: skip
 
 COMBINE_BATCH = 8  # partial results loaded at a time
-RESIDENT = 2  # programs with work for each multiprocessor, where several share a row
-FILL = 4  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
+RESIDENT, FP8_RESIDENT = 3, 4  # programs with work for each multiprocessor, where several share a row: as many as run at once
+FILL = 8  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
 MIN_ROWS, MAX_ROWS = 8, 16  # (query, head of the group) pairs per program: a tensor core takes 8, and 16 share what is read of the cache
 
 
@@ -223,7 +223,7 @@ class Launch:
     stages: int  # tiles in flight
     registers: int | None = None  # at most, per thread: fewer let more programs run at once
     warps: int | None = None  # None: as `num_warps` says
-    resident: int = RESIDENT
+    resident: int | None = None  # None: RESIDENT or FP8_RESIDENT
 
     def num_warps(self, rows: int, fp8: bool) -> int:
         """With four, products of more than 8 rows run asynchronously, and from Triton 3.7 on those of 8 as well. With an E4M3 cache none may:
@@ -269,6 +269,7 @@ def paged_attention_triton(
     rows_out = QuantisedRows.empty(num_rows * num_queries, num_heads * head_dim, q_RQHD.dtype, q_RQHD.device) if quantise else None
     values, scales, padded_rows = (rows_out.values_MK, rows_out.scales_GM, len(rows_out.values_MK)) if quantise else (None, None, 0)
     v_cache = v_cache.view(torch.int16) if fp8 else v_cache
+    resident = launch.resident or (FP8_RESIDENT if fp8 else RESIDENT)
     acc = maximum = total = None
     if launch.programs > 1:
         max_groups = cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
@@ -277,7 +278,7 @@ def paged_attention_triton(
         maximum, total = torch.empty(2, *partials, dtype=torch.float32, device=q_RQHD.device)
     _paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
         q_RQHD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_RB, context_len_R, out, values, scales, acc, maximum, total,
-        num_rows, num_queries, block_table_RB.shape[1], max_groups, launch.resident * multiprocessors(q_RQHD.device), padded_rows,
+        num_rows, num_queries, block_table_RB.shape[1], max_groups, resident * multiprocessors(q_RQHD.device), padded_rows,
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,

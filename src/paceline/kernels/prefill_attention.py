@@ -28,10 +28,11 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, shared_memory, tl, triton, wait_previous
 
-QUERY_ROWS, WARPS = 128, 8  # (query, head of the group) pairs per program
-FLAT_TILE, FLAT_STAGES = 128, 2  # as much as registers and shared memory hold without the second accumulator
+QUERY_ROWS, WARPS, STAGES = 128, 8, 3  # (query, head of the group) pairs per program; tiles in flight
+FLAT_TILE = 128  # keys, as many as registers hold without the second accumulator
+FLAT_TOKENS = 512  # of a sequence on average, from which on such tiles pay: a prompt's last one is half empty
 FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see attention_tiles.py
 
 
@@ -142,7 +143,7 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention_triton(
-    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=3, k_scale_H=None, v_scale_H=None,
+    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=STAGES, k_scale_H=None, v_scale_H=None,
     tile=TILE, flat=False,
 ):  # fmt: skip
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -183,4 +184,10 @@ def prefill_attention(
         return prefill_attention_reference(*inputs, k_scale_H, v_scale_H)
     if deterministic or k_cache.dtype == E4M3:
         return prefill_attention_triton(*inputs, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
-    return prefill_attention_triton(*inputs, stages=FLAT_STAGES, tile=FLAT_TILE, flat=True)
+    return prefill_attention_triton(*inputs, tile=_flat_tile(q_THD, len(context_len_S)), flat=True)
+
+
+def _flat_tile(q_THD: torch.Tensor, sequences: int) -> int:
+    tile_bytes = 2 * FLAT_TILE * q_THD.shape[-1] * q_THD.itemsize
+    fits = STAGES * tile_bytes + QUERY_ROWS * q_THD.shape[-1] * q_THD.itemsize <= shared_memory(q_THD.device)
+    return FLAT_TILE if fits and len(q_THD) >= FLAT_TOKENS * sequences else TILE

@@ -58,6 +58,12 @@ def multiprocessors(device: torch.device) -> int:
     return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False) -> dict:
     """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula differently in two
     kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it."""
