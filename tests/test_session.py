@@ -1,10 +1,13 @@
 """What a session refuses to open, and in which words."""
 
-import pytest
+import re
 
-from paceline.config import ConfigError
+import pytest
+import torch
+
+from paceline.config import ConfigError, load_config
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
-from paceline.session import open_session
+from paceline.session import open_session, prepare_device
 from paceline.tasks.running_sums import ALPHABET
 from tests.loop_helpers import make_tiny_policy, tiny_config
 
@@ -15,3 +18,31 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
     size = len(ALPHABET) + 1
     with pytest.raises(ConfigError, match=rf"policy.path = '{policy}': .* up to id {size}, and the policy's vocabulary ends at {size - 1}"):
         open_session(tiny_config(policy, tmp_path, "never"))
+
+
+@pytest.mark.parametrize(
+    "capability, overrides, outcome",
+    [
+        ((9, 0), ["rollout.precision=fp8+kv"], "cuda"),
+        ((8, 9), [], "cuda"),
+        ((7, 5), [], "cpu"),
+        ((7, 5), ["run.device=cuda"], "run.device = 'cuda': a GPU (compute capability 7.5) does not compute in bf16; use run.device=cpu"),
+        (
+            (8, 9),
+            ["rollout.precision=fp8"],
+            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use rollout",
+        ),
+        (None, ["run.device=cuda"], "run.device = 'cuda': torch sees no GPU here; use run.device=cpu"),
+    ],
+)
+def test_a_gpu_that_is_too_old_is_left_alone_or_refused(capability, overrides, outcome, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    config = load_config("default", overrides)
+    if outcome in ("cuda", "cpu"):
+        assert prepare_device(config).type == outcome
+    else:
+        with pytest.raises(ConfigError, match=re.escape(outcome)):
+            prepare_device(config)

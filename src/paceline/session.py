@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import Backend
+from paceline.backends.base import BASE_PRECISION, Backend
 from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, ConfigError
@@ -32,6 +32,7 @@ from paceline.tasks import make_task
 from paceline.tasks.task import Task
 from paceline.types import SamplingParams
 
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (9, 0)  # compute capabilities from which on a GPU computes in them, as our kernels do
 BUILTIN_POLICY = Path(__file__).parent / "assets" / "builtin"
 BUILTIN_POLICIES = {"builtin": BUILTIN_POLICY, "builtin-moe": BUILTIN_POLICY.with_name("builtin-moe")}
 
@@ -156,12 +157,24 @@ def prepare_device(config: Config) -> torch.device:
     wanted = config.run.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
-    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+    usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
+    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and usable) else "cpu")
+    if device.type == "cuda":
+        _refuse_old_gpu(config, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
     if device.type == "cpu":
         # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
         torch.backends.mkldnn.enabled = False
     return device
+
+
+def _refuse_old_gpu(config: Config, name: str, capability: tuple[int, int]) -> None:
+    told = f"{name} (compute capability {capability[0]}.{capability[1]})"
+    if capability < BF16_CAPABILITY:
+        raise ConfigError(f"run.device = 'cuda': {told} does not compute in bf16; use run.device=cpu")
+    precision = config.rollout.precision
+    if precision != BASE_PRECISION and capability < FP8_CAPABILITY:
+        raise ConfigError(f"rollout.precision = {precision!r} needs Hopper or newer, this is {told}; use rollout.precision={BASE_PRECISION}")
 
 
 @contextmanager

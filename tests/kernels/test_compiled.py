@@ -9,11 +9,24 @@ import pytest
 pytest.importorskip("triton")
 
 
+def printed_by(*command: str) -> dict:
+    """By a process of its own, since the kernels here are interpreted."""
+    run = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability, limit", [(89, 101_376), (90, 232_448)], ids=["RTX 4090", "H200"])
+def test_kernels_fit_a_gpus_shared_memory(capability, limit):
+    """With fewer tiles in flight where there is little of it, and with all of them on the GPU they were tuned for."""
+    results = printed_by("tests.kernels.compiled_sizes", str(capability), str(limit))
+    assert all(taken <= limit for taken, _, _ in results.values()), results
+    assert all(2 <= stages <= meant and (stages == meant or capability < 90) for _, meant, stages in results.values()), results
+
+
 def test_products_over_an_e4m3_cache_run_alike():
     """Decoding plainly, verifying and prefilling deal a product's terms to the same instructions in the same order; none is asynchronous."""
-    run = subprocess.run([sys.executable, "-m", "tests.kernels.compiled_attention"], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    results = json.loads(run.stdout.splitlines()[-1])
+    results = printed_by("tests.kernels.compiled_attention")
     assert len(results) == 6
     for kernel, products in results.items():
         assert products == results["prefill, 128"] and "asynchronous" not in products, (kernel, results)

@@ -39,6 +39,9 @@ class Fp8Tile:
     stages: int
     tma: bool = False
 
+    def options(self) -> dict:
+        return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * GROUP)
+
 
 def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
     """What the scales stand for, multiplied in float32; rows in fixed tiles, as in linear.py."""
@@ -122,7 +125,7 @@ def fp8_linear_triton(x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | Non
     _fp8_linear_kernel[(cdiv(num_rows, tile.rows) * cdiv(width, tile.cols), parts)](
         x.values_MK, weight.values, x_desc, weight_desc, x.scales_GM, weight.scales, out, num_rows, width, depth, x.scales_GM.shape[1],
         ROWS=tile.rows, COLS=tile.cols, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
-        **launch_options(tile.warps, tile.stages),
+        **tile.options(),
     )  # fmt: skip
     return out
 

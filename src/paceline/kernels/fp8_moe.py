@@ -19,7 +19,7 @@ from paceline.kernels.moe import (
     tile_slots,
 )
 from paceline.kernels.swiglu import silu_multiply_quantised, silu_multiply_reference
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
+from paceline.kernels.triton_support import cdiv, launch_next, tl, triton, wait_previous
 
 
 def fp8_expert_feed_forward_reference(
@@ -98,7 +98,7 @@ def fp8_expert_linear_triton(x: QuantisedRows, weight: BlockMatrix, tiles: Exper
     _fp8_expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
         x.values_MK, x.scales_GM, weight.values, weight.scales, tiles.slots_S, tiles.tiles_3T, out_SN, num_tiles, width, depth,
         x.scales_GM.shape[1], SLOTS_PER_ROW=num_slots // x.num_rows, ROWS=tiles.rows, COLS=tile.cols,
-        **launch_options(tile.warps, tile.stages),
+        **tile.options(),
     )  # fmt: skip
     return out_SN
 

@@ -6,7 +6,7 @@ A row's bits must not depend on how many rows ran with it.
 - GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor core, and the
   two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same bits, for every M
   (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of reading the weights, which
-  plain asynchronous copies do best; from there on whole tiles are loaded by TMA.
+  plain asynchronous copies do best; from there on whole tiles are loaded by TMA, where there is one (Hopper and newer).
 
 Up to 64 rows the invariant kernel is also the fastest. From CUBLAS_ROWS on, cuBLAS, which may split K and so rounds
 differently at different M, is 2-8% faster, and `deterministic=False` takes it.
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from paceline.kernels.triton_support import (
     TensorDescriptor,
     cdiv,
+    has_tma,
     launch_next,
     launch_options,
     multiprocessors,
@@ -57,6 +58,9 @@ class Tile:
     depth: int
     warps: int
     stages: int
+
+    def options(self, itemsize: int) -> dict:
+        return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * self.depth * itemsize)
 
 
 def choose_tile(num_rows: int, width: int) -> Tile:
@@ -150,8 +154,8 @@ def linear_triton(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.
         tile = replace(tile, depth=tile.depth // 2)
     out_MN = torch.empty(num_rows, width, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     grid = (cdiv(num_rows, tile.rows) * cdiv(width, tile.cols),)
-    options = dict(K=depth, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, **launch_options(tile.warps, tile.stages))
-    if num_rows < TMA_ROWS:
+    options = dict(K=depth, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, **tile.options(x_MK.itemsize))
+    if num_rows < TMA_ROWS or not has_tma(x_MK.device):
         pull = min(PULL_BYTES, depth * weight_NK.element_size()) // 64 * 64
         _stream_kernel[grid](x_MK, weight_NK, out_MN, num_rows, width, multiprocessors(x_MK.device), PULL=pull, **options)
     else:

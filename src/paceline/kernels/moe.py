@@ -230,7 +230,7 @@ def expert_linear_triton(x_RK: torch.Tensor, weight_XNK: torch.Tensor, tiles: Ex
     out_SN = torch.empty(num_slots, width, dtype=x_RK.dtype, device=x_RK.device)
     _expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
         x_RK, weight_XNK, tiles.slots_S, tiles.tiles_3T, out_SN, num_tiles, width, K=depth, SLOTS_PER_ROW=num_slots // num_rows,
-        ROWS=tiles.rows, COLS=tile.cols, DEPTH=tile.depth, **launch_options(tile.warps, tile.stages),
+        ROWS=tiles.rows, COLS=tile.cols, DEPTH=tile.depth, **tile.options(x_RK.itemsize),
     )  # fmt: skip
     return out_SN
 

@@ -230,8 +230,11 @@ class Launch:
         see attention_tiles.py."""
         return self.warps or (4 if rows <= MIN_ROWS and not (fp8 and TRITON_VERSION >= (3, 7)) else 2)
 
-    def options(self, rows: int, fp8: bool) -> dict:
-        return launch_options(self.num_warps(rows, fp8), self.stages) | ({"maxnreg": self.registers} if self.registers else {})
+    def options(self, rows: int, head_dim: int, q_bytes: int, kv_bytes: int) -> dict:
+        """`q_bytes` and `kv_bytes`: of one number. Queries lie in shared memory, and what they gather passes through it."""
+        held, stage = rows * head_dim * (q_bytes + 4), 2 * TILE * head_dim * kv_bytes
+        options = launch_options(self.num_warps(rows, kv_bytes == 1), self.stages, stage_bytes=stage, held_bytes=held)
+        return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
@@ -282,7 +285,7 @@ def paged_attention_triton(
         head_dim**-0.5 * LOG2E,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, ROWS=rows,
         PADDED_GQA=padded_gqa, TILE=TILE, GROUP=GROUP, SHARED=launch.programs > 1, FP8=fp8, QUANTISE=quantise,
-        **launch.options(rows, fp8),
+        **launch.options(rows, head_dim, q_RQHD.itemsize, k_cache.itemsize),
     )  # fmt: skip
     if launch.programs > 1:
         _combine_kernel[(num_rows * num_queries, num_kv_heads)](

@@ -28,7 +28,16 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, shared_memory, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    fitting_stages,
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    shared_memory,
+    tl,
+    triton,
+    wait_previous,
+)
 
 QUERY_ROWS, WARPS, STAGES = 128, 8, 3  # (query, head of the group) pairs per program; tiles in flight
 FLAT_TILE = 128  # keys, as many as registers hold without the second accumulator
@@ -159,7 +168,7 @@ def prefill_attention_triton(
         q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
         block_table_SB.shape[1], head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         ROWS=rows, PADDED_GQA=padded_gqa, TILE=tile, GROUP=GROUP, FLAT=flat, FP8=fp8,
-        **launch_options(num_warps=warps, num_stages=stages),
+        **launch_options(warps, stages, stage_bytes=2 * tile * head_dim * k_cache.itemsize, held_bytes=rows * head_dim * q_THD.itemsize),
     )  # fmt: skip
     return out
 
@@ -188,6 +197,6 @@ def prefill_attention(
 
 
 def _flat_tile(q_THD: torch.Tensor, sequences: int) -> int:
-    tile_bytes = 2 * FLAT_TILE * q_THD.shape[-1] * q_THD.itemsize
-    fits = STAGES * tile_bytes + QUERY_ROWS * q_THD.shape[-1] * q_THD.itemsize <= shared_memory(q_THD.device)
+    row_bytes = q_THD.shape[-1] * q_THD.itemsize
+    fits = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, shared_memory(q_THD.device)) == STAGES
     return FLAT_TILE if fits and len(q_THD) >= FLAT_TOKENS * sequences else TILE

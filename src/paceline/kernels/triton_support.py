@@ -45,11 +45,18 @@ except ImportError:
 
 TRITON_VERSION = tuple(int(number) for number in re.findall(r"\d+", getattr(triton, "__version__", "0.0"))[:2])
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+OTHER_SHARED_BYTES = 2048  # what the compiler takes beside tiles: reductions, changes of layout
 
 
 @functools.cache
 def has_dependent_launch(device_index: int = 0) -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whole tiles are loaded by one instruction; the interpreter can."""
+    return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
@@ -60,16 +67,28 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Bytes that one program may have: 232,448 on an H200, 101,376 on most GPUs that are not for servers."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False) -> dict:
+def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int) -> int:
+    """How many tiles may be in flight in that much shared memory; the number changes no bit."""
+    return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes))
+
+
+def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False, stage_bytes: int = 0, held_bytes: int = 0) -> dict:
     """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula differently in two
-    kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it."""
+    kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it.
+
+    `stage_bytes` are those of the tiles that are loaded together, `held_bytes` what else lies in shared memory.
+    """
     if INTERPRETED:
         return dict(PDL=False)
-    pdl = has_dependent_launch(torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    pdl = has_dependent_launch(device)
+    if stage_bytes:
+        fitting = fitting_stages(num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)))
+        num_stages = min(num_stages, fitting if pdl else fitting + 1)  # before Hopper the tile that is multiplied lies in registers
     return dict(PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl)
 
 
