@@ -153,12 +153,16 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
 
 
+def best_device() -> torch.device:
+    usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
+    return torch.device("cuda" if usable else "cpu")
+
+
 def prepare_device(config: Config) -> torch.device:
     wanted = config.run.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
-    usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
-    device = torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and usable) else "cpu")
+    device = torch.device("cuda") if wanted == "cuda" else torch.device("cpu") if wanted == "cpu" else best_device()
     if device.type == "cuda":
         _refuse_old_gpu(config, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more

@@ -51,9 +51,11 @@ def cases():
         launch = paged_attention.default_launch(processors=132, tiles=tiles, max_groups=64)
         constants, options = HEADS | dict(ROWS=rows, SHARED=launch.programs > 1), launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2)
         yield f"decoding, {tiles} tiles of {rows} rows", paged_attention._paged_attention_kernel, constants, launch.stages, options
-    rows, stages = prefill_attention.QUERY_ROWS, prefill_attention.STAGES
-    options = triton_support.launch_options(prefill_attention.WARPS, stages, stage_bytes=2 * TILE * 128 * 2, held_bytes=rows * 128 * 2)
-    yield "prefill", prefill_attention._prefill_attention_kernel, HEADS | dict(ROWS=rows), stages, options
+    rows, stages, warps = prefill_attention.QUERY_ROWS, prefill_attention.STAGES, prefill_attention.WARPS
+    for head_dim in (128, 256):
+        options = triton_support.launch_options(warps, stages, stage_bytes=2 * TILE * head_dim * 2, held_bytes=rows * head_dim * 2)
+        constants = HEADS | dict(ROWS=rows, HEAD_DIM=head_dim)
+        yield f"prefill, heads of {head_dim}", prefill_attention._prefill_attention_kernel, constants, stages, options
 
 
 def main(capability: int, limit: int) -> None:

@@ -28,9 +28,10 @@ def decode(
 ) -> None:
     """Time of one decode or verify step by batch size."""
     from paceline.bench.decode import bench_decode
-    from paceline.bench.setup import bench_device, bench_policy, describe
+    from paceline.bench.setup import bench_policy, describe
+    from paceline.session import best_device
 
-    device = bench_device()
+    device = best_device()
     policy = bench_policy(_model(model), device)
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
     points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts, precision)
@@ -56,9 +57,10 @@ def rollout(
 ) -> None:
     """Time of a whole long-tailed rollout."""
     from paceline.bench.rollout import Lengths, bench_rollout
-    from paceline.bench.setup import bench_device, bench_policy, describe
+    from paceline.bench.setup import bench_policy, describe
+    from paceline.session import best_device
 
-    device = bench_device()
+    device = best_device()
     policy = bench_policy(_model(model), device)
     point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic, precision)
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
@@ -156,13 +158,14 @@ def pacing(
     from paceline.bench.oracle import OracleDrafter
     from paceline.bench.pacing import PacingPoint, bench_pacing
     from paceline.bench.rollout import Lengths
-    from paceline.bench.setup import bench_device, bench_policy, bench_requests, describe
+    from paceline.bench.setup import bench_policy, bench_requests, describe
     from paceline.engine.engine import Engine, EngineSettings
     from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
     from paceline.pacing.strategy import Strategy
     from paceline.report.pace_page import render
+    from paceline.session import best_device
 
-    device = bench_device()
+    device = best_device()
     policy = bench_policy(_model(model), device)
     sizes = Lengths.parse(lengths, requests).values
     wanted = bench_requests(list(sizes), prompt, policy.config.vocab_size)

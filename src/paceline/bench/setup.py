@@ -23,10 +23,6 @@ from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
 
-def bench_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def bench_policy(model: str, device: torch.device) -> Decoder:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if model in SHAPES:

@@ -25,6 +25,10 @@ APART = 2.0  # how far two logits move apart, over the standard deviation of wha
 ALONE_APART = 6.0  # with a single copy, which shows too little of what may happen: hardly any of thousands
 
 
+def apart(copies: int) -> float:
+    return APART if copies > 1 else ALONE_APART
+
+
 @dataclass(frozen=True)
 class Pass:
     """Texts that run together, and the contexts within them that are wanted."""
@@ -114,7 +118,6 @@ def _by_rank(
     probabilities_CB = torch.zeros(len(contexts), ranks + 1, dtype=torch.float64)
     certain_C = torch.zeros(len(contexts), dtype=torch.bool)
     shaken_CSB = torch.zeros(len(contexts), len(shaken), ranks + 1)
-    apart = APART if len(shaken) > 1 else ALONE_APART
     for part in passes(policy, texts):
         wanted = [contexts[context] for context in part.contexts]
         logits_NV = part.logits(policy)
@@ -122,7 +125,7 @@ def _by_rank(
         order_NR = p_NV.topk(ranks).indices
         for i, other in enumerate(shaken):
             other_NV = part.logits(other).to(logits_NV)
-            tolerance_N = torch.maximum(tolerance_N, apart * (other_NV - logits_NV).std(-1))
+            tolerance_N = torch.maximum(tolerance_N, apart(len(shaken)) * (other_NV - logits_NV).std(-1))
             shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
         order_CR[wanted], probabilities_CB[wanted] = order_NR.cpu(), _binned(p_NV, order_NR, sampling).double().cpu()
         certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()

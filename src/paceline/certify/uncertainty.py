@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.certify.distribution import APART, passes
+from paceline.certify.distribution import APART, apart, passes
 from paceline.certify.subject import Subject, rounded_copies
 from paceline.types import Completion
 
@@ -42,7 +42,8 @@ class Uncertainty:
 
     def describe(self) -> str:
         moved = ", ".join(f"{self.moved(share):.1e}" for share in (0.5, 0.9, 0.99))
-        return f"logits by {moved} (median, 90%, 99% of contexts); what hangs on less than {self.tolerance:.2g}, or than was seen there, is left out"
+        there = f"{apart(len(self.places[0].moved)):g} times what was seen there"
+        return f"logits by {moved} (median, 90%, 99% of contexts); what hangs on less than {self.tolerance:.2g}, or than {there}, is left out"
 
     def contested(self, count: int) -> list[tuple[int, ...]]:
         """Contexts in which the policy is least sure, one per prompt; every sample begins there, so rounding must not move them much."""

@@ -71,9 +71,9 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int) -> int:
-    """How many tiles may be in flight in that much shared memory; the number changes no bit."""
-    return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes))
+def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int, in_registers: int = 0) -> int:
+    """How many tiles may be in flight in that much shared memory and so many beside it; the number changes no bit."""
+    return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes + in_registers))
 
 
 def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False, stage_bytes: int = 0, held_bytes: int = 0) -> dict:
@@ -87,8 +87,8 @@ def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool 
     device = torch.cuda.current_device()
     pdl = has_dependent_launch(device)
     if stage_bytes:
-        fitting = fitting_stages(num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)))
-        num_stages = min(num_stages, fitting if pdl else fitting + 1)  # before Hopper the tile that is multiplied lies in registers
+        in_registers = 0 if pdl else 1  # before Hopper, the tile that is multiplied
+        num_stages = fitting_stages(num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)), in_registers)
     return dict(PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl)
 
 

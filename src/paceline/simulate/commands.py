@@ -140,10 +140,10 @@ def calibrate(
     else:
         import datetime
 
-        from paceline.bench.setup import bench_device
+        from paceline.session import best_device
         from paceline.simulate.measure import CPU, GPU, measure_kernels
 
-        device = bench_device()
+        device = best_device()
         measured = measure_kernels(device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat())
     if save_points is not None:
         write_measurements(measured, save_points)
@@ -165,11 +165,12 @@ def measure(
     import datetime
     import time
 
-    from paceline.bench.setup import bench_device, describe
+    from paceline.bench.setup import describe
+    from paceline.session import best_device
     from paceline.simulate.measure_steps import StepBench
     from paceline.simulate.points import Measurements, load_measurements, write_measurements
 
-    device, start = bench_device(), time.perf_counter()
+    device, start = best_device(), time.perf_counter()
     facts = describe(device)
     empty = Measurements(facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat())
     kept = load_measurements(out) if out.is_file() else empty
