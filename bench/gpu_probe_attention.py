@@ -41,7 +41,7 @@ def inputs(lengths):
 
 def label(launch: Launch) -> str:
     registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps is None else f"w{launch.warps}"
-    return f"{launch.programs}/{launch.stages}{registers}{warps}" + (f"x{launch.resident}" if launch.programs > 1 else "")
+    return f"{launch.programs}/{launch.stages}{registers}{warps}" + (f"x{launch.resident}" if launch.resident else "")
 
 
 def main() -> None:

@@ -45,6 +45,11 @@ def subject(policies, verify: str, drafter: str = "disturbed", tokens: int = 2) 
     return NativeSubject(policy, exact, [lambda: DraftModel(model)], tokens, EngineSettings(verify=verify))
 
 
+def in_bfloat16(policies) -> tuple[Decoder, Decoder]:
+    policy = copy.deepcopy(policies[0]).to(torch.bfloat16)
+    return policy, widest(policy)
+
+
 def failed(certificate: Certificate) -> list[str]:
     return [check.name for check in certificate.checks if check.promised and not check.passed]
 
@@ -94,7 +99,8 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     assert failed(certificate) == ["T 1: first of a step"], "where there are proposals"
 
 
-def test_an_acceptance_that_is_too_kind_is_caught(policies, monkeypatch):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_an_acceptance_that_is_too_kind_is_caught(policies, narrow, monkeypatch):
     """Accepting whatever is at least half as likely as proposed."""
     sound = rejection.verify_by_rejection
 
@@ -102,7 +108,8 @@ def test_an_acceptance_that_is_too_kind_is_caught(policies, monkeypatch):
         return sound(logits, temperature, seed, position, truncation, proposals, probabilities / 2)
 
     monkeypatch.setattr(sampling, "verify_by_rejection", kind)
-    certificate = certify(subject(policies, "rejection"), PROMPTS, Plan(contexts=2, samples=600, further=(), mixed=6), {})
+    kindly = subject(in_bfloat16(policies) if narrow else policies, "rejection")
+    certificate = certify(kindly, PROMPTS, Plan(contexts=2, samples=600, further=(), mixed=6), {})
     assert min(check.adjusted for check in certificate.checks if check.adjusted is not None) < 1e-6, certificate.table()
 
 
@@ -135,11 +142,6 @@ def test_noise_used_twice_is_caught(policies, monkeypatch):
     policy, exact = policies
     certificate = certify(NativeSubject(policy, exact, [], 0, EngineSettings()), PROMPTS, Plan(contexts=2, samples=1000, further=(), mixed=6), {})
     assert not certificate.passed, certificate.table()
-
-
-def in_bfloat16(policies) -> tuple[Decoder, Decoder]:
-    policy = copy.deepcopy(policies[0]).to(torch.bfloat16)
-    return policy, widest(policy)
 
 
 def test_a_narrow_type_passes(policies):
