@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from paceline.cli import app
 from paceline.config import ConfigError, load_config
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.session import open_session, prepare_device
@@ -30,7 +32,7 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
         (
             (8, 9),
             ["rollout.precision=fp8"],
-            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use rollout",
+            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use bf16",
         ),
         (None, ["run.device=cuda"], "run.device = 'cuda': torch sees no GPU here; use run.device=cpu"),
     ],
@@ -46,3 +48,12 @@ def test_a_gpu_that_is_too_old_is_left_alone_or_refused(capability, overrides, o
     else:
         with pytest.raises(ConfigError, match=re.escape(outcome)):
             prepare_device(config)
+
+
+@pytest.mark.parametrize("command", ["decode", "rollout"])
+def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    with pytest.raises(ConfigError, match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use bf16"):
+        CliRunner().invoke(app, ["bench", command, "--precision", "fp8"], catch_exceptions=False)

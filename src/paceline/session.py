@@ -164,7 +164,7 @@ def prepare_device(config: Config) -> torch.device:
         raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
     device = torch.device("cuda") if wanted == "cuda" else torch.device("cpu") if wanted == "cpu" else best_device()
     if device.type == "cuda":
-        _refuse_old_gpu(config, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        refuse_old_gpu(config.rollout.precision, "rollout.precision")
     torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
     if device.type == "cpu":
         # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
@@ -172,13 +172,14 @@ def prepare_device(config: Config) -> torch.device:
     return device
 
 
-def _refuse_old_gpu(config: Config, name: str, capability: tuple[int, int]) -> None:
-    told = f"{name} (compute capability {capability[0]}.{capability[1]})"
+def refuse_old_gpu(precision: str, key: str) -> None:
+    """Where the GPU at hand cannot compute in bf16, or in the rollout's `precision`, which `key` asked for."""
+    capability = torch.cuda.get_device_capability()
+    told = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
     if capability < BF16_CAPABILITY:
         raise ConfigError(f"run.device = 'cuda': {told} does not compute in bf16; use run.device=cpu")
-    precision = config.rollout.precision
     if precision != BASE_PRECISION and capability < FP8_CAPABILITY:
-        raise ConfigError(f"rollout.precision = {precision!r} needs Hopper or newer, this is {told}; use rollout.precision={BASE_PRECISION}")
+        raise ConfigError(f"{key} = {precision!r} needs Hopper or newer, this is {told}; use {BASE_PRECISION}")
 
 
 @contextmanager

@@ -29,9 +29,11 @@ def decode(
     """Time of one decode or verify step by batch size."""
     from paceline.bench.decode import bench_decode
     from paceline.bench.setup import bench_policy, describe
-    from paceline.session import best_device
+    from paceline.session import best_device, refuse_old_gpu
 
     device = best_device()
+    if device.type == "cuda":
+        refuse_old_gpu(precision, "--precision")
     policy = bench_policy(_model(model), device)
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
     points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts, precision)
@@ -58,9 +60,11 @@ def rollout(
     """Time of a whole long-tailed rollout."""
     from paceline.bench.rollout import Lengths, bench_rollout
     from paceline.bench.setup import bench_policy, describe
-    from paceline.session import best_device
+    from paceline.session import best_device, refuse_old_gpu
 
     device = best_device()
+    if device.type == "cuda":
+        refuse_old_gpu(precision, "--precision")
     policy = bench_policy(_model(model), device)
     point = bench_rollout(policy, Lengths.parse(lengths, requests), prompt, max_running, kv_tokens, repeats, deterministic, precision)
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
