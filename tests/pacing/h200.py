@@ -35,9 +35,8 @@ class H200(World):
         return 1e-3 * (tile + 4.5e-3 * bucket + (2.4e-5 + 3.5e-6 * queries) * running * context)
 
 
-def h200(acceptance: tuple[float, ...] = ACCEPTANCE) -> H200:
-    """The last entry of `acceptance` serves all further depths."""
-    oracle = SimulatedDrafter(lambda d, context, step: acceptance[min(d, len(acceptance)) - 1], lambda k, bucket: 1.9e-4 * k)
+def h200() -> H200:
+    oracle = SimulatedDrafter(lambda d, context, step: ACCEPTANCE[min(d, 5) - 1], lambda k, bucket: 1.9e-4 * k)
     return H200({"oracle": oracle}, noise=0.01, outliers=0.01, buckets=tuple(buckets_up_to(256)), max_tokens=MAX_TOKENS, capture_seconds=0.04)
 
 

@@ -51,13 +51,3 @@ def test_the_guard_does_not_go_by_a_guess_at_plain_decoding(rollouts):
     paced, _, _ = rollouts
     assert not any(decision.reason == "guard" for outcome in paced for decision in outcome.decisions)
     assert sum(decision.strategy == PLAIN for decision in paced[2].decisions) < 0.02 * len(paced[2].decisions)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("acceptance", [(0.6, 0.55, 0.5), (0.45, 0.4)])
-def test_a_guess_at_an_unmeasured_time_is_not_believed_for_long(acceptance, seed):
-    """The tail comes with buckets that never ran: what looks a little slower there by times measured far from it is timed, too."""
-    world, wanted = h200(acceptance), lengths()
-    paced = simulate(world, AdaptivePacer(PacingSettings(world.buckets, STRATEGIES, seed)), wanted, seed).seconds
-    knowing = simulate(world, BestPacer(world, list(STRATEGIES)), wanted, seed).seconds
-    assert paced / knowing - 1 < 0.035

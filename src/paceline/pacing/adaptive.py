@@ -29,7 +29,7 @@ LOOK_SOON = 4
 PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
 TRIAL_DRAFTS, SHORTEST_TRIAL = 32, 2  # a trial of a drafter sees about so many drafts, and lasts at least so many steps
 FIRST_TOKENS = 3  # that a drafter proposes at most in its first trial: nobody knows yet what a token costs
-TIMED_STEPS = 3
+TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
 HOPE = 0.9  # acceptance at every depth that a trial may hope for
 TRIAL_COST = 1.25  # times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
 
@@ -236,7 +236,7 @@ class AdaptivePacer:
             for strategy, rate in rates.items()
             if strategy != self._current
             and strategy.drafter in (self._current.drafter, PLAIN.drafter)
-            and rate > (1 - self.cost.doubt(moment.running, strategy.queries)) * (1 + self.settings.margin) * baseline
+            and rate > (1 - IN_DOUBT) * (1 + self.settings.margin) * baseline
             and not self.cost.knows(moment.running, strategy.queries, moment.context)
         ]
         if not could_win:

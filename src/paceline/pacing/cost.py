@@ -10,7 +10,6 @@ whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding
 could win by its being wrong is measured (`adaptive.py`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -19,8 +18,6 @@ import numpy as np
 MEMORY_STEPS = 64  # a cell's estimate follows about this many steps
 TRUSTED_STEPS, OUTLIER = 4, 1.25
 OLD_STEPS = 1 << 14  # a time that was measured so long ago is worth measuring again
-# A time that was not measured may be shorter than expected by this part, and by more the farther from what was, up to a limit.
-DOUBT, DOUBT_PER_DOUBLING, MOST_DOUBT = 0.08, 0.2, 0.3
 
 
 def context_class(context: float) -> int:
@@ -90,12 +87,6 @@ class CostModel:
         """Measured at this bucket and about this context, and not too long ago."""
         near, cells = context_class(context), self._cells.get((self.bucket(running), queries), {})
         return any(abs(c - near) <= 1 and self._steps - cell.noted_at < OLD_STEPS for c, cell in cells.items())
-
-    def doubt(self, running: int, queries: int) -> float:
-        """By which part a step that was not measured may be shorter than expected; tokens are counted in doublings."""
-        tokens = self.bucket(running) * queries
-        doublings = min((abs(math.log2(bucket * measured / tokens)) for bucket, measured in self._cells), default=0.0)
-        return min(MOST_DOUBT, DOUBT + DOUBT_PER_DOUBLING * doublings)
 
     @property
     def slope(self) -> float:
