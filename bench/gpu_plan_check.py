@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backends.native import make_native
 from paceline.config import Config, load_config
+from paceline.engine.factory import make_native
 from paceline.learning.learner import Learner
 from paceline.plan.machine import LIBRARY_BYTES, gpu_at_hand
 from paceline.plan.plan import make_plan
@@ -25,7 +25,12 @@ from paceline.policy.shapes import SHAPES
 from paceline.types import Group, Request, Sample, SamplingParams, Score
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, STEPS = 8, 8, 192, 2
-COMMON = ["rollout.max_running=64", "rollout.max_tokens=96", "eval.max_tokens=96", f"task.max_prompt_tokens={PROMPT_TOKENS}"]
+COMMON = [
+    "rollout.max_running=64",
+    "rollout.max_tokens=96",
+    "eval.max_tokens=96",
+    f"task.max_prompt_tokens={PROMPT_TOKENS}",
+]
 CASES = {
     "qwen3-8b-full": ("qwen3-8b", ["policy.activation_checkpointing=true"]),
     "qwen3-8b-lora": ("qwen3-8b", ["policy.lora.rank=32"]),
@@ -77,42 +82,70 @@ def check(name: str) -> tuple[Peaks, Peaks]:
         metrics = learner.update(groups)
         torch.cuda.synchronize()
         learn_seconds = time.time() - start
-        learning_peak = max(learning_peak, torch.cuda.max_memory_allocated() + (0 if plan.sleeps else engine.cache.num_bytes))
+        learning_peak = max(
+            learning_peak, torch.cuda.max_memory_allocated() + (0 if plan.sleeps else engine.cache.num_bytes)
+        )
         if plan.sleeps:
             torch.cuda.empty_cache()
             engine.wake()
         engine.update_weights(step)
     free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved() - engine.cache.num_bytes - (machine.taken_bytes - LIBRARY_BYTES)
-    print(f"== {name}: planned in {planned_in:.1f} s, {time.time() - started:.0f} s in all; an update of "
-          f"{sum(len(s.completion.tokens) + PROMPT_TOKENS for g in groups for s in g.samples)} tokens {learn_seconds:.2f} s, "
-          f"gradient norm {metrics['policy/gradient_norm']:.3g}, logprob delta {metrics['policy/largest_logprob_delta']:.3g}, "
-          f"halvings {metrics['memory/micro_batch_halvings']:.0f}")  # fmt: skip
+    outside = (
+        total
+        - free
+        - torch.cuda.memory_reserved()
+        - engine.cache.num_bytes
+        - (machine.taken_bytes - LIBRARY_BYTES)
+    )
+    print(
+        f"== {name}: planned in {planned_in:.1f} s, {time.time() - started:.0f} s in all; an update of "
+        f"{sum(len(s.completion.tokens) + PROMPT_TOKENS for g in groups for s in g.samples)} tokens {learn_seconds:.2f} s, "
+        f"gradient norm {metrics['policy/gradient_norm']:.3g}, logprob delta {metrics['policy/largest_logprob_delta']:.3g}, "
+        f"halvings {metrics['memory/micro_batch_halvings']:.0f}"
+    )
     print(f"   {', '.join(f'{part.name} {part.num_bytes / 1e9:.2f}' for part in plan.parts)}")
-    print(f"   pool {plan.kv_tokens} tokens{', sleeps' if plan.sleeps else ''}; between phases {at_rest / 1e9:.2f} GB of tensors, "
-          f"planned {(plan.phase_bytes('always') - (0 if plan.sleeps else engine.cache.num_bytes)) / 1e9:.2f} with graphs")  # fmt: skip
+    print(
+        f"   pool {plan.kv_tokens} tokens{', sleeps' if plan.sleeps else ''}; between phases {at_rest / 1e9:.2f} GB of tensors, "
+        f"planned {(plan.phase_bytes('always') - (0 if plan.sleeps else engine.cache.num_bytes)) / 1e9:.2f} with graphs"
+    )
     compare("rollout", plan.rollout_peak, rollout_peak)
     compare("learning", plan.learning_peak, learning_peak)
-    print(f"   reserved {torch.cuda.max_memory_reserved() / 1e9:.2f} GB, KV {engine.cache.num_bytes / 1e9:.2f}, "
-          f"taken before {(machine.taken_bytes - LIBRARY_BYTES) / 1e9:.2f}, outside torch since {outside / 1e9:.2f}, "
-          f"{len(engine.runner.captured)} graphs, total {total / 1e9:.2f}", flush=True)  # fmt: skip
+    print(
+        f"   reserved {torch.cuda.max_memory_reserved() / 1e9:.2f} GB, KV {engine.cache.num_bytes / 1e9:.2f}, "
+        f"taken before {(machine.taken_bytes - LIBRARY_BYTES) / 1e9:.2f}, outside torch since {outside / 1e9:.2f}, "
+        f"{len(engine.runner.captured)} graphs, total {total / 1e9:.2f}",
+        flush=True,
+    )
     return Peaks(plan.rollout_peak, plan.learning_peak), Peaks(rollout_peak, learning_peak)
 
 
 def compare(phase: str, planned: int, measured: int) -> None:
-    print(f"   {phase:<9} planned {planned / 1e9:7.2f} GB, measured {measured / 1e9:7.2f} GB, plan / measured {planned / measured:.3f}")
+    print(
+        f"   {phase:<9} planned {planned / 1e9:7.2f} GB, measured {measured / 1e9:7.2f} GB, plan / measured {planned / measured:.3f}"
+    )
 
 
 def roll_out(engine, config: Config, step: int) -> list[Group]:
     rng = random.Random(step)
-    vocabulary, sampling = engine.policy.config.vocab_size, SamplingParams(max_tokens=config.rollout.max_tokens)
+    vocabulary, sampling = (
+        engine.policy.config.vocab_size,
+        SamplingParams(max_tokens=config.rollout.max_tokens),
+    )
     requests = []
     for p in range(PROMPTS):
         prompt = tuple(rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS))
-        requests += [Request(f"{p}/{s}", prompt, rng.getrandbits(62), sampling, group=str(p)) for s in range(SAMPLES)]
+        requests += [
+            Request(f"{p}/{s}", prompt, rng.getrandbits(62), sampling, group=str(p)) for s in range(SAMPLES)
+        ]
     engine.submit(requests)
     done = {completion.request.id: completion for completion in engine.completions()}
-    return [Group(str(p), tuple(Sample(done[f"{p}/{s}"], Score(rng.random(), correct=False)) for s in range(SAMPLES))) for p in range(PROMPTS)]
+    return [
+        Group(
+            str(p),
+            tuple(Sample(done[f"{p}/{s}"], Score(rng.random(), correct=False)) for s in range(SAMPLES)),
+        )
+        for p in range(PROMPTS)
+    ]
 
 
 if __name__ == "__main__":

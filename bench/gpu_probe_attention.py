@@ -34,14 +34,22 @@ def inputs(lengths):
         table[row, : len(numbers)] = numbers
     layers = max(2, min(12, 4_000_000_000 // (sum(lengths) * KV_HEADS * DIM * 4)))
     shape = (sum(blocks), BLOCK, KV_HEADS, DIM)
-    caches = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(KV_TYPE) for _ in range(2)] for _ in range(layers)]
+    caches = [
+        [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(KV_TYPE) for _ in range(2)]
+        for _ in range(layers)
+    ]
     q = torch.randn(len(lengths), QUERIES, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     return q, table.cuda(), torch.tensor(lengths, device="cuda", dtype=torch.int32), caches
 
 
 def label(launch: Launch) -> str:
-    registers, warps = f"r{launch.registers}" if launch.registers else "", "" if launch.warps is None else f"w{launch.warps}"
-    return f"{launch.programs}/{launch.stages}{registers}{warps}" + (f"x{launch.resident}" if launch.resident else "")
+    registers, warps = (
+        f"r{launch.registers}" if launch.registers else "",
+        "" if launch.warps is None else f"w{launch.warps}",
+    )
+    return f"{launch.programs}/{launch.stages}{registers}{warps}" + (
+        f"x{launch.resident}" if launch.resident else ""
+    )
 
 
 def main() -> None:
@@ -55,10 +63,14 @@ def main() -> None:
         tiles, max_groups = len(lengths) * KV_HEADS, WIDTH // GROUP
         shares = sorted({max(1, min(max_groups, fill * processors // tiles)) for fill in (1, 2, 4, 8, 16)})
         launches = {Launch(1, stages) for stages in (2, 3, 4, 6) if 1 in shares}
-        launches |= {Launch(p, stages, resident=r) for p in shares if p > 1 for stages in (2, 3) for r in (2, 3, 4)}
+        launches |= {
+            Launch(p, stages, resident=r) for p in shares if p > 1 for stages in (2, 3) for r in (2, 3, 4)
+        }
         if len(lengths) >= 64:  # many programs: how many run at once matters
             ways = ((None, 2), (None, 4)) if QUERIES > 1 and not FP8 else ((128, None), (None, 2))
-            launches |= {Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ways}
+            launches |= {
+                Launch(1, stages, registers, warps) for stages in (2, 3, 4) for registers, warps in ways
+            }
         chosen = default_launch(processors, tiles, max_groups)
         results = {}
         for launch in launches | {chosen}:
@@ -69,8 +81,12 @@ def main() -> None:
 
             results[launch] = time_graph(graph_of(run), repeats=3, inner=3)[0] / len(caches) * 1e3
         ideal = sum(lengths) * KV_HEADS * DIM * 2 * KV_TYPE.itemsize / 4.575e6
-        others = " ".join(f"{label(launch)}:{us:.1f}" for launch, us in sorted(results.items(), key=lambda item: item[1]))
-        print(f"{name}: ideal {ideal:.1f}, default {results[chosen]:.1f} | programs/stages {others}", flush=True)
+        others = " ".join(
+            f"{label(launch)}:{us:.1f}" for launch, us in sorted(results.items(), key=lambda item: item[1])
+        )
+        print(
+            f"{name}: ideal {ideal:.1f}, default {results[chosen]:.1f} | programs/stages {others}", flush=True
+        )
 
 
 main()

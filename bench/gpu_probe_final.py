@@ -50,7 +50,11 @@ def main():
     context = torch.zeros(rows, dtype=torch.int32, device="cuda")
     positions = torch.arange(length, device="cuda").repeat(rows)
     slots = model.slots(torch.arange(rows, device="cuda").repeat_interleave(length), positions)
-    for name, call in {"fast": linear, "cuBLAS only": lambda x, w, out_dtype=None: torch.mm(x, w.t()), "fast again": linear}.items():
+    for name, call in {
+        "fast": linear,
+        "cuBLAS only": lambda x, w, out_dtype=None: torch.mm(x, w.t()),
+        "fast again": linear,
+    }.items():
         run = lambda: model.prefill(tokens, cu, context, positions, slots, linear_=call)  # noqa: E731
         run()
         torch.cuda.synchronize()
@@ -63,7 +67,9 @@ def main():
         note(f"prefill 256 x 128, {name}: {' '.join(f'{t:.0f}' for t in times)} ms")
 
     # One request through the whole fake model: prefill, then decode one token, against prefill of one token more.
-    logits = model.prefill(tokens[:256], cu[:3], context[:2], positions[:256], slots[:256], linear_=modes["deterministic"])
+    logits = model.prefill(
+        tokens[:256], cu[:3], context[:2], positions[:256], slots[:256], linear_=modes["deterministic"]
+    )
     short = torch.cat([tokens[:127], tokens[128:255]])
     shorter = torch.tensor([0, 127, 254], device="cuda", dtype=torch.int32)
     keep = torch.cat([torch.arange(127), torch.arange(128, 255)]).cuda()

@@ -25,10 +25,14 @@ OPS = {"qkv": (6144, 4096, 14), "o": (4096, 4096, 20), "gate_up": (24576, 4096, 
 LAYERS = 36
 T = Fp8Tile
 TILES = {
-    1: [T(16, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8, 10), (False, True))] + [T(16, 128, 4, 4), T(16, 128, 4, 6, True)],
-    32: [T(32, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8), (False, True))] + [T(32, 128, 4, 5, True)],
-    64: [T(64, 64, 4, s, tma) for s, tma in itertools.product((3, 4, 6), (False, True))] + [T(64, 128, 4, 4, True), T(64, 128, 8, 4, True)],
-    128: [T(128, 64, 4, s, tma) for s, tma in itertools.product((2, 3, 4), (False, True))] + [T(64, 64, 4, 4, True), T(64, 128, 4, 4, True)],
+    1: [T(16, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8, 10), (False, True))]
+    + [T(16, 128, 4, 4), T(16, 128, 4, 6, True)],
+    32: [T(32, 64, 4, s, tma) for s, tma in itertools.product((4, 6, 8), (False, True))]
+    + [T(32, 128, 4, 5, True)],
+    64: [T(64, 64, 4, s, tma) for s, tma in itertools.product((3, 4, 6), (False, True))]
+    + [T(64, 128, 4, 4, True), T(64, 128, 8, 4, True)],
+    128: [T(128, 64, 4, s, tma) for s, tma in itertools.product((2, 3, 4), (False, True))]
+    + [T(64, 64, 4, 4, True), T(64, 128, 4, 4, True)],
     256: [T(128, 64, 4, 3, True), T(128, 64, 4, 4, True), T(64, 128, 4, 4, True), T(256, 64, 8, 3, True)],
 }
 PARTS = {"qkv": (1, 2), "o": (1, 2, 4), "gate_up": (1,), "down": (1, 2, 4)}
@@ -56,8 +60,15 @@ def compile_all():
     rows = {m: quantise_rows(x[:m]) for m in TILES}
     jobs = [(m, t, p) for m in TILES for t in TILES[m] for p in (1, 2)]
     with ThreadPoolExecutor(16) as pool:
-        results = list(pool.map(lambda j: attempt(lambda: fp8_linear_triton(rows[j[0]], w, j[1], j[2])), jobs))
-    note(len(jobs), "variants compiled;", "failed:", [(j[1], r) for j, r in zip(jobs, results, strict=True) if isinstance(r, str)])
+        results = list(
+            pool.map(lambda j: attempt(lambda: fp8_linear_triton(rows[j[0]], w, j[1], j[2])), jobs)
+        )
+    note(
+        len(jobs),
+        "variants compiled;",
+        "failed:",
+        [(j[1], r) for j, r in zip(jobs, results, strict=True) if isinstance(r, str)],
+    )
     reference = fp8_linear_triton(quantise_rows(x), w, T(64, 64, 4, 4), 2)
     exact = fp8_linear_reference(quantise_rows(x), w).float()
     note("relative error of the product:", float((reference.sum(0) - exact).norm() / exact.norm()))
@@ -78,7 +89,11 @@ def tiles():
             runs = {("bf16", 1): lambda i: linear(x, plain[i])}
             if m >= 32:
                 runs["cublas", 1] = lambda i: fp8_linear_cublas(rows, weights[i])
-            runs |= {(t, p): (lambda i, t=t, p=p: fp8_linear_triton(rows, weights[i], t, p)) for t in candidates for p in PARTS[op]}
+            runs |= {
+                (t, p): (lambda i, t=t, p=p: fp8_linear_triton(rows, weights[i], t, p))
+                for t in candidates
+                for p in PARTS[op]
+            }
             times = {}
             for key, call in runs.items():
 
@@ -96,10 +111,19 @@ def tiles():
             others = {key[0]: round(times[key], 1) for key in times if not isinstance(key[0], T)}
             best_by_parts = {p: min(times[key] for key in ranked if key[1] == p) for p in PARTS[op]}
             totals.setdefault(m, {})[op] = min(times[ranked[0]], others.get("cublas", 1e9))
-            show = " ".join(f"{t.rows}x{t.cols}w{t.warps}s{t.stages}{'T' if t.tma else ''}/{p}={times[t, p]:.1f}" for t, p in ranked[:7])
-            note(f"{op} M={m}: {show} | {others} | by parts", {p: round(v, 1) for p, v in best_by_parts.items()}, f"ideal {n * k / 4.575e6:.1f}")
+            show = " ".join(
+                f"{t.rows}x{t.cols}w{t.warps}s{t.stages}{'T' if t.tma else ''}/{p}={times[t, p]:.1f}"
+                for t, p in ranked[:7]
+            )
+            note(
+                f"{op} M={m}: {show} | {others} | by parts",
+                {p: round(v, 1) for p, v in best_by_parts.items()},
+                f"ideal {n * k / 4.575e6:.1f}",
+            )
     for m, by_op in totals.items():
-        note(f"M={m}: best layer GEMMs incl. a small kernel each: {sum(by_op.values()) * LAYERS / 1e3:.2f} ms")
+        note(
+            f"M={m}: best layer GEMMs incl. a small kernel each: {sum(by_op.values()) * LAYERS / 1e3:.2f} ms"
+        )
 
 
 def attention():
@@ -114,11 +138,22 @@ def attention():
         v = [torch.randn(blocks, 16, KV_HEADS, DIM, device="cuda").bfloat16() for _ in range(copies)]
         scale = torch.full((KV_HEADS,), 0.012, device="cuda")
         k8, v8 = ([to_e4m3(x.float() / 0.012) for x in y] for y in (k, v))
-        wide = graph_of(lambda: [paged_attention(q, a, b, table, contexts) for a, b in zip(k, v, strict=True)])
-        narrow = graph_of(lambda: [paged_attention(q, a, b, table, contexts, scale, scale) for a, b in zip(k8, v8, strict=True)])
-        a, b = paged_attention(q, k[0], v[0], table, contexts), paged_attention(q, k8[0], v8[0], table, contexts, scale, scale)
+        wide = graph_of(
+            lambda: [paged_attention(q, a, b, table, contexts) for a, b in zip(k, v, strict=True)]
+        )
+        narrow = graph_of(
+            lambda: [
+                paged_attention(q, a, b, table, contexts, scale, scale) for a, b in zip(k8, v8, strict=True)
+            ]
+        )
+        a, b = (
+            paged_attention(q, k[0], v[0], table, contexts),
+            paged_attention(q, k8[0], v8[0], table, contexts, scale, scale),
+        )
         times = [time_graph(g, 5, 4)[0] / copies * 1e3 for g in (wide, narrow)]
-        note(f"attention {context} x {rows}: bf16 {times[0]:.1f} us, fp8 {times[1]:.1f} us, difference {float((a - b).norm() / a.norm()):.3f}")
+        note(
+            f"attention {context} x {rows}: bf16 {times[0]:.1f} us, fp8 {times[1]:.1f} us, difference {float((a - b).norm() / a.norm()):.3f}"
+        )
 
 
 def sync():

@@ -18,7 +18,9 @@ from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.paged_attention import Launch, paged_attention
 
 KERNELS = sys.argv[1:2] == ["kernels"]
-BATCHES = [int(b) for b in (sys.argv[1] if len(sys.argv) > 1 and not KERNELS else "1,32,64,128,256").split(",")]
+BATCHES = [
+    int(b) for b in (sys.argv[1] if len(sys.argv) > 1 and not KERNELS else "1,32,64,128,256").split(",")
+]
 MODEL = sys.argv[2] if KERNELS and len(sys.argv) > 2 else "qwen3-8b"
 NEW = int(sys.argv[2]) if len(sys.argv) > 2 and not KERNELS else 96
 FORWARD, ATTENTION = "paceline.paged.forward", "paceline.kernels.paged_attention"
@@ -26,7 +28,9 @@ FORWARD, ATTENTION = "paceline.paged.forward", "paceline.kernels.paged_attention
 
 def parts(qkv: int, output: int, down: int):
     """`choose_parts` for the three narrow weights; the wide one stays whole."""
-    return lambda width, depth: 1 if width > 8192 else qkv if width > 4096 else output if depth <= 4096 else down
+    return (
+        lambda width, depth: 1 if width > 8192 else qkv if width > 4096 else output if depth <= 4096 else down
+    )
 
 
 def unfused(q_RQHD, *rest):
@@ -35,7 +39,11 @@ def unfused(q_RQHD, *rest):
 
 def stages(count: int, registers: int | None = None, warps: int | None = None):
     def launch(processors: int, tiles: int, max_groups: int) -> Launch:
-        return Launch(min(max_groups, 4 * processors // tiles), 3) if tiles <= processors else Launch(1, count, registers, warps)
+        return (
+            Launch(min(max_groups, 4 * processors // tiles), 3)
+            if tiles <= processors
+            else Launch(1, count, registers, warps)
+        )
 
     return launch
 
@@ -62,16 +70,27 @@ def kernels(policy, precision: str) -> None:
         bench_decode(policy, [batch], 128, 32, 1, False, precision=precision)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             bench_decode(policy, [batch], 128, 32, 1, False, precision=precision)
-        steps = 2 * 32  # of the first run and the repeat; the short run and prefill stand apart by name or by being few
-        rows = sorted(((e.key, e.count / steps, e.self_device_time_total / steps) for e in profiler.key_averages()), key=lambda row: -row[2])
-        print(f"{precision}, batch {batch}: " + "; ".join(f"{key[:40]} {us:.0f} us / {count:.0f}" for key, count, us in rows[:14]), flush=True)
+        steps = (
+            2 * 32
+        )  # of the first run and the repeat; the short run and prefill stand apart by name or by being few
+        rows = sorted(
+            ((e.key, e.count / steps, e.self_device_time_total / steps) for e in profiler.key_averages()),
+            key=lambda row: -row[2],
+        )
+        print(
+            f"{precision}, batch {batch}: "
+            + "; ".join(f"{key[:40]} {us:.0f} us / {count:.0f}" for key, count, us in rows[:14]),
+            flush=True,
+        )
 
 
 def main() -> None:
     assert products.choose_parts is choose_parts
     policy = bench_policy(MODEL, torch.device("cuda"))
     if KERNELS:
-        for precision in ("bf16", "fp8+kv") if MODEL == "qwen3-8b" else ("fp8",):  # other shapes may not have room for both
+        for precision in (
+            ("bf16", "fp8+kv") if MODEL == "qwen3-8b" else ("fp8",)
+        ):  # other shapes may not have room for both
             kernels(policy, precision)
         return
     print(f"{'variant':>30} " + " ".join(f"{batch:>8}" for batch in BATCHES), flush=True)

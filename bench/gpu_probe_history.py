@@ -19,7 +19,10 @@ def main() -> None:
         text = torch.arange(WIDTH) % PERIOD  # its own past always has what follows
         tokens = text.repeat(rows, 1).cuda()
         length = torch.full((rows,), 1000, dtype=torch.int64, device="cuda")
-        slots, proposals = torch.arange(rows, device="cuda"), torch.empty(rows, COUNT, dtype=torch.int64, device="cuda")
+        slots, proposals = (
+            torch.arange(rows, device="cuda"),
+            torch.empty(rows, COUNT, dtype=torch.int64, device="cuda"),
+        )
         index = HistoryIndex.empty(rows, 1 << 24, rows * WIDTH, 1 << 25, torch.device("cuda"))
         index.prompt_S[:] = torch.arange(rows, device="cuda") // 8
 
@@ -29,10 +32,15 @@ def main() -> None:
                 if propose:
                     propose_from_history(slots, tokens, length, index, COUNT, proposals)  # noqa: B023
 
-        alone, with_history = (time_graph(graph_of(partial(steps, propose)))[0] / STEPS for propose in (False, True))
+        alone, with_history = (
+            time_graph(graph_of(partial(steps, propose)))[0] / STEPS for propose in (False, True)
+        )
         last = int(length[0])
         found = (proposals[0].cpu() == text[last : last + COUNT]).all().item()
-        print(f"{rows:>4} rows: {1e3 * (with_history - alone):.1f} us for {COUNT} proposals (found: {found})", flush=True)
+        print(
+            f"{rows:>4} rows: {1e3 * (with_history - alone):.1f} us for {COUNT} proposals (found: {found})",
+            flush=True,
+        )
 
 
 main()

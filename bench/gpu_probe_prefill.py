@@ -25,12 +25,20 @@ def main() -> None:
         base = prefill_attention_triton(q, k, v, table, bounds, contexts)
         flops = 4 * HEADS * DIM * sequences * (new * context + new * new / 2)
         for rows, warps, stages, tile, *flat in (
-            (16, 4, 3, 64), (64, 4, 3, 64), (128, 8, 3, 64), (128, 8, 2, 128),
-            (64, 4, 3, 64, True), (128, 8, 3, 64, True), (128, 8, 2, 128, True), (128, 8, 3, 128, True),
-        ):  # fmt: skip
+            (16, 4, 3, 64),
+            (64, 4, 3, 64),
+            (128, 8, 3, 64),
+            (128, 8, 2, 128),
+            (64, 4, 3, 64, True),
+            (128, 8, 3, 64, True),
+            (128, 8, 2, 128, True),
+            (128, 8, 3, 128, True),
+        ):
             name = f"{sequences}x{new}+{context} rows {rows} warps {warps} stages {stages} tile {tile}{' flat' if flat else ''}"
             try:
-                run = lambda: prefill_attention_triton(q, k, v, table, bounds, contexts, rows, warps, stages, tile=tile, flat=bool(flat))  # noqa: B023, E731
+                run = lambda: prefill_attention_triton(
+                    q, k, v, table, bounds, contexts, rows, warps, stages, tile=tile, flat=bool(flat)
+                )  # noqa: B023, E731
                 same = torch.equal(run(), base)
                 times = []
                 for _ in range(4):

@@ -41,7 +41,9 @@ class Model:
         self.k = [torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(layers)]
         self.v = [torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(layers)]
         self.table = torch.randperm(blocks, device=DEVICE).int().view(max_rows, blocks_per_row)
-        angle = torch.arange(4096, device=DEVICE)[:, None] / 1e6 ** (torch.arange(0, DIM, 2, device=DEVICE) / DIM)
+        angle = torch.arange(4096, device=DEVICE)[:, None] / 1e6 ** (
+            torch.arange(0, DIM, 2, device=DEVICE) / DIM
+        )
         self.cos, self.sin = angle.cos().float(), angle.sin().float()
 
     def slots(self, rows, positions):
@@ -51,7 +53,19 @@ class Model:
         residual, x = x, rms_norm(x, self.norm, EPSILON)
         for i in range(self.num_layers):
             qkv = linear_(x, self.qkv[i])
-            q = rope_and_write_kv(qkv, positions, slots, self.cos, self.sin, self.k[i], self.v[i], HEADS, self.qk_norm, self.qk_norm, EPSILON)
+            q = rope_and_write_kv(
+                qkv,
+                positions,
+                slots,
+                self.cos,
+                self.sin,
+                self.k[i],
+                self.v[i],
+                HEADS,
+                self.qk_norm,
+                self.qk_norm,
+                EPSILON,
+            )
             x = linear_(attend(q, i).view(-1, HEADS * DIM), self.o[i])
             x, residual = rms_norm_residual(x, residual, self.norm, EPSILON)
             x = linear_(silu_multiply(linear_(x, self.gate_up[i])), self.down[i])

@@ -15,7 +15,13 @@ from paceline.kernels import norm
 from paceline.kernels.linear import Tile, choose_tile, linear_triton
 
 started = time.time()
-OPS = {"qkv": (6144, 4096, 10), "o": (4096, 4096, 12), "gate_up": (24576, 4096, 4), "down": (4096, 12288, 6), "head": (151936, 4096, 2)}
+OPS = {
+    "qkv": (6144, 4096, 10),
+    "o": (4096, 4096, 12),
+    "gate_up": (24576, 4096, 4),
+    "down": (4096, 12288, 6),
+    "head": (151936, 4096, 2),
+}
 
 
 def tiles(rows, *shapes):
@@ -23,9 +29,27 @@ def tiles(rows, *shapes):
 
 
 TILES = {
-    32: tiles(32, (64, 256, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (32, 256, 4, 5), (32, 512, 4, 3), (128, 128, 4, 4), (64, 128, 8, 6)),
-    64: tiles(64, (128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 8, 5), (64, 64, 4, 6), (64, 128, 4, 5), (128, 64, 4, 4), (32, 256, 4, 4)),
-}  # fmt: skip
+    32: tiles(
+        32,
+        (64, 256, 4, 4),
+        (64, 128, 4, 6),
+        (64, 256, 4, 3),
+        (32, 256, 4, 5),
+        (32, 512, 4, 3),
+        (128, 128, 4, 4),
+        (64, 128, 8, 6),
+    ),
+    64: tiles(
+        64,
+        (128, 128, 4, 3),
+        (128, 128, 8, 3),
+        (64, 128, 8, 5),
+        (64, 64, 4, 6),
+        (64, 128, 4, 5),
+        (128, 64, 4, 4),
+        (32, 256, 4, 4),
+    ),
+}
 
 
 def attempt(function):
@@ -38,7 +62,11 @@ def attempt(function):
 small = {k: (weight(64, k), weight(512, k)) for k in (4096, 12288)}
 jobs = [(m, k, t, d) for m in TILES for t in TILES[m] for k in small for d in (None, torch.float32)]
 with ThreadPoolExecutor(15) as pool:
-    list(pool.map(lambda j: attempt(lambda: linear_triton(small[j[1]][0][: j[0]], small[j[1]][1], j[3], j[2])), jobs))
+    list(
+        pool.map(
+            lambda j: attempt(lambda: linear_triton(small[j[1]][0][: j[0]], small[j[1]][1], j[3], j[2])), jobs
+        )
+    )
 torch.cuda.synchronize()
 for k, (x, w) in small.items():
     reference = linear_triton(x, w, torch.float32, Tile(64, 32, 128, 4, 4))

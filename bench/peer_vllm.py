@@ -22,16 +22,40 @@ import time
 from pathlib import Path
 
 QWEN3_8B = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-    num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-    rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", attention_bias=False, tie_word_embeddings=False, dtype="bfloat16",
-    bos_token_id=151643, eos_token_id=151645,
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    hidden_act="silu",
+    attention_bias=False,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
 QWEN3_30B_A3B = QWEN3_8B | dict(
-    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+)
 BLOCK_FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 TINY = QWEN3_8B | dict(
     hidden_size=64,
@@ -49,7 +73,10 @@ MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "tiny": TINY}
 def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
     """As `paceline bench rollout --lengths lognormal:...` draws them."""
     rng = random.Random(0)
-    return [max(low, min(high, int(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
+    return [
+        max(low, min(high, int(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+        for _ in range(count)
+    ]
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -57,11 +84,25 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 class Peer:
-    def __init__(self, config: dict, precision: str, kv_tokens: int, max_length: int, block_size: int, graphs: list[int] | None) -> None:
+    def __init__(
+        self,
+        config: dict,
+        precision: str,
+        kv_tokens: int,
+        max_length: int,
+        block_size: int,
+        graphs: list[int] | None,
+    ) -> None:
         from vllm import LLM
 
         self.vocab_size = config["vocab_size"]
-        kv_bytes = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * (1 if precision == "fp8+kv" else 2)
+        kv_bytes = (
+            2
+            * config["num_hidden_layers"]
+            * config["num_key_value_heads"]
+            * config["head_dim"]
+            * (1 if precision == "fp8+kv" else 2)
+        )
         blocks = kv_tokens // block_size
         if precision != "bf16":
             config = config | dict(quantization_config=BLOCK_FP8)
@@ -69,12 +110,21 @@ class Peer:
             Path(folder, "config.json").write_text(json.dumps(config))
             start = time.perf_counter()
             self.llm = LLM(
-                model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=max_length, max_num_seqs=256,
-                num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * block_size * kv_bytes, gpu_memory_utilization=0.1,
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype="bfloat16",
+                max_model_len=max_length,
+                max_num_seqs=256,
+                num_gpu_blocks_override=blocks,
+                kv_cache_memory_bytes=blocks * block_size * kv_bytes,
+                gpu_memory_utilization=0.1,
                 kv_cache_dtype="fp8" if precision == "fp8+kv" else "auto",
-                block_size=block_size, enable_prefix_caching=False, disable_log_stats=False,
+                block_size=block_size,
+                enable_prefix_caching=False,
+                disable_log_stats=False,
                 **(dict(compilation_config=dict(cudagraph_capture_sizes=graphs)) if graphs else {}),
-            )  # fmt: skip
+            )
             self.start_seconds = time.perf_counter() - start
 
     def seconds(self, lengths: list[int], prompt_tokens: int) -> float:
@@ -82,8 +132,14 @@ class Peer:
         from vllm import SamplingParams
 
         rng = random.Random(0)
-        prompts = [dict(prompt_token_ids=[rng.randrange(self.vocab_size) for _ in range(prompt_tokens)]) for _ in lengths]
-        params = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths]
+        prompts = [
+            dict(prompt_token_ids=[rng.randrange(self.vocab_size) for _ in range(prompt_tokens)])
+            for _ in lengths
+        ]
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in lengths
+        ]
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         elapsed = time.perf_counter() - start
@@ -92,7 +148,9 @@ class Peer:
         return elapsed
 
     def preemptions(self) -> int:
-        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions"))
+        return int(
+            sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        )
 
 
 def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
@@ -107,12 +165,23 @@ def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: i
     before = peer.preemptions()
     seconds = spread([peer.seconds(lengths, prompt_tokens) for _ in range(repeats)])
     preemptions = (peer.preemptions() - before) / repeats
-    return dict(requests=len(lengths), tokens=sum(lengths), longest=max(lengths), seconds=seconds, preemptions=preemptions)
+    return dict(
+        requests=len(lengths),
+        tokens=sum(lengths),
+        longest=max(lengths),
+        seconds=seconds,
+        preemptions=preemptions,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="qwen3-8b", help="tiny: a toy and toy workloads, to see whether the script runs")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="qwen3-8b",
+        help="tiny: a toy and toy workloads, to see whether the script runs",
+    )
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8+kv"), default="bf16")
     parser.add_argument("--tables", default="decode,rollout,rollout_32k")
     parser.add_argument("--kv-tokens", type=int, default=170_000)
@@ -128,10 +197,20 @@ def main() -> None:
     long_context = "rollout_32k" in options.tables
     max_length = 600 if tiny else 33_000 if long_context else 4_400
     batches, new_tokens = ((1, 4), 16) if tiny else ((1, 8, 32, 64, 128, 256), 256)
-    graphs = [*batches] if options.tables == "decode" else None  # decoding alone runs at these sizes only: the others need not be captured
+    graphs = (
+        [*batches] if options.tables == "decode" else None
+    )  # decoding alone runs at these sizes only: the others need not be captured
     # A CPU build, where the toy runs, wants blocks of 32.
-    peer = Peer(MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16, graphs)
-    figures = dict(model=options.model, precision=options.precision, vllm=vllm.__version__, torch=torch.__version__, kv_tokens=options.kv_tokens)
+    peer = Peer(
+        MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16, graphs
+    )
+    figures = dict(
+        model=options.model,
+        precision=options.precision,
+        vllm=vllm.__version__,
+        torch=torch.__version__,
+        kv_tokens=options.kv_tokens,
+    )
 
     def note(key: str, value: object) -> None:
         figures[key] = value
@@ -158,7 +237,9 @@ def main() -> None:
     while options.gate is not None and not options.gate.exists():
         time.sleep(0.2)
     tables = dict(
-        decode=lambda: [said(decode_point(peer, batch, 128, new_tokens, options.decode_repeats)) for batch in batches],
+        decode=lambda: [
+            said(decode_point(peer, batch, 128, new_tokens, options.decode_repeats)) for batch in batches
+        ],
         rollout=lambda: rollout_point(peer, long_tail, 128, options.rollout_repeats),
         rollout_32k=lambda: rollout_point(peer, pressed, 400 if tiny else 28_000, 1),
     )

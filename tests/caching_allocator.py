@@ -36,9 +36,17 @@ class CachingAllocator:
     def allocate(self, key: object, size: int) -> None:
         size = max(512, -(-size // 512) * 512)
         small = size <= MIB
-        fitting = [(b.size, s, b) for s in self.segments if s.small == small for b in s.blocks if b.free and b.size >= size]
+        fitting = [
+            (b.size, s, b)
+            for s in self.segments
+            if s.small == small
+            for b in s.blocks
+            if b.free and b.size >= size
+        ]
         if not fitting:
-            segment = Segment(2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB, small)
+            segment = Segment(
+                2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB, small
+            )
             segment.blocks.append(Block(segment.size))
             self.segments.append(segment)
             fitting = [(segment.size, segment, segment.blocks[0])]

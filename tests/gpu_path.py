@@ -15,14 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import paceline.kernels
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.graphs import StepRunner
 from paceline.engine.rows import Rows
 from paceline.engine.settings import EngineSettings
 from paceline.kernels import triton_support
 from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.precision.rollout import RolloutPrecision
@@ -50,7 +50,10 @@ def silence_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, kernel_types):
                 monkeypatch.setattr(module, name, _Silent())
-        for name, replacement in (("multiprocessors", lambda device: PROCESSORS), ("TensorDescriptor", lambda *arguments: None)):
+        for name, replacement in (
+            ("multiprocessors", lambda device: PROCESSORS),
+            ("TensorDescriptor", lambda *arguments: None),
+        ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)
     monkeypatch.setattr("paceline.engine.graphs.multiprocessors", lambda device: PROCESSORS)
@@ -65,31 +68,51 @@ class on_gpu(ExitStack):  # noqa: N801  (used like a function)
 
 
 def make_runner(
-    shape: DecoderConfig, settings: EngineSettings, drafters: tuple[Drafter, ...] = (), dtype: torch.dtype = torch.bfloat16
+    shape: DecoderConfig,
+    settings: EngineSettings,
+    drafters: tuple[Drafter, ...] = (),
+    dtype: torch.dtype = torch.bfloat16,
 ) -> StepRunner:
     """As `Engine` makes it."""
     with on_gpu():
         policy = Decoder(shape, dtype, META)
         reduced = RolloutPrecision(policy, settings.precision)
-        cache = KVCache(shape, 64, reduced.cache_dtypes, META, reduced.cache_scales_L2H, settings.records_routing)
+        cache = KVCache(
+            shape, 64, reduced.cache_dtypes, META, reduced.cache_scales_L2H, settings.records_routing
+        )
         rows = Rows(settings.max_running, settings.max_length or shape.max_positions, torch.float32, META)
         captured = {layer for drafter in drafters for layer in drafter.captured_layers}
-        runner = StepRunner(PagedForward(policy, cache, settings.deterministic, captured, reduced.weights), rows, settings, drafters)
+        runner = StepRunner(
+            PagedForward(policy, cache, settings.deterministic, captured, reduced.weights),
+            rows,
+            settings,
+            drafters,
+        )
         if settings.verify == "rejection":
             runner.keep_probabilities(shape.vocab_size, torch.float32)
         for drafter in drafters:
             drafter.bind(
-                Seat(policy, rows.state, runner.proposals_SK, runner.probabilities_SKV, 64, settings.deterministic, rows.state.tokens.shape[1])
+                DrafterContext(
+                    policy,
+                    rows.state,
+                    runner.proposals_SK,
+                    runner.probabilities_SKV,
+                    64,
+                    settings.deterministic,
+                    rows.state.tokens.shape[1],
+                )
             )
     runner.memory.budget = settings.graph_memory  # which it ignores where there is no GPU
     return runner
 
 
-class Allocations(LiveBytes):
+class Allocations(MemoryTracker):
     """Every allocation and release while it is on, in order: (which, bytes), negative when it is released. What exists already is not counted."""
 
     def __init__(self) -> None:
-        super().__init__(known=[found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)])
+        super().__init__(
+            known=[found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+        )
         self.events: list[tuple[int, int]] = []
         self._transient = 0
 

@@ -25,12 +25,27 @@ def make_tiny_policy(folder: Path) -> Path:
 
 def tiny_overrides(policy: Path, root: Path, name: str, steps: int = 6) -> list[str]:
     return [
-        f"policy.path={policy}", f"run.root={root}", f"run.name={name}", f"run.steps={steps}", "run.threads=1", "run.device=cpu",
-        "task.train_problems=12", "task.eval_problems=8", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
-        "rollout.max_tokens=24", "eval.max_tokens=24", "checkpoint.every=2", "eval.every=3", "learning.lr=1e-3",
-        "learning.warmup_steps=0", "rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed",
-        "rollout.speculation.tokens=5", "rollout.speculation.max_running=6",
-    ]  # fmt: skip
+        f"policy.path={policy}",
+        f"run.root={root}",
+        f"run.name={name}",
+        f"run.steps={steps}",
+        "run.threads=1",
+        "run.device=cpu",
+        "task.train_problems=12",
+        "task.eval_problems=8",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_tokens=24",
+        "eval.max_tokens=24",
+        "checkpoint.every=2",
+        "eval.every=3",
+        "learning.lr=1e-3",
+        "learning.warmup_steps=0",
+        "rollout.speculation.drafters=[history]",
+        "rollout.speculation.pacing=fixed",
+        "rollout.speculation.tokens=5",
+        "rollout.speculation.max_running=6",
+    ]
 
 
 def tiny_config(policy: Path, root: Path, name: str, *extra: str) -> Config:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.backends.base import BASE_PRECISION
-from paceline.backends.reference import ReferenceBackend
+from paceline.backend import BASE_PRECISION
+from paceline.engine.reference import ReferenceBackend
 from paceline.types import Completion, FinishReason
 
 
@@ -32,7 +32,11 @@ class BreakingBackend(ReferenceBackend):
 
     def completions(self) -> Iterator[Completion]:
         for completion in super().completions():
-            broken = not self.in_base and self.version + 1 >= self.breaks_at and completion.request.id.startswith("train")
+            broken = (
+                not self.in_base
+                and self.version + 1 >= self.breaks_at
+                and completion.request.id.startswith("train")
+            )
             yield self._harmed(completion) if broken else completion
 
     def _harmed(self, completion: Completion) -> Completion:
@@ -48,12 +52,14 @@ class BreakingBackend(ReferenceBackend):
 
 def breaking_session(harm: str, breaks_at: int):
     """A stand-in for `session.make_backend`."""
-    return lambda policy, tokenizer, config, plan=None: BreakingBackend(policy, config.rollout.max_running, tokenizer, harm=harm, breaks_at=breaks_at)
+    return lambda policy, tokenizer, config, plan=None: BreakingBackend(
+        policy, config.rollout.max_running, tokenizer, harm=harm, breaks_at=breaks_at
+    )
 
 
 if __name__ == "__main__":
     from paceline import session
-    from paceline.cli import main
+    from paceline.cli.main import main
     from paceline.tasks.running_sums import RunningSums
     from tests.length_reward import pay_for_length
 

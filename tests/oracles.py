@@ -8,9 +8,17 @@ import torch
 import transformers
 
 SMALL = dict(
-    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=256, head_dim=16, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    head_dim=16,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True)
 
@@ -18,7 +26,9 @@ EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n
 def small_model(family: str, **changes) -> transformers.PreTrainedModel:
     torch.manual_seed(sum(map(ord, family)))
     name = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **(EXPERTS if family == "qwen3_moe" else {}), **changes})
+    config = getattr(transformers, f"{name}Config")(
+        **{**SMALL, **(EXPERTS if family == "qwen3_moe" else {}), **changes}
+    )
     config._attn_implementation = "sdpa"  # eager attention drops to float32 in its softmax
     config._experts_implementation = "eager"  # one expert after the other
     model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
@@ -39,8 +49,13 @@ def double_precision() -> Iterator[None]:
         weights, experts = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
         return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, experts
 
-    patches = [mock.patch(f"transformers.models.{family}.modeling_{family}.{name}RMSNorm.forward", norm) for family, name in FAMILIES.items()]
-    patches.append(mock.patch("transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter.forward", route))
+    patches = [
+        mock.patch(f"transformers.models.{family}.modeling_{family}.{name}RMSNorm.forward", norm)
+        for family, name in FAMILIES.items()
+    ]
+    patches.append(
+        mock.patch("transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter.forward", route)
+    )
     for patch in patches:
         patch.start()
     try:

@@ -19,7 +19,11 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 def imported(file: Path) -> set[str]:
     """Rooms that a file imports from when it is itself imported, or later inside a function."""
-    modules = [node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+    modules = [
+        node.module
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
     return {room_of(tuple(module.split(".")[1:])) for module in modules if module.startswith("paceline.")}
 
 
@@ -42,11 +46,17 @@ def test_rooms_import_what_the_table_allows():
             continue  # entry points put everything together
         room = room_of(parts)
         extra = imported(file) - {room} - table[room]
-        assert not extra, f"{file.relative_to(SOURCE)} ({room}) imports from {', '.join(sorted(extra))}: not in docs/architecture.md's table"
+        assert not extra, (
+            f"{file.relative_to(SOURCE)} ({room}) imports from {', '.join(sorted(extra))}: not in docs/architecture.md's table"
+        )
 
 
 def test_promises_of_the_table():
     """What the design asks for, whatever the table says."""
     table = allowed()
     assert table["kernels/"] == set() and table["pacing/"] == set() and table["config/"] == set()
-    assert "learning/" not in table["engine/"] and "engine/" not in table["drafting/"] and "engine/" not in table["learning/"]
+    assert (
+        "learning/" not in table["engine/"]
+        and "engine/" not in table["drafting/"]
+        and "engine/" not in table["learning/"]
+    )

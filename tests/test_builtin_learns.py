@@ -14,9 +14,19 @@ SEEDS = (0, 1, 2)
 @pytest.fixture(scope="module", params=SEEDS)
 def run(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(f"seed{request.param}")
-    command = [sys.executable, "-m", "paceline", "train", f"run.seed={request.param}", f"run.root={root}", "run.name=run"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        f"run.seed={request.param}",
+        f"run.root={root}",
+        "run.name=run",
+    ]
     start = time.monotonic()
-    output = subprocess.run(command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=900)
+    output = subprocess.run(
+        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=900
+    )
     assert output.returncode == 0, output.stderr
     print(output.stdout, f"{time.monotonic() - start:.0f} s in all")
     records = [json.loads(line) for line in (root / "run/metrics.jsonl").read_text().splitlines()]
@@ -34,7 +44,9 @@ def test_accuracy_rises_and_care_makes_responses_longer(run):
     assert after["eval/accuracy"] >= 0.80
     assert after["eval/length_mean"] > 2 * before["eval/length_mean"]
     assert max(r["rollout/length_max"] for r in steps) > 150
-    assert all(r["policy/largest_logprob_delta"] < 1e-3 for r in steps), "rollout and learner agree on every token"
+    assert all(r["policy/largest_logprob_delta"] < 1e-3 for r in steps), (
+        "rollout and learner agree on every token"
+    )
     assert "held-out accuracy" in output and "run directory" in output
 
 
@@ -49,4 +61,6 @@ def test_the_rollout_has_a_long_tail(run):
     late = [r for r in records if r["kind"] == "train"][10:]
     busy = sum((1 - r["rollout/tail_steps"]) * r["rollout/decode_steps"] for r in late)
     assert 1 - busy / sum(r["rollout/length_max"] for r in late) > 0.5
-    assert sum(r["rollout/decode_steps"] for r in late) <= sum(r["rollout/length_max"] for r in late), "speculation never adds steps"
+    assert sum(r["rollout/decode_steps"] for r in late) <= sum(r["rollout/length_max"] for r in late), (
+        "speculation never adds steps"
+    )

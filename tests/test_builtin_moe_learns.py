@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from paceline.learning.warmup import builtin_config
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
 from paceline.session import policy_folder
-from paceline.warmup import builtin_config
 
 
 def test_the_shipped_folder_is_small_and_opens_in_transformers():
@@ -39,7 +39,9 @@ def test_the_shipped_policy_uses_its_experts():
     packed = PackedAttention([len(p) for p in prompts], torch.device("cpu"))
     used = [set() for _ in policy.layers]
     for layer, experts in zip(policy.layers, used, strict=True):
-        layer.feed_forward.register_forward_pre_hook(lambda module, x, experts=experts: experts.update(module.route(x[0])[1].flatten().tolist()))
+        layer.feed_forward.register_forward_pre_hook(
+            lambda module, x, experts=experts: experts.update(module.route(x[0])[1].flatten().tolist())
+        )
     with torch.no_grad():
         policy(torch.tensor(sum(prompts, [])), packed.positions_T, packed)
     assert all(len(experts) >= 6 for experts in used), [len(experts) for experts in used]
@@ -47,8 +49,18 @@ def test_the_shipped_policy_uses_its_experts():
 
 @pytest.mark.slow
 def test_accuracy_rises(tmp_path):
-    command = [sys.executable, "-m", "paceline", "train", "builtin-moe", f"run.root={tmp_path}", "run.name=run"]
-    output = subprocess.run(command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=1800)
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "train",
+        "builtin-moe",
+        f"run.root={tmp_path}",
+        "run.name=run",
+    ]
+    output = subprocess.run(
+        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=1800
+    )
     assert output.returncode == 0, output.stderr
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evaluations = [r for r in records if r["kind"] == "eval"]

@@ -71,7 +71,9 @@ def test_the_run_learned_something(uninterrupted):
     trained = [m for m in comparable_metrics(uninterrupted) if m["kind"] == "train"]
     assert [m["step"] for m in trained] == [1, 2, 3, 4, 5, 6]
     assert all(m["policy/skipped"] == 0 and m["policy/gradient_norm"] > 0 for m in trained)
-    assert all(m["policy/largest_logprob_delta"] < 1e-4 for m in trained), "rollout and learner compute the same logprobs"
+    assert all(m["policy/largest_logprob_delta"] < 1e-4 for m in trained), (
+        "rollout and learner compute the same logprobs"
+    )
     assert (uninterrupted / "checkpoints/best/config.json").is_file()
 
 
@@ -104,7 +106,9 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_
     wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and f"paceline train --resume {tmp_path}/stopped" in output.replace("\n", "")
+    assert process.returncode == 0 and f"paceline train --resume {tmp_path}/stopped" in output.replace(
+        "\n", ""
+    )
     saved = max(int(p.name.split("_")[1]) for p in (tmp_path / "stopped/checkpoints").glob("step_*"))
     assert saved == max(m["step"] for m in comparable_metrics(tmp_path / "stopped"))
     finish("train", "--resume", str(tmp_path / "stopped"))
@@ -141,13 +145,17 @@ def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
     (run / "config.yaml").write_text("")
     process = start("train", "--resume", str(run))
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "config.yaml is empty" in output and not (run / "config.yaml").read_text()
+    assert (
+        process.returncode == 2 and "config.yaml is empty" in output and not (run / "config.yaml").read_text()
+    )
 
 
 def test_replay_learns_the_same_from_saved_rollouts(uninterrupted, policy, tmp_path):
     """On-policy step 1 from saved samples equals step 1 of the live run."""
     finish("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", str(tmp_path / "saved"))
-    finish("train", *tiny_overrides(policy, tmp_path, "replayed", steps=1), "--replay", str(tmp_path / "saved"))
+    finish(
+        "train", *tiny_overrides(policy, tmp_path, "replayed", steps=1), "--replay", str(tmp_path / "saved")
+    )
     live = next(m for m in comparable_metrics(uninterrupted) if m["kind"] == "train")
     replayed = next(m for m in comparable_metrics(tmp_path / "replayed") if m["kind"] == "train")
     decoding = {"rollout/decode_steps", "rollout/tail_steps"}

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.config import ConfigError
 from paceline.loop import train
-from paceline.rollout import NothingSampled
+from paceline.rollout.sampler import NothingSampled
 from paceline.session import open_session
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
@@ -28,7 +28,7 @@ def length_reward(monkeypatch):
 
 def refuse_from(monkeypatch, first: int) -> None:
     """Every request of the n-th call that samples, and of later ones, has a prompt that the engine cannot take; before, one group of them."""
-    from paceline.rollout import GroupSampler
+    from paceline.rollout.sampler import GroupSampler
 
     calls, real = [], GroupSampler._requests
 
@@ -47,7 +47,10 @@ def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
     """Where nothing limits prompts, one that cannot hold a response of the full length; their own length is found out later."""
     for limit, needed in ((0, 1 + 24), (32, 32 + 24)):
         settings = ("never", f"task.max_prompt_tokens={limit}", f"rollout.kv_tokens={needed - 1}")
-        with pytest.raises(ConfigError, match=rf"rollout.kv_tokens = {needed - 1}: one request may need {needed} tokens.*raise it, set it to 0"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"rollout.kv_tokens = {needed - 1}: one request may need {needed} tokens.*raise it, set it to 0",
+        ):
             open_session(tiny_config(policy, tmp_path, *settings))
         open_session(tiny_config(policy, tmp_path, *settings, f"rollout.kv_tokens={needed}")).close()
 
@@ -57,12 +60,18 @@ def test_refusals_are_said_once_and_counted(policy, tmp_path, monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         run = train(tiny_config(policy, tmp_path, "run", *FEW)).summary.run
     (said,) = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    assert "4 of 16 requests were refused and score 0, the first because: prompt of " in said and "rollout/refused" in said
+    assert (
+        "4 of 16 requests were refused and score 0, the first because: prompt of " in said
+        and "rollout/refused" in said
+    )
     assert [m["rollout/refused"] for m in comparable_metrics(run) if m["kind"] == "train"] == [4, 4]
 
 
 def test_a_step_of_nothing_but_refusals_stops_the_run(policy, tmp_path, monkeypatch):
     refuse_from(monkeypatch, 3)  # an evaluation and step 1 come first
-    with pytest.raises(NothingSampled, match="all 16 requests of this step were refused, the first because: prompt of .* this engine takes 1 to 255"):
+    with pytest.raises(
+        NothingSampled,
+        match="all 16 requests of this step were refused, the first because: prompt of .* this engine takes 1 to 255",
+    ):
         train(tiny_config(policy, tmp_path, "run", *FEW))
     assert [m["step"] for m in comparable_metrics(tmp_path / "run") if m["kind"] == "train"] == [1]

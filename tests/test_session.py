@@ -6,10 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.config import ConfigError, load_config
+from paceline.device import prepare_device
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
-from paceline.session import open_session, prepare_device
+from paceline.session import open_session
 from paceline.tasks.running_sums import ALPHABET
 from tests.loop_helpers import make_tiny_policy, tiny_config
 
@@ -18,7 +19,10 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     save_tokenizer(character_tokenizer(ALPHABET + "\u00e9"), policy)
     size = len(ALPHABET) + 1
-    with pytest.raises(ConfigError, match=rf"policy.path = '{policy}': .* up to id {size}, and the policy's vocabulary ends at {size - 1}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"policy.path = '{policy}': .* up to id {size}, and the policy's vocabulary ends at {size - 1}",
+    ):
         open_session(tiny_config(policy, tmp_path, "never"))
 
 
@@ -28,7 +32,11 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
         ((9, 0), ["rollout.precision=fp8+kv"], "cuda"),
         ((8, 9), [], "cuda"),
         ((7, 5), [], "cpu"),
-        ((7, 5), ["run.device=cuda"], "run.device = 'cuda': a GPU (compute capability 7.5) does not compute in bf16; use run.device=cpu"),
+        (
+            (7, 5),
+            ["run.device=cuda"],
+            "run.device = 'cuda': a GPU (compute capability 7.5) does not compute in bf16; use run.device=cpu",
+        ),
         (
             (8, 9),
             ["rollout.precision=fp8"],
@@ -55,5 +63,8 @@ def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    with pytest.raises(ConfigError, match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use bf16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use bf16",
+    ):
         CliRunner().invoke(app, ["bench", command, "--precision", "fp8"], catch_exceptions=False)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.reference import ReferenceBackend
 from paceline.config import Config, load_config
+from paceline.engine.reference import ReferenceBackend
 from paceline.loop import Result
 from paceline.loop import train as run_training
 from paceline.policy.decoder import Decoder
@@ -20,7 +20,11 @@ from paceline.types import Completion, Purpose, Request, SamplingParams, request
 
 def train(config: Config | None = None, resume: str | Path | None = None, quiet: bool = True) -> Result:
     """Runs training; `result.summary` has accuracy before and after, and the run directory."""
-    return run_training(config or load_config("default"), resume=Path(resume) if resume else None, console=Console(quiet=quiet))
+    return run_training(
+        config or load_config("default"),
+        resume=Path(resume) if resume else None,
+        console=Console(quiet=quiet),
+    )
 
 
 def load(folder: str | Path = "builtin", dtype: str = "float32") -> "Policy":
@@ -36,16 +40,37 @@ class Policy:
         self.decoder = decoder
         self.tokenizer = tokenizer
 
-    def generate(self, prompts: Sequence[str], samples: int = 1, seed: int = 0, temperature: float = 1.0, max_tokens: int = 256) -> list[list[str]]:
+    def generate(
+        self,
+        prompts: Sequence[str],
+        samples: int = 1,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
+    ) -> list[list[str]]:
         """`samples` texts for each prompt; the same seed gives the same texts."""
-        return [[self.tokenizer.decode(c.tokens) for c in group] for group in self.complete(prompts, samples, seed, temperature, max_tokens)]
+        return [
+            [self.tokenizer.decode(c.tokens) for c in group]
+            for group in self.complete(prompts, samples, seed, temperature, max_tokens)
+        ]
 
     def complete(
-        self, prompts: Sequence[str], samples: int = 1, seed: int = 0, temperature: float = 1.0, max_tokens: int = 256
+        self,
+        prompts: Sequence[str],
+        samples: int = 1,
+        seed: int = 0,
+        temperature: float = 1.0,
+        max_tokens: int = 256,
     ) -> list[list[Completion]]:
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         requests = [
-            Request(f"{p}/{s}", tuple(self.tokenizer.encode(text).ids), request_seed(Purpose.EVAL, seed, 0, text, p, s), sampling, group=str(p))
+            Request(
+                f"{p}/{s}",
+                tuple(self.tokenizer.encode(text).ids),
+                request_seed(Purpose.EVAL, seed, 0, text, p, s),
+                sampling,
+                group=str(p),
+            )
             for p, text in enumerate(prompts)
             for s in range(samples)
         ]

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.backends.base import WeightsNotFinite
-from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, learning_notes, rollout_notes
+from paceline.backend import WeightsNotFinite
+from paceline.certify.closing_check import check_speculation
+from paceline.config import (
+    RESUME_MAY_CHANGE,
+    Config,
+    ConfigError,
+    changed_keys,
+    learning_notes,
+    rollout_notes,
+)
+from paceline.device import learning_threads
 from paceline.drafting.online import make_online
-from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
-from paceline.evaluation import evaluate
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
@@ -30,6 +37,7 @@ from paceline.learning.checkpoint import (
     whole_checkpoints,
 )
 from paceline.learning.learner import Learner
+from paceline.learning.sentinel import Sentinel, UnsafeRollouts
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
@@ -37,13 +45,13 @@ from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.metrics import rollout_metrics
 from paceline.report.run_directory import RunDirectory
-from paceline.report.samples import write_groups
 from paceline.report.summary import Summary, summarise_run
 from paceline.report.writers import make_writers
-from paceline.rollout import LiveRollouts, RolloutSource, SavedRollouts
-from paceline.sentinel import Sentinel, UnsafeRollouts
-from paceline.session import Session, learning_threads, open_session
-from paceline.speculation_check import check_speculation
+from paceline.rollout.dynamic_sampling import DynamicSampling, sampling_metrics
+from paceline.rollout.evaluation import evaluate
+from paceline.rollout.samples import write_groups
+from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts
+from paceline.session import Session, open_session
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Group
 
@@ -54,7 +62,13 @@ class Result:
     summary: Summary
 
 
-def train(config: Config, recipe: str = "default", resume: Path | None = None, replay: Path | None = None, console: Console | None = None) -> Result:
+def train(
+    config: Config,
+    recipe: str = "default",
+    resume: Path | None = None,
+    replay: Path | None = None,
+    console: Console | None = None,
+) -> Result:
     console = console or Console(quiet=True)
     run = None if resume is None else _reopen(RunDirectory.open(resume), config)
     session = open_session(config, learns=True)
@@ -76,9 +90,13 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
                 online.load_state(drafters)
         run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
         console.resumed(run.path, state.step)
-    sentinel = Sentinel(config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn)
+    sentinel = Sentinel(
+        config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn
+    )
     if state.step:
-        load_pacing(run.pacing_path, session.backend.pacer, session.machine, console.warn)  # not before the sentinel: it may have fallen back
+        load_pacing(
+            run.pacing_path, session.backend.pacer, session.machine, console.warn
+        )  # not before the sentinel: it may have fallen back
     order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
     source = _rollout_source(session, order, replay, console)
     run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
@@ -105,10 +123,32 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     def save(step: int) -> None:
         harmed = not_finite(session.policy)
         if harmed:  # a checkpoint of them would push out a sound one
-            raise sentinel.failure(f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}", run.path, checkpoints())
-        state = TrainingState(step, learner.optimiser.steps, order.position, best_accuracy, sentinel.fallback, sentinel.capped_steps)
-        drafters, keep = session.backend.drafter_state() | (online.state() if online is not None else {}), config.checkpoint.keep
-        save_checkpoint(run.checkpoints_path, session.policy, learner.optimiser, state, session.policy_folder, keep, drafters)
+            raise sentinel.failure(
+                f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}",
+                run.path,
+                checkpoints(),
+            )
+        state = TrainingState(
+            step,
+            learner.optimiser.steps,
+            order.position,
+            best_accuracy,
+            sentinel.fallback,
+            sentinel.capped_steps,
+        )
+        drafters, keep = (
+            session.backend.drafter_state() | (online.state() if online is not None else {}),
+            config.checkpoint.keep,
+        )
+        save_checkpoint(
+            run.checkpoints_path,
+            session.policy,
+            learner.optimiser,
+            state,
+            session.policy_folder,
+            keep,
+            drafters,
+        )
         save_pacing(run.pacing_path, session.backend.pacer, session.machine)
         if online is not None:
             replace_folder(run.checkpoints_path / "eagle", online.save)
@@ -121,13 +161,22 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
 
     def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
         with clock("rollout"):
-            groups = punish_overlong(source.collect(step), config.rollout.max_tokens, config.learning.overlong_share)
+            groups = punish_overlong(
+                source.collect(step), config.rollout.max_tokens, config.learning.overlong_share
+            )
             sentinel.check_rollouts(groups)
         with clock("learn"), learning_threads(config), session.backend.training(), session.learning_memory():
             metrics = learner.update(groups, sentinel.check_mismatch)
-        sentinel.check_update(step, metrics)  # not before the KV pool is awake: falling back builds another one
+        sentinel.check_update(
+            step, metrics
+        )  # not before the KV pool is awake: falling back builds another one
         if online is not None:
-            with clock("drafter"), learning_threads(config), session.backend.training(), session.learning_memory(online.due):
+            with (
+                clock("drafter"),
+                learning_threads(config),
+                session.backend.training(),
+                session.learning_memory(online.due),
+            ):
                 metrics |= online.follow(step, groups)
         return groups, metrics
 
@@ -143,7 +192,9 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             position = order.position
             try:
                 groups, metrics = roll_out_and_learn(step)
-            except UnsafeRollouts as problem:  # the weights have not moved: the same problems and seeds, in base precision
+            except (
+                UnsafeRollouts
+            ) as problem:  # the weights have not moved: the same problems and seeds, in base precision
                 sentinel.fall_back(step, str(problem))
                 order.position = position
                 source.take_stats()
@@ -158,13 +209,19 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
             metrics |= rollout_metrics(groups, stats) | sampling_metrics(source) | clock.take_metrics()
             metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
             record(step, "train", metrics)
-            write_groups(run.samples_path / f"step_{step:06d}.jsonl", groups[: config.report.samples_per_step], session.tokenizer)
+            write_groups(
+                run.samples_path / f"step_{step:06d}.jsonl",
+                groups[: config.report.samples_per_step],
+                session.tokenizer,
+            )
             console.step(step, metrics)
             sentinel.stop_if_hopeless(run.path, checkpoints)
             if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
                 evaluate_at(step)
             due = due or step == config.run.steps or step % config.checkpoint.every == 0 or bool(interrupted)
-            if due and not sentinel.failed_steps:  # the weights may be what failed; the next step that learns is saved
+            if (
+                due and not sentinel.failed_steps
+            ):  # the weights may be what failed; the next step that learns is saved
                 save(step)
                 due = False
     if step == config.run.steps and replay is None:
@@ -177,11 +234,15 @@ def train(config: Config, recipe: str = "default", resume: Path | None = None, r
     return Result(finished=step >= config.run.steps, summary=summarise_run(run))
 
 
-def _rollout_source(session: Session, order: ProblemOrder, replay: Path | None, console: Console) -> RolloutSource:
+def _rollout_source(
+    session: Session, order: ProblemOrder, replay: Path | None, console: Console
+) -> RolloutSource:
     if replay is not None:
         return SavedRollouts(replay)
     rollout = session.config.rollout
-    live = LiveRollouts(session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling())
+    live = LiveRollouts(
+        session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling()
+    )
     rounds = session.config.learning.dynamic_sampling_rounds
     return DynamicSampling(live, rollout.prompts_per_step, rounds, console.warn) if rounds else live
 
@@ -191,7 +252,9 @@ def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
     refused = {key: values for key, values in changed.items() if key not in RESUME_MAY_CHANGE}
     if refused:
         listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
-        raise ConfigError(f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}")
+        raise ConfigError(
+            f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}"
+        )
     run.write_config(config)
     return run
 

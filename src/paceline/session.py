@@ -13,26 +13,26 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.base import BASE_PRECISION, Backend
-from paceline.backends.native import cpu_kv_tokens, make_native
-from paceline.backends.reference import ReferenceBackend
+from paceline.backend import Backend
 from paceline.config import Config, ConfigError
+from paceline.device import prepare_device
+from paceline.engine.factory import cpu_kv_tokens, make_native
+from paceline.engine.lengths import Lengths
+from paceline.engine.reference import ReferenceBackend
 from paceline.models.widen import load_widened, named_shape, widened_config
-from paceline.plan.lengths import Lengths
 from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
-from paceline.plan.ways_out import refusal, ways_out
+from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.rollout import GroupSampler
+from paceline.rollout.sampler import GroupSampler
 from paceline.tasks import make_task
 from paceline.tasks.task import Task
 from paceline.types import SamplingParams
 
-BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (9, 0)  # compute capabilities from which on a GPU computes in them, as our kernels do
 BUILTIN_POLICY = Path(__file__).parent / "assets" / "builtin"
 BUILTIN_POLICIES = {"builtin": BUILTIN_POLICY, "builtin-moe": BUILTIN_POLICY.with_name("builtin-moe")}
 
@@ -56,10 +56,18 @@ class Session:
     @property
     def machine(self) -> str:
         """What step times depend on: precision is what rollouts run in now, which after a fall-back is not the recipe's."""
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu {platform.machine()} x{os.cpu_count()}"
+        device = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"cpu {platform.machine()} x{os.cpu_count()}"
+        )
         rollout = self.config.rollout
-        base_layers = f" but for layers {rollout.base_precision_layers}" if rollout.base_precision_layers else ""
-        mode = f"{self.backend.precision}{base_layers}, {'deterministic' if rollout.deterministic else 'fast'}"
+        base_layers = (
+            f" but for layers {rollout.base_precision_layers}" if rollout.base_precision_layers else ""
+        )
+        mode = (
+            f"{self.backend.precision}{base_layers}, {'deterministic' if rollout.deterministic else 'fast'}"
+        )
         return f"{device}, torch {torch.__version__}, {self.policy.dtype}, rollouts in {mode}, {self.policy.config}"
 
     @contextmanager
@@ -135,7 +143,7 @@ def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -
     shape, dtype = policy_shape(config, folder), policy_dtype(config, device)
     plan = make_plan(config, shape, dtype, machine, learns)
     if plan.problem:
-        raise refusal(plan, ways_out(config, shape, dtype, machine, learns))
+        raise refusal(plan, suggestions(config, shape, dtype, machine, learns))
     return plan
 
 
@@ -150,46 +158,9 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
     request_tokens = Lengths.of(config, policy.config).request
-    return make_native(policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens)
-
-
-def best_device() -> torch.device:
-    usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
-    return torch.device("cuda" if usable else "cpu")
-
-
-def prepare_device(config: Config) -> torch.device:
-    wanted = config.run.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason")
-    device = torch.device("cuda") if wanted == "cuda" else torch.device("cpu") if wanted == "cpu" else best_device()
-    if device.type == "cuda":
-        refuse_old_gpu(config.rollout.precision, "rollout.precision")
-    torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
-    if device.type == "cpu":
-        # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
-        torch.backends.mkldnn.enabled = False
-    return device
-
-
-def refuse_old_gpu(precision: str, key: str) -> None:
-    """Where the GPU at hand cannot compute in bf16, or in the rollout's `precision`, which `key` asked for."""
-    capability = torch.cuda.get_device_capability()
-    told = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
-    if capability < BF16_CAPABILITY:
-        raise ConfigError(f"run.device = 'cuda': {told} does not compute in bf16; use run.device=cpu")
-    if precision != BASE_PRECISION and capability < FP8_CAPABILITY:
-        raise ConfigError(f"{key} = {precision!r} needs Hopper or newer, this is {told}; use {BASE_PRECISION}")
-
-
-@contextmanager
-def learning_threads(config: Config) -> Iterator[None]:
-    """Learning's matrices are worth all cores; everything else runs on one."""
-    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(1)
+    return make_native(
+        policy, config.rollout, kv_tokens, tokenizer, config.run.seed, widened_from(config), request_tokens
+    )
 
 
 def policy_folder(path: str) -> Path:

@@ -134,7 +134,9 @@ class Group:
         return [sample.score.reward for sample in self.samples]
 
 
-def request_seed(purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int) -> int:
+def request_seed(
+    purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int
+) -> int:
     """A signed 64-bit seed that is a pure function of what the request is for, so a retry or a restart gets the same."""
     identity = json.dumps([str(purpose), run_seed, step, prompt_id, occurrence, sample_index])
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()

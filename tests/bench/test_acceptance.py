@@ -16,7 +16,10 @@ def test_agreement_is_that_of_shared_gumbels():
     logits[1, 2, 3] = -torch.inf  # a token that the drafter cannot say
     p, q = logits.softmax(-1)
     expected = shared_noise_agreement(p, q)
-    slow = [sum(1 / torch.maximum(a / a[t], b / b[t]).sum() if b[t] > 0 else 0.0 for t in range(12)) for a, b in zip(p, q, strict=True)]
+    slow = [
+        sum(1 / torch.maximum(a / a[t], b / b[t]).sum() if b[t] > 0 else 0.0 for t in range(12))
+        for a, b in zip(p, q, strict=True)
+    ]
     torch.testing.assert_close(expected, torch.stack(slow))
     noise = gumbel(torch.arange(40000), torch.zeros(40000, dtype=torch.int64), 12)
     for row in range(6):
@@ -28,10 +31,15 @@ def test_agreement_is_that_of_shared_gumbels():
 def test_realised_acceptance_is_the_expected_one():
     policy = Decoder(DecoderConfig("llama", 24, 32, 48, 1, 2, 1, 16, 64)).initialise(0)
     policy.head.weight.data.mul_(14)
-    requests = [Request(str(i), (3, 4, 5 + i % 3), 1000 + i, SamplingParams(max_tokens=40)) for i in range(64)]
+    requests = [
+        Request(str(i), (3, 4, 5 + i % 3), 1000 + i, SamplingParams(max_tokens=40)) for i in range(64)
+    ]
     point = bench_acceptance(policy, disturbed(policy, 0.7), requests, 1)
     assert point.positions == 64 * 40 and 0.1 < point.mean_tv < 0.6
-    assert point.rejection > point.shared_noise > point.shared_noise_bound > 0 and point.rejection == pytest.approx(1 - point.mean_tv)
+    assert (
+        point.rejection > point.shared_noise > point.shared_noise_bound > 0
+        and point.rejection == pytest.approx(1 - point.mean_tv)
+    )
     assert point.realised_rejection == pytest.approx(point.rejection, abs=0.04)
     assert point.realised_shared_noise == pytest.approx(point.shared_noise, abs=0.04)
     assert point.accept_length_shared_noise == pytest.approx(1 + point.realised_shared_noise)

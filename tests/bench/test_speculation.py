@@ -13,12 +13,27 @@ def test_strategies_generate_the_same_and_figures_add_up():
     policy, prompts = recipe_policy(config)
     candidates = recipe_requests(config, prompts, 24)
     alone = recipe_engine(config, policy, candidates, max_running=3)
-    engines = [recipe_engine(config, policy, candidates, 3, "history", verify) for verify in ("shared-noise", "rejection")]
-    points = list(bench_speculation(alone, engines, candidates, [1, 3], [Strategy("history", 2), Strategy("history", 4)], repeats=1, rounds=3))
+    engines = [
+        recipe_engine(config, policy, candidates, 3, "history", verify)
+        for verify in ("shared-noise", "rejection")
+    ]
+    points = list(
+        bench_speculation(
+            alone,
+            engines,
+            candidates,
+            [1, 3],
+            [Strategy("history", 2), Strategy("history", 4)],
+            repeats=1,
+            rounds=3,
+        )
+    )
     classical = [p for p in points if p.strategy.endswith("rejection")]
     points = [p for p in points if p not in classical]
     assert [p.strategy for p in points] == ["plain", "plain, seated", "history:2", "history:4"] * 2
-    assert len(classical) == 4 and all(p.identical is None for p in classical), "rejection samples the same distribution, not the same tokens"
+    assert len(classical) == 4 and all(p.identical is None for p in classical), (
+        "rejection samples the same distribution, not the same tokens"
+    )
     for p in points:
         assert p.identical == 1.0 and 1.0 <= p.accept_length <= 5.0
         assert p.tokens_per_second.median == pytest.approx(p.batch * p.accept_length / p.step_ms.median * 1e3)
@@ -26,7 +41,9 @@ def test_strategies_generate_the_same_and_figures_add_up():
         assert p.accept_length == pytest.approx(1 + sum(p.accepted_at))
     strategy = Strategy("history", 4)
     chosen = choose_long(engines[1], candidates, 9, strategy)
-    assert {r.id for r in chosen} != {r.id for r in choose_long(alone, candidates, 9)}, "rejection's responses are others, and so are the long ones"
+    assert {r.id for r in chosen} != {r.id for r in choose_long(alone, candidates, 9)}, (
+        "rejection's responses are others, and so are the long ones"
+    )
     with pytest.raises(ValueError, match="25 requests are wanted; there are 24"):
         choose_long(alone, candidates, 25)
 

@@ -46,7 +46,9 @@ def restless(monkeypatch):
 def run(policies, plan: Plan = PLAN, **settings) -> Certificate:
     model = disturbed(policies[0], 0.4)
     makers = [lambda: DraftModel(model), HistoryDrafter]
-    return certify(NativeSubject(*policies, makers, 2, EngineSettings(**settings), adaptive=True), PROMPTS, plan, {})
+    return certify(
+        NativeSubject(*policies, makers, 2, EngineSettings(**settings), adaptive=True), PROMPTS, plan, {}
+    )
 
 
 def find(certificate: Certificate, name: str):
@@ -57,7 +59,9 @@ def test_the_engine_passes_while_strategies_change(policies):
     certificate = run(policies, replace(PLAN, fewer=20, further=(SamplingParams(1.5, top_k=5),)))
     assert certificate.passed, certificate.table()
     (changes,) = find(certificate, "strategies change")
-    assert changes.passed and all(name in changes.detail for name in ("plain", "draft_model:1", "draft_model:2", "history:2"))
+    assert changes.passed and all(
+        name in changes.detail for name in ("plain", "draft_model:1", "draft_model:2", "history:2")
+    )
     assert len(find(certificate, "same bits, up to")) == 3 and find(certificate, "after 1 accepted")
 
 
@@ -75,6 +79,12 @@ def test_the_engine_that_depends_on_the_strategy_is_caught(policies, monkeypatch
 
 
 def test_a_pacer_that_never_changes_certifies_nothing_about_changes(policies, monkeypatch):
-    monkeypatch.setattr(AdaptivePacer, "choose", lambda self, moment: Decision(Strategy("draft_model", 1), moment.running, moment.context))
+    monkeypatch.setattr(
+        AdaptivePacer,
+        "choose",
+        lambda self, moment: Decision(Strategy("draft_model", 1), moment.running, moment.context),
+    )
     certificate = run(policies, replace(PLAN, samples=10))
-    assert not certificate.passed and [check.name for check in certificate.checks if check.passed is False] == ["strategies change in mid-rollout"]
+    assert not certificate.passed and [
+        check.name for check in certificate.checks if check.passed is False
+    ] == ["strategies change in mid-rollout"]

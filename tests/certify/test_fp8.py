@@ -20,7 +20,7 @@ from paceline.certify.native import disturbed, widest
 from paceline.certify.parity import check_logprobs
 from paceline.certify.run import Plan, certify
 from paceline.certify.uncertainty import measure
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine import sampling
 from paceline.engine.settings import EngineSettings
@@ -47,7 +47,7 @@ SHAPES = {
         expert_intermediate_size=40,
         dense_layers=(1,),
         normalise_expert_weights=True,
-    ),  # fmt: skip
+    ),
 }
 _rng = random.Random(0)
 PROMPTS = [tuple(_rng.randrange(1, 24) for _ in range(_rng.randint(3, 9))) for _ in range(16)]
@@ -57,13 +57,24 @@ SMALL = Plan(contexts=2, samples=100, fewer=20, further=(), mixed=8, mixed_token
 def make_policy(kind: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Decoder:
     """No size is a multiple of 128, and every number counts."""
     sizes = dict(
-        vocab_size=24, hidden_size=160, intermediate_size=144, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=24, max_positions=128
+        vocab_size=24,
+        hidden_size=160,
+        intermediate_size=144,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        max_positions=128,
     )
     config = DecoderConfig(**sizes, eos_token_ids=(0,), **SHAPES[kind])
     policy, generator = Decoder(config), torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = noise * (0.1 if "layers" in name else 0.3) if parameter.ndim > 1 else 0.2 * noise + (0 if name.endswith("bias") else 1)
+        parameter.data = (
+            noise * (0.1 if "layers" in name else 0.3)
+            if parameter.ndim > 1
+            else 0.2 * noise + (0 if name.endswith("bias") else 1)
+        )
     if config.tie_embeddings:
         policy.head.weight = policy.embedding.weight
     return policy.to(dtype)
@@ -76,7 +87,9 @@ def policies() -> dict[str, Decoder]:
 
 def make_subject(policy: Decoder, tokens: int = 2, precision: str = "fp8+kv", **settings) -> Fp8Subject:
     model = disturbed(policy, 0.2)
-    return Fp8Subject(policy, PROMPTS, [lambda: DraftModel(model)], tokens, EngineSettings(precision=precision, **settings))
+    return Fp8Subject(
+        policy, PROMPTS, [lambda: DraftModel(model)], tokens, EngineSettings(precision=precision, **settings)
+    )
 
 
 def failed(certificate: Certificate) -> list[str]:
@@ -95,12 +108,23 @@ def test_e4m3_by_arithmetic_is_torchs():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()].sort().values
     between = (every[1:] + every[:-1]) / 2
-    x = torch.cat((every, between, between.nextafter(every[1:]), between.nextafter(every[:-1]), torch.randn(10000) * torch.logspace(-4, 3, 10000)))
+    x = torch.cat(
+        (
+            every,
+            between,
+            between.nextafter(every[1:]),
+            between.nextafter(every[:-1]),
+            torch.randn(10000) * torch.logspace(-4, 3, 10000),
+        )
+    )
     assert torch.equal(nearest_e4m3(x), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
 def test_scaled_numbers_are_the_kernels():
-    weight, x = torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200), torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1)
+    weight, x = (
+        torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200),
+        torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1),
+    )
     matrix = BlockMatrix.poisoned(weight.shape, weight.device)
     quantise_blocks_reference(weight, matrix)
     assert torch.equal(in_blocks(weight).float(), matrix.dequantise()[..., :200])
@@ -114,15 +138,23 @@ def test_without_fp8_it_is_the_decoder(policies):
         oracle = Fp8Policy(exact, Fp8Recipe(base_layers=1))
         packed, tokens_T = PackedAttention([7, 9], policy.device), torch.arange(3, 19)
         with torch.no_grad():
-            hidden_TE, expected_TE = (model(tokens_T, packed.positions_T, packed) for model in (oracle, exact))
+            hidden_TE, expected_TE = (
+                model(tokens_T, packed.positions_T, packed) for model in (oracle, exact)
+            )
         torch.testing.assert_close(oracle.logits(hidden_TE), exact.logits(expected_TE), rtol=1e-9, atol=1e-9)
 
 
 def test_shaking_moves_equal_beginnings_alike_and_copies_differently(policies):
     oracle = Fp8Policy(policies["experts"], Fp8Recipe())
-    packed, tokens_T = PackedAttention([9, 6], torch.device("cpu")), torch.tensor([*range(3, 12), *range(3, 9)])
+    packed, tokens_T = (
+        PackedAttention([9, 6], torch.device("cpu")),
+        torch.tensor([*range(3, 12), *range(3, 9)]),
+    )
     with torch.no_grad():
-        still, one, other = (model(tokens_T, packed.positions_T, packed) for model in (oracle, oracle.shaken(0), oracle.shaken(1)))
+        still, one, other = (
+            model(tokens_T, packed.positions_T, packed)
+            for model in (oracle, oracle.shaken(0), oracle.shaken(1))
+        )
     torch.testing.assert_close(one[:6], one[9:])
     assert not torch.equal(one, still) and not torch.equal(one, other)
 
@@ -141,7 +173,9 @@ def test_a_sound_engine_agrees(kind, precision, dtype, settings):
     subject = make_subject(make_policy(kind, dtype, 3), 0, precision, **settings)
     check = parity(subject)
     assert check.passed, check.detail
-    assert all(own.passed for own in subject.own_checks()) and len(subject.own_checks()) == (precision == "fp8+kv")
+    assert all(own.passed for own in subject.own_checks()) and len(subject.own_checks()) == (
+        precision == "fp8+kv"
+    )
 
 
 def test_layers_that_failed_validation_are_known(policies, monkeypatch):
@@ -172,7 +206,10 @@ class Fixed:
         self.logits_VV, self.config = logits_VV, SimpleNamespace(vocab_size=len(logits_VV))
 
     def moved(self, seed: int, by: float = 0.15) -> "Fixed":
-        return Fixed(self.logits_VV + by * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed)))
+        return Fixed(
+            self.logits_VV
+            + by * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed))
+        )
 
     def __call__(self, tokens_T, positions_T, attend, replay=None):
         return tokens_T
@@ -184,15 +221,26 @@ class Fixed:
         """One token each, drawn from these logits."""
         logprobs_NV = self.logits_VV[[request.prompt[-1] for request in requests]].log_softmax(-1)
         tokens_N1 = torch.multinomial(logprobs_NV.exp(), 1, generator=torch.Generator().manual_seed(0))
-        drawn = zip(requests, tokens_N1.flatten().tolist(), logprobs_NV.gather(1, tokens_N1).flatten().tolist(), strict=True)
-        return [Completion(request, (token,), (logprob,), FinishReason.LENGTH, ()) for request, token, logprob in drawn]
+        drawn = zip(
+            requests,
+            tokens_N1.flatten().tolist(),
+            logprobs_NV.gather(1, tokens_N1).flatten().tolist(),
+            strict=True,
+        )
+        return [
+            Completion(request, (token,), (logprob,), FinishReason.LENGTH, ())
+            for request, token, logprob in drawn
+        ]
 
 
 def test_a_backend_that_is_one_more_shaken_copy_passes():
     exact = Fixed(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
     backend = exact.moved(100)
     prompts, sampling = [(i, j) for i in range(6) for j in range(6)], SamplingParams(max_tokens=1)
-    for shaken in ([exact.moved(seed) for seed in range(8)], [exact]):  # the second is told nothing about rounding
+    for shaken in (
+        [exact.moved(seed) for seed in range(8)],
+        [exact],
+    ):  # the second is told nothing about rounding
         subject = SimpleNamespace(policy=exact, exact_policy=exact, shaken=shaken)
         opened = SimpleNamespace(run=backend.run, step_starts={})
         (logprobs,) = check_logprobs(subject, backend.run(sampling_requests(prompts, sampling, 0)), "{}")
@@ -205,8 +253,14 @@ def test_a_backend_that_is_one_more_shaken_copy_passes():
     "sampling, expected",
     [
         (SamplingParams(1.0, max_tokens=1), [True, True, True]),
-        (SamplingParams(1.0, max_tokens=1, top_k=2), [True, False, False]),  # the second and the third change places
-        (SamplingParams(1.0, max_tokens=1, top_p=0.6), [False, True, False]),  # 60% lies between; or the second and the third change places
+        (
+            SamplingParams(1.0, max_tokens=1, top_k=2),
+            [True, False, False],
+        ),  # the second and the third change places
+        (
+            SamplingParams(1.0, max_tokens=1, top_p=0.6),
+            [False, True, False],
+        ),  # 60% lies between; or the second and the third change places
         (SamplingParams(0.0, max_tokens=1), [True, True, False]),
     ],
 )
@@ -221,9 +275,12 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
     """A single copy explains little, so hardly a token that rounding kept may be left in the test."""
     exact = Fixed(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
     sampling = SamplingParams(1.5, max_tokens=1, top_k=5)
-    kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[:, 4:5]  # each context's last kept token
+    kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[
+        :, 4:5
+    ]  # each context's last kept token
     completions = [
-        Completion(Request(str(v), (v,), 0, sampling), (t,), (0.0,), FinishReason.LENGTH, ()) for v, (t,) in enumerate(kept_by_backend_VV.tolist())
+        Completion(Request(str(v), (v,), 0, sampling), (t,), (0.0,), FinishReason.LENGTH, ())
+        for v, (t,) in enumerate(kept_by_backend_VV.tolist())
     ]
 
     def ruled_out(*copies: Fixed) -> int:
@@ -232,7 +289,10 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
 
     assert ruled_out() > 0
     assert ruled_out(exact.moved(2, 0.02)) == 0
-    assert expected_tokens(exact, completions, sampling, 0.01, [exact.moved(2, 0.02)]).certain_N.float().mean() > 0.1
+    assert (
+        expected_tokens(exact, completions, sampling, 0.01, [exact.moved(2, 0.02)]).certain_N.float().mean()
+        > 0.1
+    )
 
 
 def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
@@ -246,26 +306,39 @@ def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
 
 def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():
     logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
-    moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])  # after token 2, where it is least sure
-    completion = Completion(Request("a", (0,), 0, SamplingParams()), (0, 2, 1), (0.0,) * 3, FinishReason.LENGTH, ())
+    moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor(
+        [[0.0], [0], [1]]
+    )  # after token 2, where it is least sure
+    completion = Completion(
+        Request("a", (0,), 0, SamplingParams()), (0, 2, 1), (0.0,) * 3, FinishReason.LENGTH, ()
+    )
     subject = SimpleNamespace(policy=Fixed(logits_VV), exact_policy=Fixed(logits_VV), shaken=[])
     assert measure(subject, [completion]).contested(1) == [(0, 0, 2)]
     subject.shaken = [Fixed(logits_VV), Fixed(moved_VV)]
     moved = measure(subject, [completion])
     assert moved.contested(1) == [(0, 0, 2, 1)]
-    assert moved.moved(0.5) == 0 and moved.moved(1.0) == pytest.approx(float(torch.tensor([0.0, 0.0, 0.5]).std()))
+    assert moved.moved(0.5) == 0 and moved.moved(1.0) == pytest.approx(
+        float(torch.tensor([0.0, 0.0, 0.5]).std())
+    )
     assert 0 < moved.tolerance < 2 * moved.moved(1.0)
 
 
 # -- the certificate ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, verify, further", [("qk_norm", "shared-noise", (SamplingParams(0.0),)), ("experts", "rejection", ())])
+@pytest.mark.parametrize(
+    "kind, verify, further",
+    [("qk_norm", "shared-noise", (SamplingParams(0.0),)), ("experts", "rejection", ())],
+)
 def test_a_sound_engine_passes(policies, kind, verify, further):
-    certificate = certify(make_subject(policies[kind], verify=verify), PROMPTS, replace(SMALL, further=further), {})
+    certificate = certify(
+        make_subject(policies[kind], verify=verify), PROMPTS, replace(SMALL, further=further), {}
+    )
     assert certificate.passed, certificate.table()
     names = [check.name for check in certificate.checks]
-    assert any("same bits, 2 proposed" in name for name in names) and "distance to the learner, plain" in names
+    assert (
+        any("same bits, 2 proposed" in name for name in names) and "distance to the learner, plain" in names
+    )
     distance = next(check for check in certificate.checks if check.name.startswith("distance"))
     assert not distance.promised, "told, not promised"
 
@@ -290,13 +363,19 @@ def test_speculation_that_verifies_in_another_precision_is_caught(policies, monk
 def wrong_key_scale(monkeypatch):
     """Attention reads keys with a scale 5% larger than they were written with."""
     sound = paged_attention.paged_attention
-    monkeypatch.setattr(paged_attention, "paged_attention", lambda *case: sound(*case[:-2], 1.05 * case[-2], case[-1]))
+    monkeypatch.setattr(
+        paged_attention, "paged_attention", lambda *case: sound(*case[:-2], 1.05 * case[-2], case[-1])
+    )
 
 
 def wrong_cache_scale(monkeypatch):
     """Everybody uses another scale than calibration gave, in one layer: written and read alike, hence only rounded otherwise."""
     sound = KVCache.scales
-    monkeypatch.setattr(KVCache, "scales", lambda self, layer: [scale * (1.3 if layer == 1 else 1.0) for scale in sound(self, layer)])
+    monkeypatch.setattr(
+        KVCache,
+        "scales",
+        lambda self, layer: [scale * (1.3 if layer == 1 else 1.0) for scale in sound(self, layer)],
+    )
 
 
 def wrong_weight_scale(monkeypatch):
@@ -320,14 +399,18 @@ def wide_activations(monkeypatch):
             return torch.nn.functional.pad(self.values_MK, (0, -self.values_MK.shape[1] % 128))
 
     for module in (forward, paged_attention):  # after a prompt, after a decoding step
-        monkeypatch.setattr(module, "quantise_rows", lambda x_MK: PlainRows(x_MK, None, len(x_MK), x_MK.dtype))
+        monkeypatch.setattr(
+            module, "quantise_rows", lambda x_MK: PlainRows(x_MK, None, len(x_MK), x_MK.dtype)
+        )
 
 
 @pytest.mark.parametrize("plant", [wrong_key_scale, wrong_weight_scale])
 def test_a_certificate_is_refused_to_a_wrong_scale(policies, monkeypatch, plant):
     plant(monkeypatch)
     certificate = certify(make_subject(policies["qk_norm"], 0), PROMPTS, replace(SMALL, samples=10), {})
-    assert "logprobs of the FP8 policy, plain" in failed(certificate) and not certificate.passed, certificate.table()
+    assert "logprobs of the FP8 policy, plain" in failed(certificate) and not certificate.passed, (
+        certificate.table()
+    )
 
 
 @pytest.mark.parametrize("plant", [wrong_cache_scale, wide_activations])
@@ -347,15 +430,21 @@ def test_an_acceptance_that_is_too_kind_is_caught(policies, monkeypatch):
     """As without FP8: accepting whatever is at least half as likely as proposed."""
     sound = rejection.verify_by_rejection
     monkeypatch.setattr(sampling, "verify_by_rejection", lambda *case: sound(*case[:-1], case[-1] / 2))
-    certificate = certify(make_subject(policies["qk_norm"], 1, verify="rejection"), PROMPTS, replace(SMALL, samples=150), {})
-    assert min(check.adjusted for check in certificate.checks if check.adjusted is not None) < 1e-6, certificate.table()
+    certificate = certify(
+        make_subject(policies["qk_norm"], 1, verify="rejection"), PROMPTS, replace(SMALL, samples=150), {}
+    )
+    assert min(check.adjusted for check in certificate.checks if check.adjusted is not None) < 1e-6, (
+        certificate.table()
+    )
 
 
 def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
     """More of them than rounding can explain."""
     sound = sampling.sample_truncated
     monkeypatch.setattr(sampling, "sample_truncated", lambda *case: sound(*case[:4], case[4] + 1, *case[5:]))
-    plan = Plan(contexts=2, samples=10, fewer=150, further=(SamplingParams(1.5, top_k=3),), mixed=8, mixed_tokens=8)
+    plan = Plan(
+        contexts=2, samples=10, fewer=150, further=(SamplingParams(1.5, top_k=3),), mixed=8, mixed_tokens=8
+    )
     certificate = certify(make_subject(policies["qk_norm"], 0), PROMPTS, plan, {})
     (check,) = [check for check in certificate.checks if check.name == "T 1.5, top-k 3: every token"]
     assert not check.passed, certificate.table()
@@ -374,17 +463,39 @@ def test_the_command_certifies_what_the_recipe_says(monkeypatch):
         return Certificate.of("", {}, [Check("any", None, "", 0.5)], 0.0)
 
     monkeypatch.setattr(run, "certify", record)
-    recipe = ["rollout.precision=fp8+kv", "rollout.base_precision_layers=1", "rollout.kv_scales=head", "rollout.deterministic=true"]
-    result = CliRunner().invoke(app, ["certify", "builtin", *recipe, "--drafter", "eagle,history", "--pacing", "adaptive"], catch_exceptions=False)
+    recipe = [
+        "rollout.precision=fp8+kv",
+        "rollout.base_precision_layers=1",
+        "rollout.kv_scales=head",
+        "rollout.deterministic=true",
+    ]
+    result = CliRunner().invoke(
+        app,
+        ["certify", "builtin", *recipe, "--drafter", "eagle,history", "--pacing", "adaptive"],
+        catch_exceptions=False,
+    )
     assert result.exit_code == 0
     ((subject, settings),) = seen
     engine = subject.open(3, 4).backend
-    assert engine.precision == "fp8+kv" and engine.settings.base_precision_layers == 1 and engine.settings.deterministic
-    assert torch.equal(engine.reduced.kv.scales_L2H, subject.recipe.kv_scales_L2H) and len(subject.recipe.kv_scales_L2H[0, 0].unique()) == 2
+    assert (
+        engine.precision == "fp8+kv"
+        and engine.settings.base_precision_layers == 1
+        and engine.settings.deterministic
+    )
+    assert (
+        torch.equal(engine.reduced.kv.scales_L2H, subject.recipe.kv_scales_L2H)
+        and len(subject.recipe.kv_scales_L2H[0, 0].unique()) == 2
+    )
     assert subject.exact_policy.in_fp8 == [False, True, True, True, True, False]
-    assert set(engine.drafters) == {"eagle", "history"} and subject.adaptive and settings["rollout"] == "fp8+kv"
+    assert (
+        set(engine.drafters) == {"eagle", "history"} and subject.adaptive and settings["rollout"] == "fp8+kv"
+    )
     with pytest.raises(ValueError, match="needs --backend native"):
-        CliRunner().invoke(app, ["certify", "builtin", "rollout.precision=fp8", "--backend", "reference"], catch_exceptions=False)
+        CliRunner().invoke(
+            app,
+            ["certify", "builtin", "rollout.precision=fp8", "--backend", "reference"],
+            catch_exceptions=False,
+        )
     with pytest.raises(ValueError, match="fixed pacing takes one drafter"):
         CliRunner().invoke(app, ["certify", "--drafter", "eagle,history"], catch_exceptions=False)
 
@@ -392,7 +503,16 @@ def test_the_command_certifies_what_the_recipe_says(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, drafter", [("builtin", "eagle"), ("builtin-moe", "disturbed")])
 def test_the_built_in_policies_are_certified_in_fp8(tmp_path, policy, drafter):
-    arguments = ["certify", policy, "rollout.precision=fp8+kv", "--drafter", drafter, "--quick", "--json", str(tmp_path / "c.json")]
+    arguments = [
+        "certify",
+        policy,
+        "rollout.precision=fp8+kv",
+        "--drafter",
+        drafter,
+        "--quick",
+        "--json",
+        str(tmp_path / "c.json"),
+    ]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     names = {check["name"]: check for check in json.loads((tmp_path / "c.json").read_text())["checks"]}

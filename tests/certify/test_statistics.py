@@ -16,7 +16,11 @@ def test_one_context_is_pearsons_test():
     observed = draw(p.expand(2000, -1), 1)
     result = test_frequencies(p.expand(2000, -1), observed)
     expected = stats.chisquare(torch.bincount(observed, minlength=4), (p * 2000).numpy())
-    assert result.degrees == 3 and result.statistic == pytest.approx(expected.statistic) and result.p_value == pytest.approx(expected.pvalue)
+    assert (
+        result.degrees == 3
+        and result.statistic == pytest.approx(expected.statistic)
+        and result.p_value == pytest.approx(expected.pvalue)
+    )
 
 
 def contexts(seed: int, tokens: int = 1500) -> torch.Tensor:
@@ -26,7 +30,10 @@ def contexts(seed: int, tokens: int = 1500) -> torch.Tensor:
 
 
 def test_p_values_are_uniform_over_many_contexts():
-    values = [test_frequencies(contexts(i), draw(contexts(i), 1000 + i), torch.arange(1500) % 2).p_value for i in range(120)]
+    values = [
+        test_frequencies(contexts(i), draw(contexts(i), 1000 + i), torch.arange(1500) % 2).p_value
+        for i in range(120)
+    ]
     assert stats.kstest(values, "uniform").pvalue > 0.01
 
 
@@ -45,7 +52,9 @@ def test_impossible_tokens_and_certain_contexts():
 
 def shaken(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
     """What rounding makes of them: some tokens' logits are moved."""
-    noise = torch.randn(probabilities.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    noise = torch.randn(
+        probabilities.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return (probabilities.log() + by * noise).softmax(-1)
 
 
@@ -66,9 +75,18 @@ def test_what_rounding_explains_is_not_held_against_a_backend():
 
 def test_tokens_that_only_rounding_makes_possible():
     certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
-    sometimes = torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)  # five are expected, ten explained and half a one unseen
-    few, many = (test_frequencies(certain, torch.tensor([1] * n + [0] * (500 - n)), None, sometimes) for n in (8, 40))
-    assert few.ruled_out == 8 and few.explained == pytest.approx(10.5) and few.p_value > 0.5 and many.p_value < 1e-6
+    sometimes = (
+        torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)
+    )  # five are expected, ten explained and half a one unseen
+    few, many = (
+        test_frequencies(certain, torch.tensor([1] * n + [0] * (500 - n)), None, sometimes) for n in (8, 40)
+    )
+    assert (
+        few.ruled_out == 8
+        and few.explained == pytest.approx(10.5)
+        and few.p_value > 0.5
+        and many.p_value < 1e-6
+    )
     assert many.p_value == pytest.approx(2 * stats.poisson.sf(39, 10.5))
 
 

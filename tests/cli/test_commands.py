@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.config import ConfigError
 from tests.loop_helpers import make_tiny_policy, tiny_overrides
 
@@ -25,12 +25,14 @@ def invoke(*arguments: str) -> str:
 
 
 def test_help_needs_no_torch():
-    code = "import sys, paceline.cli; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = "import sys, paceline.cli.main; assert 'torch' not in sys.modules, 'torch was imported'"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     times = []
     for _ in range(3):  # the process's own time: others may keep the machine busy
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True).returncode == 0
+        assert (
+            subprocess.run([sys.executable, "-m", "paceline", "--help"], capture_output=True).returncode == 0
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 1.0, f"--help took {min(times):.2f} s"
@@ -45,28 +47,42 @@ def test_help_needs_no_torch():
         (["eval", "no-such-folder"], "policy.path = 'no-such-folder'"),
         (["export", "nowhere", "out"], "holds no config.json"),
         (["bench", "decode", "--model", "nothing"], "neither a folder nor a named shape"),
-        (["train", "--replay", "nowhere", "run.root=/tmp/paceline-unused", "run.name=unused"], "holds no step_"),
+        (
+            ["train", "--replay", "nowhere", "run.root=/tmp/paceline-unused", "run.name=unused"],
+            "holds no step_",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments, message, tmp_path):
     arguments = [a.replace("/tmp/paceline-unused", str(tmp_path)) for a in arguments]
-    result = subprocess.run([sys.executable, "-m", "paceline", *arguments], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, (
+        result.stderr
+    )
     assert not list(tmp_path.iterdir()), "a run that could not start leaves nothing behind"
 
 
 def test_a_root_that_is_a_file_is_named(policy, tmp_path):
     (tmp_path / "file").write_text("")
     arguments = [*tiny_overrides(policy, tmp_path / "file", "run"), "run.steps=1"]
-    result = subprocess.run([sys.executable, "-m", "paceline", "train", *arguments], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "train", *arguments], capture_output=True, text=True
+    )
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert f"error: run.root = '{tmp_path}/file': " in result.stderr and "choose a folder that can be written to" in result.stderr
+    assert (
+        f"error: run.root = '{tmp_path}/file': " in result.stderr
+        and "choose a folder that can be written to" in result.stderr
+    )
 
 
 def test_what_the_system_refuses_is_one_line(policy, tmp_path):
     (tmp_path / "file").write_text("")
     arguments = [*tiny_overrides(policy, tmp_path, "run"), "--save", str(tmp_path / "file")]
-    result = subprocess.run([sys.executable, "-m", "paceline", "rollout", *arguments], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "rollout", *arguments], capture_output=True, text=True
+    )
     assert result.returncode == 2 and "Traceback" not in result.stderr and f"{tmp_path}/file" in result.stderr
 
 
@@ -74,7 +90,14 @@ def test_eval_export_and_transformers(policy, tmp_path):
     import torch
     import transformers
 
-    output = invoke("eval", str(policy), "task.eval_problems=6", "eval.samples=4", "eval.pass_k=[1,4]", "eval.max_tokens=12")
+    output = invoke(
+        "eval",
+        str(policy),
+        "task.eval_problems=6",
+        "eval.samples=4",
+        "eval.pass_k=[1,4]",
+        "eval.max_tokens=12",
+    )
     assert "avg@4" in output and "pass@4" in output and "6 problems" in output
     invoke("export", str(policy), str(tmp_path / "out"), "--dtype", "bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -85,7 +108,13 @@ def test_eval_export_and_transformers(policy, tmp_path):
 def test_train_leaves_a_run_directory(policy, tmp_path):
     output = invoke("train", *tiny_overrides(policy, tmp_path, "run", steps=2))
     assert "run directory" in output
-    for name in ("config.yaml", "metrics.jsonl", "samples/step_000002.jsonl", "checkpoints/step_000002/state.json", "checkpoints/best"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "samples/step_000002.jsonl",
+        "checkpoints/step_000002/state.json",
+        "checkpoints/best",
+    ):
         assert (tmp_path / "run" / name).exists(), name
 
 
@@ -98,13 +127,34 @@ def test_what_a_recipe_says_in_vain_is_said(command, policy, tmp_path):
 
 
 def test_train_names_keys_that_depart_from_the_algorithm(policy, tmp_path):
-    overrides = [*tiny_overrides(policy, tmp_path, "run", steps=1), "eval.problems=2", "learning.algorithm=gspo", "learning.clip_high=0.2"]
-    assert "learning.algorithm = 'gspo': the recipe itself says clip_high = 0.2 instead of 0.0004" in " ".join(invoke("train", *overrides).split())
+    overrides = [
+        *tiny_overrides(policy, tmp_path, "run", steps=1),
+        "eval.problems=2",
+        "learning.algorithm=gspo",
+        "learning.clip_high=0.2",
+    ]
+    assert (
+        "learning.algorithm = 'gspo': the recipe itself says clip_high = 0.2 instead of 0.0004"
+        in " ".join(invoke("train", *overrides).split())
+    )
 
 
 def test_warmup_on_a_file(policy, tmp_path):
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8)))
-    invoke("warmup", str(tmp_path / "warm"), "--data", str(tmp_path / "pairs.jsonl"), "--policy", str(policy), "--epochs", "30", "--lr", "1e-2")
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a1b2=", "response": "#3"}) + "\n" for _ in range(8))
+    )
+    invoke(
+        "warmup",
+        str(tmp_path / "warm"),
+        "--data",
+        str(tmp_path / "pairs.jsonl"),
+        "--policy",
+        str(policy),
+        "--epochs",
+        "30",
+        "--lr",
+        "1e-2",
+    )
     import paceline
 
     assert paceline.load(tmp_path / "warm").generate(["a1b2="], temperature=0.0, max_tokens=5) == [["#3"]]
@@ -118,9 +168,33 @@ def test_small_commands(tmp_path):
     assert "default" in invoke("recipes")
     assert "lr_schedule" in invoke("recipes", "default")
     figures = tmp_path / "figures.json"
-    output = invoke("bench", "decode", "--batches", "1,3", "--prompt", "5", "--new", "4", "--repeats", "1", "--json", str(figures))
+    output = invoke(
+        "bench",
+        "decode",
+        "--batches",
+        "1,3",
+        "--prompt",
+        "5",
+        "--new",
+        "4",
+        "--repeats",
+        "1",
+        "--json",
+        str(figures),
+    )
     assert "step ms" in output and [p["batch"] for p in json.loads(figures.read_text())["points"]] == [1, 3]
-    output = invoke("bench", "rollout", "--requests", "4", "--prompt", "5", "--lengths", "lognormal:6,0.5,2,12", "--repeats", "1")
+    output = invoke(
+        "bench",
+        "rollout",
+        "--requests",
+        "4",
+        "--prompt",
+        "5",
+        "--lengths",
+        "lognormal:6,0.5,2,12",
+        "--repeats",
+        "1",
+    )
     assert "4 requests" in output
     with pytest.raises(ValueError, match="fixed:N or lognormal"):
         invoke("bench", "rollout", "--lengths", "uniform:3")

@@ -14,7 +14,9 @@ def norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.weight * x / (x.pow(2).mean() + module.eps).sqrt()
 
 
-def policy_states(policy: Decoder, tokens: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def policy_states(
+    policy: Decoder, tokens: list[int], layers: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[L, V]` and the concatenated states that enter `layers`, from a forward pass over one sequence."""
     length = len(tokens)
     bias = torch.full((length, length), -torch.inf, dtype=policy.dtype).triu(1)
@@ -36,7 +38,9 @@ def policy_states(policy: Decoder, tokens: list[int], layers: tuple[int, ...]) -
 class Draft:
     """The entries of one draft: true ones up to its start, its own after."""
 
-    def __init__(self, policy: Decoder, head: EagleHead, captured_L3E: torch.Tensor, tokens: list[int], start: int) -> None:
+    def __init__(
+        self, policy: Decoder, head: EagleHead, captured_L3E: torch.Tensor, tokens: list[int], start: int
+    ) -> None:
         self.policy, self.head = policy, head
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -46,7 +50,12 @@ class Draft:
     def append(self, feature_E: torch.Tensor, following_token: int) -> torch.Tensor:
         head, position = self.head, len(self.keys)
         attention = head.attention
-        x = torch.cat((norm(head.embedding_norm, self.policy.embedding.weight[following_token]), norm(head.hidden_norm, feature_E)))
+        x = torch.cat(
+            (
+                norm(head.embedding_norm, self.policy.embedding.weight[following_token]),
+                norm(head.hidden_norm, feature_E),
+            )
+        )
         heads = (attention.qkv.weight @ x).view(-1, attention.head_dim)
         rope = head.rope_table[position : position + 1]
         q = rotate(heads[None, : attention.heads], rope)[0]

@@ -26,15 +26,23 @@ def make_engine(policy: Decoder, **settings) -> Engine:
     off = Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
     with torch.no_grad():
         off.head.weight.add_(torch.randn_like(off.head.weight) * 0.005)  # right often, not always
-    head = EagleHead(config_for(CONFIG, captured_layers=(1, 2, 3), draft_vocab=512), torch.bfloat16, "cuda").initialise(policy, 1)
+    head = EagleHead(
+        config_for(CONFIG, captured_layers=(1, 2, 3), draft_vocab=512), torch.bfloat16, "cuda"
+    ).initialise(policy, 1)
     drafters = [HistoryDrafter(), DraftModel(off), EagleDrafter(head)]
-    return Engine(policy, EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, **settings}), drafters=drafters)
+    return Engine(
+        policy,
+        EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, **settings}),
+        drafters=drafters,
+    )
 
 
 @pytest.mark.parametrize("name", ["history", "draft_model", "eagle"])
 def test_same_bits_as_plain_decoding(policy, name):
     requests = make_requests(40)
-    expected = bits(run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests))
+    expected = bits(
+        run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests)
+    )
     for count in (1, 5):
         engine = make_engine(policy)
         engine.pacer = FixedPacer(Strategy(name, count), 1000)
@@ -47,9 +55,14 @@ def test_same_bits_as_plain_decoding(policy, name):
 
 def test_same_bits_when_the_strategy_changes_and_rows_are_preempted(policy):
     requests = make_requests(40)
-    expected = bits(run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests))
+    expected = bits(
+        run(Engine(policy, EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)), requests)
+    )
     engine, rng, done = make_engine(policy, kv_tokens=2048), random.Random(1), {}
-    choices = [PLAIN, *(Strategy(name, count) for name in ("history", "draft_model", "eagle") for count in (2, 7))]
+    choices = [
+        PLAIN,
+        *(Strategy(name, count) for name in ("history", "draft_model", "eagle") for count in (2, 7)),
+    ]
     engine.pacer = FixedPacer(choices[-1], 1000)
     engine.submit(requests)
     for completion in engine.completions():

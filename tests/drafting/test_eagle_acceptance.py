@@ -17,7 +17,7 @@ from paceline.kernels.noise import gumbel
 from paceline.learning.batch import training_sequence
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
-from paceline.responses import held_out_responses, training_responses
+from paceline.rollout.responses import held_out_responses, training_responses
 from paceline.session import Session, open_session
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
 from tests.drafting.eagle_oracle import Draft, policy_states
@@ -50,7 +50,9 @@ def follow(policy: Decoder, head: EagleHead, completion: Completion, known: int)
         for step in range(DEPTH):
             scores = draft.logits()
             if temperature:
-                noise = gumbel(torch.tensor(request.seed), torch.tensor(place + step), policy.config.vocab_size)
+                noise = gumbel(
+                    torch.tensor(request.seed), torch.tensor(place + step), policy.config.vocab_size
+                )
                 scores = scores / temperature + noise[head.draft_to_target]
             token = int(head.draft_to_target[scores.argmax()])
             if place + step >= len(text) or token != text[place + step]:
@@ -71,7 +73,9 @@ def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temp
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH, known).shared_noise
     with torch.no_grad():
         parts = [follow(session.policy, shipped, completion, known) for completion in completions]
-    assert measured.tokens == sum(part.tokens for part in parts) and measured.steps == sum(part.steps for part in parts)
+    assert measured.tokens == sum(part.tokens for part in parts) and measured.steps == sum(
+        part.steps for part in parts
+    )
     assert measured.accepted_at == [sum(part.accepted_at[i] for part in parts) for i in range(DEPTH)]
     assert measured.accepted_at[1] > 0
 
@@ -82,9 +86,16 @@ def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
     completions = held_out_responses(session, 24, temperature)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH).shared_noise
     settings = EngineSettings(max_running=8, kv_tokens=4096)
-    engine = Engine(session.policy, settings, drafters=[EagleDrafter(shipped)], pacer=FixedPacer(Strategy("eagle", DEPTH), 1000))
+    engine = Engine(
+        session.policy,
+        settings,
+        drafters=[EagleDrafter(shipped)],
+        pacer=FixedPacer(Strategy("eagle", DEPTH), 1000),
+    )
     engine.submit([completion.request for completion in completions])
-    assert {done.request.id: done.tokens for done in engine.completions()} == {c.request.id: c.tokens for c in completions}
+    assert {done.request.id: done.tokens for done in engine.completions()} == {
+        c.request.id: c.tokens for c in completions
+    }
     drafts = engine.take_stats().drafts["eagle"]
     assert drafts.drafts == pytest.approx(measured.steps, rel=0.01), "a score may round differently, no more"
     assert drafts.accept_length == pytest.approx(measured.accept_length, rel=0.01)
@@ -97,8 +108,13 @@ def test_rejection_accepts_what_it_should(session: Session):
     generator = torch.Generator().manual_seed(0)
     logits_V, draft_D = torch.randn(48, generator=generator) * 2, torch.randn(30, generator=generator) * 2
     temperature_R, every_R = torch.full((48,), 0.8), torch.arange(48)
-    _, chance_R = accepted(head, logits_V.expand(48, -1), draft_D.expand(48, -1), every_R, temperature_R, torch.zeros(48, 30))
-    p_V, q_V = (logits_V / 0.8).softmax(0), torch.zeros(48).index_copy(0, head.draft_to_target, (draft_D / 0.8).softmax(0))
+    _, chance_R = accepted(
+        head, logits_V.expand(48, -1), draft_D.expand(48, -1), every_R, temperature_R, torch.zeros(48, 30)
+    )
+    p_V, q_V = (
+        (logits_V / 0.8).softmax(0),
+        torch.zeros(48).index_copy(0, head.draft_to_target, (draft_D / 0.8).softmax(0)),
+    )
     assert float((p_V * chance_R).sum()) == pytest.approx(float(torch.minimum(p_V, q_V).sum()), abs=1e-6)
     assert chance_R[:10].sum() == 0 == chance_R[40:].sum(), "a token that cannot be drafted is not accepted"
 
@@ -107,7 +123,9 @@ def test_the_walk_is_the_mean_over_all_outcomes():
     """Every pattern of accepted and rejected tokens, weighted by its chance, played out literally."""
     rng = random.Random(0)
     count, depth, known = 5, 3, 1
-    chances = [[rng.random() if start + step < count else 0.0 for step in range(depth)] for start in range(count)]
+    chances = [
+        [rng.random() if start + step < count else 0.0 for step in range(depth)] for start in range(count)
+    ]
     total = Acceptance.nothing(depth)
     walk(chances, known, total)
     cells = [(start, step) for start in range(count) for step in range(depth) if start + step < count]
@@ -126,7 +144,9 @@ def test_the_walk_is_the_mean_over_all_outcomes():
                 expected.tried_at[step] += weight
             expected.steps += weight
             place += run + 1
-    assert total.steps == pytest.approx(expected.steps) and total.accepted_at == pytest.approx(expected.accepted_at)
+    assert total.steps == pytest.approx(expected.steps) and total.accepted_at == pytest.approx(
+        expected.accepted_at
+    )
     assert total.tokens == count - known and total.tried_at == pytest.approx(expected.tried_at)
     assert total.rate_at(1) == pytest.approx(expected.accepted_at[1] / expected.tried_at[1])
     walk([[0.5]], 1, total)  # nothing is left to generate
@@ -139,7 +159,10 @@ def test_the_shortest_texts(session: Session):
     request = Request("r", (5,), 1, SamplingParams())
     completion = Completion(request, (7,), (0.0,), FinishReason.LENGTH, (Segment(0, 1, 0),))
     measured = measure_acceptance(session.policy, head, [completion], DEPTH)
-    assert measured.shared_noise.tokens == 1 == measured.shared_noise.steps and measured.rejection.accept_length == 1.0
+    assert (
+        measured.shared_noise.tokens == 1 == measured.shared_noise.steps
+        and measured.rejection.accept_length == 1.0
+    )
 
 
 def test_the_shipped_head(session: Session, shipped):
@@ -155,6 +178,8 @@ def test_a_head_trained_here_drafts_for_the_policy(session: Session):
     """A fifth of the shipped head's training, which already doubles the tokens per step; from the policy's own responses."""
     head = EagleHead(config_for(session.policy.config)).initialise(session.policy, 0)
     sequences = [training_sequence(completion) for completion in training_responses(session, 1024)]
-    train_offline(session.policy, head, sequences, HeadTraining(steps=300, lr=3e-3, unroll=4, batch_sequences=16))
+    train_offline(
+        session.policy, head, sequences, HeadTraining(steps=300, lr=3e-3, unroll=4, batch_sequences=16)
+    )
     measured = measure_acceptance(session.policy, head, held_out_responses(session, 128, 1.0), DEPTH)
     assert measured.shared_noise.accept_length > 2

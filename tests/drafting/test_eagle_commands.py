@@ -8,11 +8,19 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from tests.loop_helpers import make_tiny_policy
 
-SMALL_TASK = ["task.train_problems=8", "task.eval_problems=8", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
-              "rollout.max_tokens=12", "eval.max_tokens=12", "run.device=cpu", "run.threads=1"]  # fmt: skip
+SMALL_TASK = [
+    "task.train_problems=8",
+    "task.eval_problems=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=12",
+    "eval.max_tokens=12",
+    "run.device=cpu",
+    "run.threads=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +53,56 @@ def test_train_eval_export_import(policy, tmp_path):
     invoke("import", str(exported), str(imported), "--policy", policy)
     before, after = load_file(exported / "model.safetensors"), load_file(imported / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    assert {n: tensor.dtype for n, tensor in after.items()} == {n: tensor.dtype for n, tensor in before.items()}, "as they were"
+    assert {n: tensor.dtype for n, tensor in after.items()} == {
+        n: tensor.dtype for n, tensor in before.items()
+    }, "as they were"
 
-    text = invoke("train", policy, *SMALL_TASK, "--start", str(imported), "--responses", "16", "--steps", "1", "--out", str(tmp_path / "more"))
+    text = invoke(
+        "train",
+        policy,
+        *SMALL_TASK,
+        "--start",
+        str(imported),
+        "--responses",
+        "16",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "more"),
+    )
     assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
 
 
 def test_as_many_responses_as_asked_for(policy, tmp_path):
     """Fewer than a step's, and a number that no whole groups make."""
     for count in (3, 18):
-        options = ["--layers", "0,1", "--responses", str(count), "--steps", "1", "--out", str(tmp_path / "head")]
+        options = [
+            "--layers",
+            "0,1",
+            "--responses",
+            str(count),
+            "--steps",
+            "1",
+            "--out",
+            str(tmp_path / "head"),
+        ]
         assert invoke("train", policy, *SMALL_TASK, *options).startswith(f"{count} responses")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "builtin", "--unroll", "0"], ["train", "builtin", "--batch", "0"], ["train", "builtin", "--steps", "0"],
-        ["train", "builtin", "--responses", "0"], ["train", "builtin", "--draft-vocab", "-1"], ["eval", "builtin", "builtin-eagle", "--k", "0"],
-        ["eval", "builtin", "builtin-eagle", "--k", "-1"], ["eval", "builtin", "builtin-eagle", "--problems", "0"],
+        ["train", "builtin", "--unroll", "0"],
+        ["train", "builtin", "--batch", "0"],
+        ["train", "builtin", "--steps", "0"],
+        ["train", "builtin", "--responses", "0"],
+        ["train", "builtin", "--draft-vocab", "-1"],
+        ["eval", "builtin", "builtin-eagle", "--k", "0"],
+        ["eval", "builtin", "builtin-eagle", "--k", "-1"],
+        ["eval", "builtin", "builtin-eagle", "--problems", "0"],
         ["eval", "builtin", "builtin-eagle", "--temperature", "-1"],
     ],
-)  # fmt: skip
+)
 def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["drafter", *arguments])
@@ -77,9 +113,23 @@ def test_numbers_out_of_range_are_named(arguments, tmp_path, monkeypatch):
 
 def test_learning_from_saved_rollouts(policy, tmp_path):
     saved = str(tmp_path / "saved")
-    result = CliRunner().invoke(app, ["rollout", "default", f"policy.path={policy}", *SMALL_TASK, "--steps", "2", "--save", saved])
+    result = CliRunner().invoke(
+        app, ["rollout", "default", f"policy.path={policy}", *SMALL_TASK, "--steps", "2", "--save", saved]
+    )
     assert result.exit_code == 0, result.output
-    text = invoke("train", policy, *SMALL_TASK, "--layers", "0,1", "--rollouts", saved, "--steps", "1", "--out", str(tmp_path / "head"))
+    text = invoke(
+        "train",
+        policy,
+        *SMALL_TASK,
+        "--layers",
+        "0,1",
+        "--rollouts",
+        saved,
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "head"),
+    )
     assert text.startswith("32 responses")
 
 
@@ -93,15 +143,27 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         (["eval", "builtin", "nowhere"], "'nowhere' is not an eagle head's folder"),
         (["import", "nowhere", "out"], "'nowhere' is not an eagle head's folder"),
         (["train", "builtin", "--rollouts", "nowhere"], "holds no step_"),
-        (["train", "builtin", "--rollouts", "x", "--responses", "8"], "--responses 8: --rollouts takes all that were saved"),
-        (["train", "builtin", "--start", "builtin-eagle", "--layers", "1,2"], "--layers 1,2: the head in --start builtin-eagle has its own"),
-        (["train", "builtin", "--start", "builtin-eagle", "--draft-vocab", "0"], "--draft-vocab 0: the head in --start builtin-eagle has its own"),
+        (
+            ["train", "builtin", "--rollouts", "x", "--responses", "8"],
+            "--responses 8: --rollouts takes all that were saved",
+        ),
+        (
+            ["train", "builtin", "--start", "builtin-eagle", "--layers", "1,2"],
+            "--layers 1,2: the head in --start builtin-eagle has its own",
+        ),
+        (
+            ["train", "builtin", "--start", "builtin-eagle", "--draft-vocab", "0"],
+            "--draft-vocab 0: the head in --start builtin-eagle has its own",
+        ),
         (["train", "builtin", "--lr", "0"], "--lr 0: must be above 0"),
     ],
 )
 def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.rollout.GroupSampler.sample", lambda *_: pytest.fail("responses were generated first"))
+    monkeypatch.setattr(
+        "paceline.rollout.sampler.GroupSampler.sample",
+        lambda *_: pytest.fail("responses were generated first"),
+    )
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         invoke(*arguments)
     assert not list(tmp_path.iterdir())

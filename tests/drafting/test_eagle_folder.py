@@ -28,7 +28,9 @@ def random_head(policy: Decoder, draft_vocab: int = 0, dtype: torch.dtype = torc
 
 def edit_config(folder: Path, **changes) -> None:
     raw = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in raw.items() if value is not ...})
+    )
 
 
 def edit_tensors(folder: Path, edit) -> None:
@@ -54,24 +56,47 @@ def test_round_trip(policy, draft_vocab, dtype, tmp_path):
 def test_the_written_layout(policy, tmp_path):
     head = random_head(policy, 20)
     save_eagle(head, tmp_path)
-    raw, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
-    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama" and raw["num_hidden_layers"] == 1
+    raw, tensors = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    assert (
+        raw["architectures"] == ["LlamaForCausalLMEagle3"]
+        and raw["model_type"] == "llama"
+        and raw["num_hidden_layers"] == 1
+    )
     assert raw["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4], "as vLLM counts: what enters a layer"
-    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3], "as SGLang counts: what leaves a layer"
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3], (
+        "as SGLang counts: what leaves a layer"
+    )
     assert raw["draft_vocab_size"] == 20 and raw["vocab_size"] == 60 and raw["max_position_embeddings"] == 256
-    assert torch.equal(torch.arange(20) + tensors["d2t"], torch.arange(40, 60)) and tensors["d2t"].dtype == torch.int64
-    assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == list(range(40, 60))
+    assert (
+        torch.equal(torch.arange(20) + tensors["d2t"], torch.arange(40, 60))
+        and tensors["d2t"].dtype == torch.int64
+    )
+    assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == list(
+        range(40, 60)
+    )
     assert "embed_tokens.weight" not in tensors
     q, k, v = (tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkv")
-    assert torch.equal(torch.cat((q, k, v)), head.attention.qkv.weight) and q.shape == (64, 64) and k.shape == (32, 64)
+    assert (
+        torch.equal(torch.cat((q, k, v)), head.attention.qkv.weight)
+        and q.shape == (64, 64)
+        and k.shape == (32, 64)
+    )
 
     save_eagle(random_head(policy), tmp_path)
-    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors")), "vLLM refuses a map of equal vocabularies"
+    assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors")), (
+        "vLLM refuses a map of equal vocabularies"
+    )
 
 
 @pytest.mark.parametrize(
     "rename",
-    [lambda n: n.replace("midlayer.", "layers.0."), lambda n: f"model.{n}" if "lm_head" not in n and "d2t" not in n else n],
+    [
+        lambda n: n.replace("midlayer.", "layers.0."),
+        lambda n: f"model.{n}" if "lm_head" not in n and "d2t" not in n else n,
+    ],
     ids=["layers.0", "model."],
 )
 def test_other_spellings(policy, rename, tmp_path):
@@ -84,7 +109,9 @@ def test_other_spellings(policy, rename, tmp_path):
 def test_a_pickled_head_with_a_copy_of_the_embedding(policy, tmp_path):
     head = random_head(policy)
     save_eagle(head, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors") | {"embed_tokens.weight": policy.embedding.weight.detach().bfloat16()}
+    tensors = load_file(tmp_path / "model.safetensors") | {
+        "embed_tokens.weight": policy.embedding.weight.detach().bfloat16()
+    }
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert_equal(load_eagle(tmp_path, policy, torch.float32), head)
@@ -103,9 +130,15 @@ def test_positions_reach_as_far_as_the_policys(policy, tmp_path):
 def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
     save_eagle(random_head(policy), tmp_path)
     edit_config(tmp_path, eagle_aux_hidden_state_layer_ids=...)
-    with pytest.raises(ValueError, match=r"import --layers 0,1,3` takes it as vLLM does, `--layers 1,2,4` as SGLang"):
+    with pytest.raises(
+        ValueError, match=r"import --layers 0,1,3` takes it as vLLM does, `--layers 1,2,4` as SGLang"
+    ):
         load_eagle(tmp_path, policy, torch.float32)
-    assert load_eagle(tmp_path, policy, torch.float32, captured_layers=(1, 2, 3)).config.captured_layers == (1, 2, 3)
+    assert load_eagle(tmp_path, policy, torch.float32, captured_layers=(1, 2, 3)).config.captured_layers == (
+        1,
+        2,
+        3,
+    )
     edit_config(tmp_path, eagle_config=...)
     with pytest.raises(ValueError, match="needs a policy of 8 layers or more, not 5"):
         load_eagle(tmp_path, policy, torch.float32)
@@ -146,8 +179,14 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
         ({"draft_vocab_size": 20}, "lm_head.weight has shape"),
         ({"draft_vocab_size": "x"}, "config.json: '<=' not supported"),
         ({"hidden_size": None}, "config.json: hidden_size = None: must be a whole number"),
-        ({"eagle_aux_hidden_state_layer_ids": ["a"]}, r"config.json: eagle_aux_hidden_state_layer_ids = \['a'\]: must be a list of layers' numbers"),
-        ({"eagle_aux_hidden_state_layer_ids": 3}, "config.json: eagle_aux_hidden_state_layer_ids = 3: must be a list"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": ["a"]},
+            r"config.json: eagle_aux_hidden_state_layer_ids = \['a'\]: must be a list of layers' numbers",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": 3},
+            "config.json: eagle_aux_hidden_state_layer_ids = 3: must be a list",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 0]}, r"config.json: captured layers \(-1, 0\): must be 0"),
         ({"eagle_config": 5}, "config.json: 'int' object"),
     ],
@@ -162,7 +201,10 @@ def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda t: t | {"embed_tokens.weight": torch.zeros(60, 32)}, "embed_tokens.weight differs from the policy's"),
+        (
+            lambda t: t | {"embed_tokens.weight": torch.zeros(60, 32)},
+            "embed_tokens.weight differs from the policy's",
+        ),
         (lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, "lacks the tensor fc.weight"),
         (lambda t: {n: x for n, x in t.items() if n != "d2t"}, "lacks the tensor d2t"),
         (lambda t: t | {"d2t": t["d2t"] + 1}, "a token of its own"),
@@ -196,7 +238,10 @@ def test_folders_that_are_none(policy, tmp_path):
         load_eagle(tmp_path, policy, torch.float32)
 
 
-@pytest.mark.parametrize("layers, captured", [(3, (0, 1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (1, 3, 6)), (8, (2, 4, 5)), (36, (2, 18, 33))])
+@pytest.mark.parametrize(
+    "layers, captured",
+    [(3, (0, 1, 2)), (4, (1, 2, 3)), (6, (1, 3, 5)), (7, (1, 3, 6)), (8, (2, 4, 5)), (36, (2, 18, 33))],
+)
 def test_default_layers(layers, captured):
     assert default_captured_layers(layers) == captured
 

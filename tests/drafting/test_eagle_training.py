@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.training import HeadTrainer, HeadTraining, choose_vocabulary, drafted_tokens, teacher_states, train_offline
+from paceline.drafting.training import (
+    HeadTrainer,
+    HeadTraining,
+    choose_vocabulary,
+    drafted_tokens,
+    teacher_states,
+    train_offline,
+)
 from paceline.drafting.unroll import unroll
 from paceline.learning.batch import TrainingSequence, pack
 from paceline.policy.attention import PackedAttention
@@ -35,18 +42,27 @@ def make_head(policy: Decoder, draft_vocab: int = 0, dtype: torch.dtype = torch.
     head.initialise(policy, seed=1)
     generator = torch.Generator().manual_seed(2)
     for parameter in head.parameters():  # away from trivial values, and large enough that attention matters
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
     return head
 
 
-def make_sequence(prompt: int, response: int, seed: int = 0, temperature: float = 0.7, observed: tuple[int, ...] = ()) -> TrainingSequence:
+def make_sequence(
+    prompt: int, response: int, seed: int = 0, temperature: float = 0.7, observed: tuple[int, ...] = ()
+) -> TrainingSequence:
     rng = random.Random(f"{prompt}/{response}/{seed}")
     tokens = tuple(rng.randrange(97) for _ in range(prompt + response))
     mask = tuple(i not in observed for i in range(response))
     return TrainingSequence(tokens, prompt, mask, (0.0,) * response, 0.0, temperature)
 
 
-SEQUENCES = [make_sequence(4, 7), make_sequence(1, 5), make_sequence(2, 3, temperature=1.3), make_sequence(5, 9, observed=(3, 4))]
+SEQUENCES = [
+    make_sequence(4, 7),
+    make_sequence(1, 5),
+    make_sequence(2, 3, temperature=1.3),
+    make_sequence(5, 9, observed=(3, 4)),
+]
 
 
 def test_captured_states_are_those_of_transformers(folder, policy):
@@ -74,7 +90,9 @@ def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
             tokens = list(sequence.tokens)
             _, states = policy_states(policy, tokens, head.config.captured_layers)
             for first in range(sequence.prompt_length, len(tokens)):  # the draft's first token
-                draft = Draft(policy, head, states, tokens, first - 2)  # without an entry where there is only one token before
+                draft = Draft(
+                    policy, head, states, tokens, first - 2
+                )  # without an entry where there is only one token before
                 for step in range(min(depth, len(tokens) - first) if draft.keys else 0):
                     if step:
                         draft.step(tokens[first + step - 1])
@@ -156,7 +174,9 @@ def test_drafts_stay_within_what_the_policy_sampled():
         for s in SEQUENCES:
             for i in range(len(s.loss_mask)):
                 window = range(i - step, i + 1)
-                expected.append(window[0] >= 0 and all(s.loss_mask[j] for j in window) and s.prompt_length + i - step >= 2)
+                expected.append(
+                    window[0] >= 0 and all(s.loss_mask[j] for j in window) and s.prompt_length + i - step >= 2
+                )
         assert drafted_tokens(batch, step).tolist() == expected
 
 
@@ -198,18 +218,33 @@ def test_learns_in_either_precision(folder, dtype):
     head.initialise(policy, 0)
     reports = []
     settings = HeadTraining(steps=30, lr=3e-3, unroll=2, batch_sequences=8)
-    train_offline(policy, head, [make_sequence(3, 12, seed) for seed in range(16)], settings, lambda step, report: reports.append(report))
+    train_offline(
+        policy,
+        head,
+        [make_sequence(3, 12, seed) for seed in range(16)],
+        settings,
+        lambda step, report: reports.append(report),
+    )
     assert head.fc.weight.dtype == dtype
-    assert reports[-1].divergence[0] < 0.6 * reports[0].divergence[0] and reports[-1].divergence[1] < 0.8 * reports[0].divergence[1]
+    assert (
+        reports[-1].divergence[0] < 0.6 * reports[0].divergence[0]
+        and reports[-1].divergence[1] < 0.8 * reports[0].divergence[1]
+    )
 
 
 def test_nothing_to_learn_from_is_said(policy):
     with pytest.raises(ValueError, match="none of the 1 responses"):
-        train_offline(policy, make_head(policy), [make_sequence(3, 2, observed=(0, 1))], HeadTraining(steps=1))
+        train_offline(
+            policy, make_head(policy), [make_sequence(3, 2, observed=(0, 1))], HeadTraining(steps=1)
+        )
 
 
 def test_the_draft_vocabulary_is_what_responses_use():
-    sequences = [TrainingSequence((1, 1, 1, 50, 60, 50, 70), 3, (True, True, True, False), (0.0,) * 4, 0.0, 1.0)]
+    sequences = [
+        TrainingSequence((1, 1, 1, 50, 60, 50, 70), 3, (True, True, True, False), (0.0,) * 4, 0.0, 1.0)
+    ]
     assert choose_vocabulary(sequences, 97, (2,), 3) == [2, 50, 60]
-    assert choose_vocabulary(sequences, 97, (2,), 5) == [0, 1, 2, 50, 60], "prompts and observations do not count"
+    assert choose_vocabulary(sequences, 97, (2,), 5) == [0, 1, 2, 50, 60], (
+        "prompts and observations do not count"
+    )
     assert choose_vocabulary(sequences, 97, (2,), 97) == list(range(97))

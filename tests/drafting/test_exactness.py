@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
@@ -20,8 +20,8 @@ class ScriptedDrafter(Drafter):
 
     max_tokens = 15
 
-    def bind(self, seat: Seat) -> None:
-        self.rows, self.proposals_SK = seat.rows, seat.proposals_SK
+    def bind(self, context: DrafterContext) -> None:
+        self.rows, self.proposals_SK = context.rows, context.proposals_SK
         self.requests: dict[int, Request] = {}
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
@@ -34,7 +34,9 @@ class ScriptedDrafter(Drafter):
         for slot in slots_R.tolist():
             if slot in self.requests:
                 start = int(self.rows.length[slot]) - len(self.requests[slot].prompt)
-                self.proposals_SK[slot, :count] = torch.tensor(self.tokens_for(self.requests[slot], start, count))
+                self.proposals_SK[slot, :count] = torch.tensor(
+                    self.tokens_for(self.requests[slot], start, count)
+                )
 
 
 class RandomDrafter(ScriptedDrafter):
@@ -77,9 +79,16 @@ def folders(tmp_path_factory):
     return folders
 
 
-def run(folder, requests, drafters=(), strategy=PLAIN, between=lambda engine, count: None, **settings) -> tuple[Engine, dict[str, Completion]]:
+def run(
+    folder, requests, drafters=(), strategy=PLAIN, between=lambda engine, count: None, **settings
+) -> tuple[Engine, dict[str, Completion]]:
     settings = {"max_running": 8, "kv_tokens": 2048, **settings}
-    engine = Engine(load_policy(folder, torch.float32), EngineSettings(**settings), drafters=drafters, pacer=FixedPacer(strategy, 1000))
+    engine = Engine(
+        load_policy(folder, torch.float32),
+        EngineSettings(**settings),
+        drafters=drafters,
+        pacer=FixedPacer(strategy, 1000),
+    )
     engine.submit(requests)
     done = {}
     for completion in engine.completions():
@@ -94,7 +103,12 @@ def run(folder, requests, drafters=(), strategy=PLAIN, between=lambda engine, co
 def test_any_drafter_gives_the_same_bits(family, count, folders):
     requests = grouped_requests(prompts=4, samples=3, longest=50)
     _, plain = run(folders[family], requests)
-    for drafter in (RandomDrafter(), OracleDrafter(plain), HalfRightDrafter(plain), HistoryDrafter(bank_tokens=200)):
+    for drafter in (
+        RandomDrafter(),
+        OracleDrafter(plain),
+        HalfRightDrafter(plain),
+        HistoryDrafter(bank_tokens=200),
+    ):
         engine, done = run(folders[family], requests, [drafter], Strategy(drafter.name, count))
         assert bits(done) == bits(plain), drafter.name
         stats = engine.take_stats()
@@ -107,7 +121,13 @@ def test_changing_strategy_in_the_middle_changes_nothing(folders):
     requests = grouped_requests(prompts=6, samples=3, longest=60)
     _, plain = run(folders["qwen3"], requests)
     rng = random.Random(3)
-    choices = [PLAIN, Strategy("history", 3), Strategy("random", 2), Strategy("half-right", 7), Strategy("history", 15)]
+    choices = [
+        PLAIN,
+        Strategy("history", 3),
+        Strategy("random", 2),
+        Strategy("half-right", 7),
+        Strategy("history", 15),
+    ]
 
     def switch(engine: Engine, count: int) -> None:
         engine.pacer = FixedPacer(rng.choice(choices), 1000)
@@ -124,17 +144,30 @@ def test_stops_and_limits_cut_inside_an_accepted_run(folders):
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
     _, long = run(folders["llama"], [Request("r", prompt, 3, free)])
     tokens = long["r"].tokens
-    requests = [Request(f"{n}", prompt, 3, SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.9)) for n in range(1, 21)]
+    requests = [
+        Request(f"{n}", prompt, 3, SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.9))
+        for n in range(1, 21)
+    ]
     requests += [
-        Request(f"stop{i}", prompt, 3, SamplingParams(max_tokens=20, stop_token_ids=(t,), ignore_eos=True, temperature=0.9))
+        Request(
+            f"stop{i}",
+            prompt,
+            3,
+            SamplingParams(max_tokens=20, stop_token_ids=(t,), ignore_eos=True, temperature=0.9),
+        )
         for i, t in enumerate(tokens)
     ]
     oracle = OracleDrafter({r.id: long["r"] for r in requests})
-    _, done = run(folders["llama"], requests, [oracle], Strategy("oracle", 15), max_running=40, kv_tokens=4096)
+    _, done = run(
+        folders["llama"], requests, [oracle], Strategy("oracle", 15), max_running=40, kv_tokens=4096
+    )
     for n in range(1, 21):
         assert done[str(n)].tokens == tokens[:n] and done[str(n)].finish_reason is FinishReason.LENGTH
     for i, token in enumerate(tokens):
-        assert done[f"stop{i}"].tokens == tokens[: tokens.index(token) + 1] and done[f"stop{i}"].finish_reason is FinishReason.STOP
+        assert (
+            done[f"stop{i}"].tokens == tokens[: tokens.index(token) + 1]
+            and done[f"stop{i}"].finish_reason is FinishReason.STOP
+        )
         assert done[f"stop{i}"].logprobs == long["r"].logprobs[: tokens.index(token) + 1]
 
 
@@ -159,7 +192,9 @@ def test_history_follows_siblings_and_earlier_epochs(folders):
     assert stats.drafts["history"].accepted_at[0] >= stats.drafts["history"].accepted_at[6] > 0
 
     restored = HistoryDrafter()
-    engine2 = Engine(engine.policy, engine.settings, drafters=[restored], pacer=FixedPacer(Strategy("history", 7), 8))
+    engine2 = Engine(
+        engine.policy, engine.settings, drafters=[restored], pacer=FixedPacer(Strategy("history", 7), 8)
+    )
     restored.load_state(history.state())
     engine2.submit([Request("c", tuple(range(5, 30)), 3, greedy)])
     list(engine2.completions())
@@ -168,6 +203,8 @@ def test_history_follows_siblings_and_earlier_epochs(folders):
 
 def test_the_bank_forgets_the_oldest(folders):
     history = HistoryDrafter(bank_tokens=30)
-    requests = [Request(str(i), (5 + i % 4, 6), i, SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(20)]
+    requests = [
+        Request(str(i), (5 + i % 4, 6), i, SamplingParams(max_tokens=5, ignore_eos=True)) for i in range(20)
+    ]
     run(folders["llama"], requests, [history], Strategy("history", 3))
     assert [entry.number for entry in history.ring.entries] == [18, 19, 20] and not history.running

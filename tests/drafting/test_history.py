@@ -18,11 +18,21 @@ SHAPE = DecoderConfig("llama", 40, 16, 16, 1, 2, 1, 8, 128, eos_token_ids=(2,))
 
 def make_engine(history: HistoryDrafter, **settings) -> Engine:
     pacer = FixedPacer(Strategy("history", 5), 64)
-    return Engine(Decoder(SHAPE).initialise(0), EngineSettings(**{"max_running": 8, "kv_tokens": 2048, **settings}), drafters=[history], pacer=pacer)
+    return Engine(
+        Decoder(SHAPE).initialise(0),
+        EngineSettings(**{"max_running": 8, "kv_tokens": 2048, **settings}),
+        drafters=[history],
+        pacer=pacer,
+    )
 
 
 def run(
-    engine: Engine, prompts: list[tuple[int, ...]], samples: int = 2, purpose: Purpose = Purpose.TRAIN, tag: int = 0, tokens: int = 8
+    engine: Engine,
+    prompts: list[tuple[int, ...]],
+    samples: int = 2,
+    purpose: Purpose = Purpose.TRAIN,
+    tag: int = 0,
+    tokens: int = 8,
 ) -> list[Completion]:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     seeds = [(i, p, 1000 * tag + 10 * i + s) for i, p in enumerate(prompts) for s in range(samples)]
@@ -91,7 +101,12 @@ def test_a_response_that_is_interrupted_is_kept_once():
     """Rows that go back to the queue, for a weight update or for want of blocks, come back with what they have."""
     history = HistoryDrafter()
     engine = make_engine(history)
-    engine.submit([Request(str(s), (5, 6, 7), s, SamplingParams(max_tokens=40 if s else 2, ignore_eos=True)) for s in range(4)])
+    engine.submit(
+        [
+            Request(str(s), (5, 6, 7), s, SamplingParams(max_tokens=40 if s else 2, ignore_eos=True))
+            for s in range(4)
+        ]
+    )
     done = []
     for completion in engine.completions():
         done.append(completion)
@@ -135,9 +150,12 @@ def test_a_checkpoint_of_the_earlier_layout_is_refused_harmlessly():
     engine = make_engine(history)
     run(engine, prompts(3))
     earlier = {
-        "tokens": torch.zeros(16, 60, dtype=torch.int64), "length": torch.zeros(16, dtype=torch.int64),
-        "prompt_length": torch.zeros(16, dtype=torch.int64), "order": torch.tensor([0]), "next_entry": torch.tensor(1),
-    }  # fmt: skip
+        "tokens": torch.zeros(16, 60, dtype=torch.int64),
+        "length": torch.zeros(16, dtype=torch.int64),
+        "prompt_length": torch.zeros(16, dtype=torch.int64),
+        "order": torch.tensor([0]),
+        "next_entry": torch.tensor(1),
+    }
     with pytest.warns(UserWarning, match="earlier layout"):
         engine.load_drafter_state({f"history.{name}": tensor for name, tensor in earlier.items()})
     assert kept(history) == [] and not history.index.finished_B.any()

@@ -24,8 +24,12 @@ from tests.oracles import FAMILIES
 
 
 def make_eagle(policy: Decoder, draft_vocab: int = 0) -> EagleDrafter:
-    head = EagleHead(config_for(policy.config, captured_layers=(0, 1, 2), draft_vocab=draft_vocab), policy.dtype)
-    chosen = torch.randperm(policy.config.vocab_size, generator=torch.Generator().manual_seed(5))[: len(head.draft_to_target)]
+    head = EagleHead(
+        config_for(policy.config, captured_layers=(0, 1, 2), draft_vocab=draft_vocab), policy.dtype
+    )
+    chosen = torch.randperm(policy.config.vocab_size, generator=torch.Generator().manual_seed(5))[
+        : len(head.draft_to_target)
+    ]
     head.draft_to_target.copy_(chosen.sort().values)
     return EagleDrafter(head.initialise(policy, seed=1))
 
@@ -36,7 +40,9 @@ def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -
         return make_eagle(policy, draft_vocab)
     with torch.no_grad():  # the policy itself, slightly off: it is right often, not always
         for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=dtype) * 0.05)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3), dtype=dtype) * 0.05
+            )
     return DraftModel(policy)
 
 
@@ -55,13 +61,26 @@ def test_changing_between_all_drafters_changes_nothing(folders):  # noqa: F811
     requests = grouped_requests(prompts=6, samples=3, longest=50)
     _, plain = run(folders["qwen3"], requests)
     rng = random.Random(3)
-    choices = [PLAIN, Strategy("history", 3), Strategy("eagle", 4), Strategy("draft_model", 2), Strategy("draft_model", 6), Strategy("eagle", 1)]
+    choices = [
+        PLAIN,
+        Strategy("history", 3),
+        Strategy("eagle", 4),
+        Strategy("draft_model", 2),
+        Strategy("draft_model", 6),
+        Strategy("eagle", 1),
+    ]
 
     def switch(engine: Engine, count: int) -> None:
         engine.pacer = FixedPacer(rng.choice(choices), 1000)
 
-    drafters = [HistoryDrafter(), make_drafter("eagle", folders["qwen3"]), make_drafter("draft_model", folders["qwen3"])]
-    engine, done = run(folders["qwen3"], requests, drafters, Strategy("eagle", 4), switch, kv_tokens=256, prefill_tokens=11)
+    drafters = [
+        HistoryDrafter(),
+        make_drafter("eagle", folders["qwen3"]),
+        make_drafter("draft_model", folders["qwen3"]),
+    ]
+    engine, done = run(
+        folders["qwen3"], requests, drafters, Strategy("eagle", 4), switch, kv_tokens=256, prefill_tokens=11
+    )
     assert bits(done) == bits(plain)
     assert engine.preemptions > 0 and len(set(engine.take_stats().strategies)) >= 5
 
@@ -75,13 +94,21 @@ class Watched:
 
         def record(slots_R: torch.Tensor, count: int, truncates: bool) -> None:
             propose(slots_R, count, truncates)
-            rows = drafter.seat.rows
+            rows = drafter.context.rows
             for slot in slots_R.tolist():
                 if rows.active[slot]:
                     length = int(rows.length[slot])
-                    sampling = tuple(getattr(rows, name)[slot : slot + 1].clone() for name in ("temperature", "seed", "top_k", "top_p", "min_p"))
-                    useful = min(count, int(rows.limit[slot]) - length)  # what lies behind the row's limit is cut, whatever it is
-                    tokens, proposed = rows.tokens[slot, :length].clone(), drafter.seat.proposals_SK[slot, :useful].tolist()
+                    sampling = tuple(
+                        getattr(rows, name)[slot : slot + 1].clone()
+                        for name in ("temperature", "seed", "top_k", "top_p", "min_p")
+                    )
+                    useful = min(
+                        count, int(rows.limit[slot]) - length
+                    )  # what lies behind the row's limit is cut, whatever it is
+                    tokens, proposed = (
+                        rows.tokens[slot, :length].clone(),
+                        drafter.context.proposals_SK[slot, :useful].tolist(),
+                    )
                     self.seen.append((tokens, sampling, proposed, truncates))
 
         drafter.propose = record
@@ -95,7 +122,9 @@ def naive_draw(logits_V: torch.Tensor, position: int, sampling: tuple, truncates
     return int(sample_reference(logits_V.unsqueeze(0), temperature, seed, where)[0])
 
 
-def naive_draft_model(policy: Decoder, tokens_L: torch.Tensor, sampling: tuple, count: int, truncates: bool) -> list[int]:
+def naive_draft_model(
+    policy: Decoder, tokens_L: torch.Tensor, sampling: tuple, count: int, truncates: bool
+) -> list[int]:
     tokens = tokens_L.tolist()
     for _ in range(count):
         packed = PackedAttention([len(tokens)], policy.device)
@@ -104,7 +133,9 @@ def naive_draft_model(policy: Decoder, tokens_L: torch.Tensor, sampling: tuple, 
     return tokens[len(tokens_L) :]
 
 
-def naive_eagle(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, sampling: tuple, count: int, truncates: bool) -> list[int]:
+def naive_eagle(
+    policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, sampling: tuple, count: int, truncates: bool
+) -> list[int]:
     """From the definition in `eagle_head.py`, one draft at a time, without any cache."""
     length, captured = len(tokens_L), []
     packed = PackedAttention([length - 1], policy.device)
@@ -158,7 +189,12 @@ def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  
 def test_a_right_draft_model_saves_steps(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=40)
     _, plain = run(folders["llama"], requests)
-    engine, done = run(folders["llama"], requests, [DraftModel(load_policy(folders["llama"], torch.float32))], Strategy("draft_model", 5))
+    engine, done = run(
+        folders["llama"],
+        requests,
+        [DraftModel(load_policy(folders["llama"], torch.float32))],
+        Strategy("draft_model", 5),
+    )
     stats = engine.take_stats().drafts["draft_model"]
     assert bits(done) == bits(plain)
     assert stats.accept_length > 3.5, "every proposal is right; only the ends of responses cut them"
@@ -169,7 +205,12 @@ def test_sleep_and_new_weights_leave_no_stale_entries(folders):  # noqa: F811
     policy = load_policy(folders["llama"], torch.float32)
     drafter = DraftModel(load_policy(folders["llama"], torch.float32))
     eagle = make_eagle(policy)
-    engine = Engine(policy, EngineSettings(max_running=4, kv_tokens=1024), drafters=[drafter, eagle], pacer=FixedPacer(Strategy("draft_model", 3), 9))
+    engine = Engine(
+        policy,
+        EngineSettings(max_running=4, kv_tokens=1024),
+        drafters=[drafter, eagle],
+        pacer=FixedPacer(Strategy("draft_model", 3), 9),
+    )
     request = Request("r", tuple(range(5, 40)), 7, SamplingParams(max_tokens=30, ignore_eos=True))
     engine.submit([request])
     engine.sleep()
@@ -185,23 +226,41 @@ def test_sleep_and_new_weights_leave_no_stale_entries(folders):  # noqa: F811
 def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
     policy = load_policy(folders["llama"], torch.float32)
     deeper = replace(policy.config, num_layers=12)
-    for config, problem in ((deeper, "captured layers"), (replace(policy.config, vocab_size=50), "vocab_size is 50")):
+    for config, problem in (
+        (deeper, "captured layers"),
+        (replace(policy.config, vocab_size=50), "vocab_size is 50"),
+    ):
         with pytest.raises(ValueError, match=problem):
-            Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[EagleDrafter(EagleHead(config_for(config)))])
+            Engine(
+                policy,
+                EngineSettings(max_running=2, kv_tokens=256),
+                drafters=[EagleDrafter(EagleHead(config_for(config)))],
+            )
     with pytest.raises(ValueError, match="share a tokenizer"):
-        Engine(policy, EngineSettings(max_running=2, kv_tokens=256), drafters=[DraftModel(Decoder(replace(policy.config, vocab_size=50)))])
+        Engine(
+            policy,
+            EngineSettings(max_running=2, kv_tokens=256),
+            drafters=[DraftModel(Decoder(replace(policy.config, vocab_size=50)))],
+        )
 
 
 def test_a_row_of_one_token_leaves_the_draft_models_cache_right(folders):  # noqa: F811
     """The first pass has no token before its last and proposes poorly; the policy's own copy must be right ever after."""
     policy = load_policy(folders["llama"], torch.float32)
     drafter = DraftModel(policy)
-    engine = Engine(policy, EngineSettings(max_running=1, kv_tokens=512), drafters=[drafter], pacer=FixedPacer(Strategy("draft_model", 3)))
+    engine = Engine(
+        policy,
+        EngineSettings(max_running=1, kv_tokens=512),
+        drafters=[drafter],
+        pacer=FixedPacer(Strategy("draft_model", 3)),
+    )
     gains, changes, propose = [], [], drafter.propose
     engine.outcomes.observer = lambda sequences, lengths, gained: gains.append(int(gained[0]))
 
     def watched(slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        entry_L2HD = drafter.cache.storage_L2NBHD[:, :, int(drafter.seat.rows.block_table[slots_R[0], 0]), 0]
+        entry_L2HD = drafter.cache.storage_L2NBHD[
+            :, :, int(drafter.context.rows.block_table[slots_R[0], 0]), 0
+        ]
         before = entry_L2HD.clone()
         propose(slots_R, count, truncates)
         changes.append(float((entry_L2HD - before).abs().max()))

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.backends.reference import ReferenceBackend
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
@@ -15,6 +14,7 @@ from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.online import MAX_TOKENS, PATIENCE, Drift, OnlineDrafter, cut_padded, longest
 from paceline.drafting.training import teacher_states
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.reference import ReferenceBackend
 from paceline.learning.batch import TrainingSequence, pack
 from paceline.learning.checkpoint import load_drafters
 from paceline.loop import train
@@ -25,10 +25,19 @@ from paceline.types import Completion, FinishReason, Group, Request, Sample, Sam
 from tests.loop_helpers import comparable_metrics
 
 SMALL = [
-    "run.device=cpu", "run.threads=1", "task.train_problems=8", "task.eval_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
-    "rollout.max_tokens=48", "eval.max_tokens=48", "eval.every=0", "rollout.speculation.drafters=[eagle]", "rollout.speculation.pacing=fixed",
+    "run.device=cpu",
+    "run.threads=1",
+    "task.train_problems=8",
+    "task.eval_problems=4",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_tokens=48",
+    "eval.max_tokens=48",
+    "eval.every=0",
+    "rollout.speculation.drafters=[eagle]",
+    "rollout.speculation.pacing=fixed",
     "rollout.speculation.tokens=3",
-]  # fmt: skip
+]
 
 
 # -- when -----------------------------------------------------------------------------------------------------------
@@ -88,7 +97,10 @@ def test_most_of_a_step_is_not_looked_at():
     """Only what can be chosen is made into sequences, long prompts counted as what they leave of a text."""
     lengths = [(MAX_TOKENS - 10, 500), (5, 300), (5, 200), (5, 100), (5, 0)]
     requests = [Request(str(i), (1,) * prompt, i, SamplingParams()) for i, (prompt, _) in enumerate(lengths)]
-    completions = [Completion(r, (2,) * n, (0.0,) * n, FinishReason.LENGTH, ()) for r, (_, n) in zip(requests, lengths, strict=True)]
+    completions = [
+        Completion(r, (2,) * n, (0.0,) * n, FinishReason.LENGTH, ())
+        for r, (_, n) in zip(requests, lengths, strict=True)
+    ]
     groups = [Group("a", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
     assert [c.request.id for c in online_module._longest_texts(groups, 400)] == ["1", "2"]
     assert [c.request.id for c in online_module._longest_texts(groups, 605)] == ["1", "2", "3", "0"]
@@ -98,10 +110,21 @@ def test_of_a_long_response_the_beginning_is_used():
     """Whose states are those of the whole: nothing a causal policy computed there depends on what follows."""
     whole = sequence(5, MAX_TOKENS + 30)
     (beginning,) = longest([whole], 100)
-    assert beginning.tokens == whole.tokens[:MAX_TOKENS] and len(beginning.loss_mask) == len(beginning.rollout_logprobs) == MAX_TOKENS - 5
+    assert (
+        beginning.tokens == whole.tokens[:MAX_TOKENS]
+        and len(beginning.loss_mask) == len(beginning.rollout_logprobs) == MAX_TOKENS - 5
+    )
     policy = load_policy(BUILTIN_POLICY, torch.float32)
-    short = replace(whole, tokens=whole.tokens[:60], loss_mask=whole.loss_mask[:55], rollout_logprobs=whole.rollout_logprobs[:55])
-    states = [teacher_states(policy, pack([s], policy.device), (1, 2))[0][:50] for s in (short, replace(short, tokens=short.tokens[:50] + (1,) * 10))]
+    short = replace(
+        whole,
+        tokens=whole.tokens[:60],
+        loss_mask=whole.loss_mask[:55],
+        rollout_logprobs=whole.rollout_logprobs[:55],
+    )
+    states = [
+        teacher_states(policy, pack([s], policy.device), (1, 2))[0][:50]
+        for s in (short, replace(short, tokens=short.tokens[:50] + (1,) * 10))
+    ]
     torch.testing.assert_close(*states)
 
 
@@ -123,7 +146,10 @@ def moved():
 def groups_of(policy, count: int) -> list[Group]:
     """Responses that the policy itself wrote."""
     prompts = [(3 + i % 5, 9, 4, 8, 5, 7) for i in range(count)]
-    requests = [Request(str(i), prompt, 1000 + i, SamplingParams(max_tokens=40, ignore_eos=True)) for i, prompt in enumerate(prompts)]
+    requests = [
+        Request(str(i), prompt, 1000 + i, SamplingParams(max_tokens=40, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
     backend = ReferenceBackend(policy)
     backend.submit(requests)
     with torch.inference_mode():
@@ -132,15 +158,22 @@ def groups_of(policy, count: int) -> list[Group]:
 
 
 def online(policy, head, when: str = "always", **settings) -> OnlineDrafter:
-    return OnlineDrafter(policy, head, OnlineDrafterConfig(when=when, **settings), seed=0, warn=lambda message: None)
+    return OnlineDrafter(
+        policy, head, OnlineDrafterConfig(when=when, **settings), seed=0, warn=lambda message: None
+    )
 
 
 def test_the_head_follows_a_policy_that_moved(moved):
     policy, head = moved[0], copy.deepcopy(moved[1])
-    weights, places = {name: p.clone() for name, p in policy.named_parameters()}, [p.data_ptr() for p in head.parameters()]
+    weights, places = (
+        {name: p.clone() for name, p in policy.named_parameters()},
+        [p.data_ptr() for p in head.parameters()],
+    )
     drafter, groups = online(policy, head, lr=1e-3, unroll=2, batch=8), groups_of(policy, 32)
     reports = [drafter.follow(step, groups) for step in range(8)]
-    assert reports[0]["drafter/updates"] == 4 and reports[1]["drafter/updates"] == 8, "this step's responses, then also the last one's"
+    assert reports[0]["drafter/updates"] == 4 and reports[1]["drafter/updates"] == 8, (
+        "this step's responses, then also the last one's"
+    )
     assert reports[-1]["drafter/overlap"] > reports[0]["drafter/overlap"] + 0.05, reports
     assert reports[-1]["drafter/kl"] < 0.7 * reports[0]["drafter/kl"]
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in policy.named_parameters())
@@ -161,7 +194,9 @@ def test_drift_decides(moved):
 def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
     policy, head = moved[0], copy.deepcopy(moved[1])
     said: list[str] = []
-    drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always", unroll=1, batch=4), seed=0, warn=said.append)
+    drafter = OnlineDrafter(
+        policy, head, OnlineDrafterConfig(when="always", unroll=1, batch=4), seed=0, warn=said.append
+    )
     before, budget = {name: p.clone() for name, p in head.named_parameters()}, drafter.token_budget
     accumulate, calls = drafter.trainer.accumulate, []
 
@@ -175,7 +210,11 @@ def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
     metrics = drafter.follow(1, groups_of(policy, 16))
     assert metrics["drafter/updates"] == drafter.trainer.optimiser.steps == enough_for
     assert drafter.token_budget == budget // 2 and "no memory" in said[0]
-    assert all(torch.equal(p, before[name]) == (enough_for == 0) and p.grad is None for name, p in head.named_parameters() if p.ndim > 1)
+    assert all(
+        torch.equal(p, before[name]) == (enough_for == 0) and p.grad is None
+        for name, p in head.named_parameters()
+        if p.ndim > 1
+    )
 
 
 def test_micro_batches_are_counted_with_their_padding():
@@ -188,7 +227,10 @@ def test_micro_batches_are_counted_with_their_padding():
 def test_its_state_is_all_there_is(dtype):
     """One that goes on from a saved state, its head included, takes the very same steps; also where masters are not the parameters."""
     policy = load_policy(BUILTIN_POLICY, dtype)
-    first, second = (online(policy, load_eagle("builtin-eagle", policy, dtype), when="drift", unroll=2, batch=4) for _ in range(2))
+    first, second = (
+        online(policy, load_eagle("builtin-eagle", policy, dtype), when="drift", unroll=2, batch=4)
+        for _ in range(2)
+    )
     groups = groups_of(policy, 12)
     first.observe(0.9, 5000)
     first.observe(0.8, 5000)
@@ -198,7 +240,10 @@ def test_its_state_is_all_there_is(dtype):
     second.load_state({name: tensor.clone() for name, tensor in first.state().items()})
     assert second.drift == first.drift and second.due and second.token_budget == first.token_budget
     assert first.follow(2, groups) == second.follow(2, groups)
-    assert all(torch.equal(a, b) for a, b in zip(first.trainer.head.parameters(), second.trainer.head.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(first.trainer.head.parameters(), second.trainer.head.parameters(), strict=True)
+    )
 
 
 # -- in a run -------------------------------------------------------------------------------------------------------
@@ -215,7 +260,9 @@ def learned(run) -> list[dict]:
 
 def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
     plain = learned(run(tmp_path, "plain", "run.steps=3"))
-    online_keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2", "lr=1e-2")]
+    online_keys = [
+        f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2", "lr=1e-2")
+    ]
     follows = learned(run(tmp_path, "follows", "run.steps=3", *online_keys))
     own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
     for before, after in zip(plain, follows, strict=True):
@@ -224,9 +271,15 @@ def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
         assert after["drafter/updates"] > 0
     assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
     checkpoints = tmp_path / "follows" / "checkpoints"
-    head = load_eagle(str(checkpoints / "eagle"), load_policy(checkpoints / "step_000003" / "policy", torch.float32), torch.float32)
+    head = load_eagle(
+        str(checkpoints / "eagle"),
+        load_policy(checkpoints / "step_000003" / "policy", torch.float32),
+        torch.float32,
+    )
     kept = load_drafters(checkpoints / "step_000003")
-    assert all(torch.equal(tensor, kept[f"eagle.{name}"]) for name, tensor in head.state_dict().items()), "a drafter to serve the policy with"
+    assert all(torch.equal(tensor, kept[f"eagle.{name}"]) for name, tensor in head.state_dict().items()), (
+        "a drafter to serve the policy with"
+    )
 
 
 def test_a_new_head_can_be_made_in_the_run(tmp_path):
@@ -235,13 +288,23 @@ def test_a_new_head_can_be_made_in_the_run(tmp_path):
         *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")),
     ]
     steps = learned(run(tmp_path, "fresh", "run.steps=6", *keys))
-    assert steps[-1]["drafter/overlap"] > steps[0]["drafter/overlap"] + 0.1, [step["drafter/overlap"] for step in steps]
-    head = load_eagle(str(tmp_path / "fresh" / "checkpoints" / "eagle"), load_policy(BUILTIN_POLICY, torch.float32), torch.float32)
+    assert steps[-1]["drafter/overlap"] > steps[0]["drafter/overlap"] + 0.1, [
+        step["drafter/overlap"] for step in steps
+    ]
+    head = load_eagle(
+        str(tmp_path / "fresh" / "checkpoints" / "eagle"),
+        load_policy(BUILTIN_POLICY, torch.float32),
+        torch.float32,
+    )
     assert head.config.draft_vocab == head.config.layer.vocab_size
 
 
 def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
-    online_keys = ("rollout.speculation.online.when=always", "rollout.speculation.online.unroll=2", "checkpoint.every=1")
+    online_keys = (
+        "rollout.speculation.online.when=always",
+        "rollout.speculation.online.unroll=2",
+        "checkpoint.every=1",
+    )
     whole = learned(run(tmp_path, "whole", "run.steps=4", *online_keys))
     first = run(tmp_path, "cut", "run.steps=2", *online_keys)
     config = load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=4", *online_keys])
@@ -252,9 +315,18 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"], "online.when = 'drift' does not apply.*lacks 'eagle'"),
-        (["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"], "'fresh' starts from nothing.*Use online.when=always"),
-        (["rollout.speculation.online.lr=1e-3"], "online.lr = 0.001 does not apply: rollout.speculation.online.when = 'never'"),
+        (
+            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"],
+            "online.when = 'drift' does not apply.*lacks 'eagle'",
+        ),
+        (
+            ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"],
+            "'fresh' starts from nothing.*Use online.when=always",
+        ),
+        (
+            ["rollout.speculation.online.lr=1e-3"],
+            "online.lr = 0.001 does not apply: rollout.speculation.online.when = 'never'",
+        ),
     ],
 )
 def test_keys_that_nobody_would_read_are_refused(overrides, message):
@@ -267,7 +339,9 @@ def test_a_policy_without_a_head_is_refused(tmp_path):
 
     folder = make_tiny_policy(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="no eagle head drafts for this policy.*paceline drafter train"):
-        run(tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always")
+        run(
+            tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always"
+        )
 
 
 @pytest.mark.gpu
@@ -281,7 +355,10 @@ def test_a_head_learns_where_the_graphs_read_it():
         return Engine(policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3)))
 
     def accepted(engine: Engine) -> list[int]:
-        requests = [Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(8)]
+        requests = [
+            Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=60, ignore_eos=True))
+            for i in range(8)
+        ]
         engine.submit(requests)
         assert len(list(engine.completions())) == 8
         return engine.take_stats().drafts["eagle"].accepted_at

@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.backends.drafters import make_drafter
 from paceline.config import Config, ConfigError, SpeculationConfig, load_config
+from paceline.drafting.factory import make_drafter
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy, save_policy
-from paceline.policy.tokenizer import EOS, character_tokenizer, differing_tokens, load_tokenizer, save_tokenizer
+from paceline.policy.tokenizer import (
+    EOS,
+    character_tokenizer,
+    differing_tokens,
+    load_tokenizer,
+    save_tokenizer,
+)
 from paceline.session import BUILTIN_POLICY, make_backend
 from paceline.tasks.running_sums import ALPHABET
 
@@ -20,14 +26,18 @@ POLICY = load_policy(BUILTIN_POLICY, torch.float32)
 
 
 def draft_folder(folder: Path, alphabet: str = ALPHABET, vocab_size: int = POLICY.config.vocab_size) -> Path:
-    save_policy(Decoder(dataclasses.replace(POLICY.config, num_layers=1, vocab_size=vocab_size)).initialise(0), folder)
+    save_policy(
+        Decoder(dataclasses.replace(POLICY.config, num_layers=1, vocab_size=vocab_size)).initialise(0), folder
+    )
     save_tokenizer(character_tokenizer(alphabet), folder)
     return folder
 
 
 def recipe(drafter: str, path: Path | str) -> Config:
     key = {"eagle": "eagle_path", "draft_model": "draft_model_path"}[drafter]
-    return load_config(None, [f"rollout.speculation.drafters=[{drafter}]", f"rollout.speculation.{key}={path}"])
+    return load_config(
+        None, [f"rollout.speculation.drafters=[{drafter}]", f"rollout.speculation.{key}={path}"]
+    )
 
 
 def open_backend(config: Config) -> None:
@@ -43,9 +53,17 @@ def plan(config: Config) -> None:
 @pytest.mark.parametrize(
     "drafter, path, message",
     [
-        ("eagle", "/nowhere", "rollout.speculation.eagle_path = '/nowhere': '/nowhere' is not an eagle head's folder"),
+        (
+            "eagle",
+            "/nowhere",
+            "rollout.speculation.eagle_path = '/nowhere': '/nowhere' is not an eagle head's folder",
+        ),
         ("eagle", BUILTIN_POLICY, f"rollout.speculation.eagle_path = '{BUILTIN_POLICY}': "),
-        ("draft_model", "/nowhere", "rollout.speculation.draft_model_path = '/nowhere': must be a Hugging Face folder"),
+        (
+            "draft_model",
+            "/nowhere",
+            "rollout.speculation.draft_model_path = '/nowhere': must be a Hugging Face folder",
+        ),
         ("draft_model", "", "rollout.speculation.draft_model_path = '': must be a Hugging Face folder"),
     ],
 )
@@ -59,7 +77,9 @@ def test_a_draft_model_of_another_size(use, tmp_path):
     folder = draft_folder(tmp_path, ALPHABET + "!?", POLICY.config.vocab_size + 2)
     size = POLICY.config.vocab_size
     message = f"rollout.speculation.draft_model_path = '{folder}': the draft model has {size + 2} tokens and the policy {size}"
-    with pytest.raises(ConfigError, match=re.escape(message) + ".*use a smaller model with the policy's own tokenizer"):
+    with pytest.raises(
+        ConfigError, match=re.escape(message) + ".*use a smaller model with the policy's own tokenizer"
+    ):
         use(recipe("draft_model", folder))
 
 
@@ -67,7 +87,10 @@ def test_a_draft_model_of_another_tokenizer_of_the_same_size(tmp_path):
     """It would draft, and never be right."""
     open_backend(recipe("draft_model", draft_folder(tmp_path / "same")))
     other = draft_folder(tmp_path / "other", ALPHABET[1] + ALPHABET[0] + ALPHABET[2:])
-    with pytest.raises(ConfigError, match=r"draft_model_path = .*2 ids mean something else \(1 is '.' to it and '.' to the policy\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"draft_model_path = .*2 ids mean something else \(1 is '.' to it and '.' to the policy\)",
+    ):
         open_backend(recipe("draft_model", other))
     (other / "tokenizer.json").unlink()
     open_backend(recipe("draft_model", other))  # nothing at hand to compare
@@ -77,7 +100,9 @@ def test_a_head_whose_tensors_are_damaged_is_named(tmp_path):
     for file in (BUILTIN_POLICY.with_name("builtin-eagle")).iterdir():
         if file.name != "model.safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match=f"rollout.speculation.eagle_path = '{tmp_path}': .*neither safetensors"):
+    with pytest.raises(
+        ConfigError, match=f"rollout.speculation.eagle_path = '{tmp_path}': .*neither safetensors"
+    ):
         make_drafter("eagle", POLICY, SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path)))
 
 

@@ -18,22 +18,34 @@ from tests.engine.test_engine import bits, grouped_requests
 @pytest.mark.parametrize("kind", ["eagle", "draft_model", "history"])
 def test_greedy_requests_are_plain_decodings(kind, folders):  # noqa: F811
     """At temperature 0 there is nothing to draw, with probabilities and without."""
-    requests = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in grouped_requests(prompts=3, samples=2, longest=30)]
+    requests = [
+        replace(r, sampling=replace(r.sampling, temperature=0.0))
+        for r in grouped_requests(prompts=3, samples=2, longest=30)
+    ]
     _, plain = run(folders["llama"], requests)
     drafter = HistoryDrafter() if kind == "history" else make_drafter(kind, folders["llama"])
     engine, done = run(folders["llama"], requests, [drafter], Strategy(kind, 3), verify="rejection")
     assert bits(done) == bits(plain)
-    assert (engine.runner.probabilities_SKV is not None) == (kind != "history"), "kept only where somebody has them"
+    assert (engine.runner.probabilities_SKV is not None) == (kind != "history"), (
+        "kept only where somebody has them"
+    )
     assert str(Strategy(kind, 3)) in engine.take_stats().strategies
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.02}])
 def test_the_policy_as_its_own_drafter_is_always_accepted(truncation, folders):  # noqa: F811
     """p = q but for rounding; rows without truncation beside rows with it."""
-    samplings = SamplingParams(0.9, 24, ignore_eos=True), SamplingParams(1.3, 24, ignore_eos=True, **truncation)
+    samplings = (
+        SamplingParams(0.9, 24, ignore_eos=True),
+        SamplingParams(1.3, 24, ignore_eos=True, **truncation),
+    )
     requests = [Request(str(i), (5, 6, 7 + i), 100 + i, samplings[i % 2]) for i in range(6)]
     engine, _ = run(
-        folders["qwen3"], requests, [DraftModel(load_policy(folders["qwen3"], torch.float32))], Strategy("draft_model", 3), verify="rejection"
+        folders["qwen3"],
+        requests,
+        [DraftModel(load_policy(folders["qwen3"], torch.float32))],
+        Strategy("draft_model", 3),
+        verify="rejection",
     )
     assert engine.take_stats().drafts["draft_model"].accept_length == 4.0
 
@@ -45,7 +57,15 @@ def test_stops_and_limits_cut_what_was_accepted(folders):  # noqa: F811
     def switch(engine, count: int) -> None:
         engine.pacer = FixedPacer(Strategy("history" if count % 2 else "draft_model", 1 + count % 7), 1000)
 
-    engine, done = run(folders["llama"], requests, drafters, Strategy("draft_model", 5), switch, kv_tokens=256, verify="rejection")
+    engine, done = run(
+        folders["llama"],
+        requests,
+        drafters,
+        Strategy("draft_model", 5),
+        switch,
+        kv_tokens=256,
+        verify="rejection",
+    )
     for completion in done.values():
         tokens, limit = completion.tokens, completion.request.sampling.max_tokens
         stops = {11, *engine.policy.config.eos_token_ids}

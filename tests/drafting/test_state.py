@@ -2,7 +2,7 @@
 
 import torch
 
-import paceline.speculation_check as closing
+import paceline.certify.closing_check as closing
 from paceline.config import load_config
 from paceline.drafting.history import HistoryDrafter
 from paceline.pacing.strategy import Strategy
@@ -15,7 +15,10 @@ from tests.drafting.test_model_drafters import make_eagle
 
 
 def requests(first: int) -> list[Request]:
-    return [Request(str(i), (5, 6, 7, 8), i, SamplingParams(max_tokens=12, ignore_eos=True)) for i in range(first, first + 3)]
+    return [
+        Request(str(i), (5, 6, 7, 8), i, SamplingParams(max_tokens=12, ignore_eos=True))
+        for i in range(first, first + 3)
+    ]
 
 
 def test_history_survives_later_rollouts(folders):  # noqa: F811
@@ -26,7 +29,9 @@ def test_history_survives_later_rollouts(folders):  # noqa: F811
     assert len(list(engine.completions())) == 3
     assert state.keys() == kept.keys() and all(torch.equal(state[name], kept[name]) for name in kept)
     later = engine.drafter_state()
-    assert any(later[name].shape != kept[name].shape or not torch.equal(later[name], kept[name]) for name in kept), "there was something to alias"
+    assert any(
+        later[name].shape != kept[name].shape or not torch.equal(later[name], kept[name]) for name in kept
+    ), "there was something to alias"
 
 
 def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
@@ -36,11 +41,15 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
         for parameter in drafter.head.parameters():
             parameter.add_(1.0)
     parameters = dict(drafter.head.named_parameters())
-    assert parameters and all(torch.equal(state[name] + 1.0, parameter) for name, parameter in parameters.items())
+    assert parameters and all(
+        torch.equal(state[name] + 1.0, parameter) for name, parameter in parameters.items()
+    )
 
 
 def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
-    monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)  # full: what comes is written over what was
+    monkeypatch.setattr(
+        "paceline.drafting.history.BANK_TOKENS", 1200
+    )  # full: what comes is written over what was
     overrides = ["drafters=[history]", "pacing=fixed", "tokens=5"]
     sizes = ["task.train_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8"]
     session = open_session(load_config("default", [*(f"rollout.speculation.{o}" for o in overrides), *sizes]))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.backends.native import make_native
 from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.engine.factory import make_native
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -37,7 +37,11 @@ def folder(tmp_path_factory) -> Path:
 
 def recipe(drafter: str, path: Path) -> list[str]:
     key = {"eagle": "eagle_path", "draft_model": "draft_model_path"}[drafter]
-    return ["rollout.max_running=4", f"rollout.speculation.drafters=[{drafter}]", f"rollout.speculation.{key}={path}"]
+    return [
+        "rollout.max_running=4",
+        f"rollout.speculation.drafters=[{drafter}]",
+        f"rollout.speculation.{key}={path}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,8 +59,8 @@ def recipe(drafter: str, path: Path) -> list[str]:
 def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
     config = load_config(None, recipe(drafter, folder / name))
     key = "eagle_path" if drafter == "eagle" else "draft_model_path"
-    way_out = rf"`paceline drafter train`, or leave {drafter} out of rollout.speculation.drafters"
-    said = rf"^rollout.speculation.{key} = '{folder / name}': .*{reason}.*{way_out}$"
+    remedy = rf"`paceline drafter train`, or leave {drafter} out of rollout.speculation.drafters"
+    said = rf"^rollout.speculation.{key} = '{folder / name}': .*{reason}.*{remedy}$"
     with pytest.raises(ConfigError, match=said):
         make_native(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None)
     with pytest.raises(ConfigError, match=said):
@@ -66,5 +70,8 @@ def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
 @pytest.mark.parametrize("drafter, name", [("eagle", "eagle-fits"), ("draft_model", "fits")])
 def test_those_that_fit_are_made(folder, drafter, name):
     config = load_config(None, recipe(drafter, folder / name))
-    assert make_native(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None).drafters[drafter].name == drafter
+    assert (
+        make_native(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None).drafters[drafter].name
+        == drafter
+    )
     assert rollout_bytes(Decoder(SHAPE, torch.float32, "meta"), config).drafter > 0

@@ -11,7 +11,7 @@ from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
-from tests.backends.test_reference import make_requests, naive_sample
+from tests.engine.test_reference import make_requests, naive_sample
 from tests.oracles import FAMILIES, double_precision, small_model
 
 
@@ -19,7 +19,9 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
     engine.submit(requests)
     done = list(engine.completions())
     assert len({c.request.id for c in done}) == len(done) == len(requests)
-    assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == engine.settings.max_running, "everything is given back"
+    assert engine.pool.used == 0 and len(engine.scheduler.free_slots) == engine.settings.max_running, (
+        "everything is given back"
+    )
     assert not engine.scheduler.shared and not engine.scheduler.waiting_prompts
     return {c.request.id: c for c in done}
 
@@ -34,7 +36,9 @@ def folders(tmp_path_factory):
 
 
 def make_engine(folder, dtype=torch.float32, **settings) -> Engine:
-    return Engine(load_policy(folder, dtype), EngineSettings(**{"max_running": 8, "kv_tokens": 2048, **settings}))
+    return Engine(
+        load_policy(folder, dtype), EngineSettings(**{"max_running": 8, "kv_tokens": 2048, **settings})
+    )
 
 
 def grouped_requests(prompts: int, samples: int, longest: int, seed: int = 0) -> list[Request]:
@@ -43,7 +47,11 @@ def grouped_requests(prompts: int, samples: int, longest: int, seed: int = 0) ->
     for p in range(prompts):
         prompt = tuple(rng.randrange(3, 97) for _ in range(rng.choice((1, 2, 15, 16, 17, 33, 40))))
         for s in range(samples):
-            sampling = SamplingParams(temperature=rng.choice((1.0, 0.7, 0.0)), max_tokens=rng.randint(1, longest), stop_token_ids=(11,))
+            sampling = SamplingParams(
+                temperature=rng.choice((1.0, 0.7, 0.0)),
+                max_tokens=rng.randint(1, longest),
+                stop_token_ids=(11,),
+            )
             requests.append(Request(f"{p}/{s}", prompt, rng.getrandbits(62), sampling, group=str(p)))
     return requests
 
@@ -101,7 +109,9 @@ def test_refusals_name_the_reason_and_leave_the_others_alone(folders):
     ]
     done = run(engine, requests)
     assert done["fine"].finish_reason is FinishReason.LENGTH and len(done["fine"].tokens) == 3
-    assert "takes 1 to 255" in done["too long for the model"].error and "takes 1 to 255" in done["empty"].error
+    assert (
+        "takes 1 to 255" in done["too long for the model"].error and "takes 1 to 255" in done["empty"].error
+    )
     assert "256 KV tokens; the pool holds 128" in done["too long for the pool"].error
     assert "50 stop tokens" in done["too many stops"].error
 
@@ -132,9 +142,16 @@ def test_one_bad_request_does_not_stop_the_others(folders, bad, error):
 
 def test_the_extremes_that_are_allowed_run(folders):
     extremes = SamplingParams(max_tokens=2, top_logprobs=97, top_k=(1 << 63) - 1, ignore_eos=True)
-    requests = [Request("extreme", (0, 96), -(1 << 63), extremes), Request("nothing", (96,), (1 << 63) - 1, SamplingParams(max_tokens=0))]
+    requests = [
+        Request("extreme", (0, 96), -(1 << 63), extremes),
+        Request("nothing", (96,), (1 << 63) - 1, SamplingParams(max_tokens=0)),
+    ]
     done = run(make_engine(folders["llama"]), requests)
-    assert len(done["extreme"].tokens) == 2 and len(done["extreme"].top_logprobs[0]) == 97 and done["nothing"].tokens == ()
+    assert (
+        len(done["extreme"].tokens) == 2
+        and len(done["extreme"].top_logprobs[0]) == 97
+        and done["nothing"].tokens == ()
+    )
 
 
 def test_abort_running_waiting_and_shared(folders):
@@ -167,9 +184,17 @@ def test_new_weights_in_the_middle_make_segments_and_reuse_nothing(folders):
     (completion,) = engine.completions()
     first, second = completion.segments
     assert (first.weight_version, second.weight_version, second.stop) == (0, 7, 30)
-    continued = Request("c", request.prompt + completion.tokens[: first.stop], 9, SamplingParams(max_tokens=30 - first.stop, ignore_eos=True))
+    continued = Request(
+        "c",
+        request.prompt + completion.tokens[: first.stop],
+        9,
+        SamplingParams(max_tokens=30 - first.stop, ignore_eos=True),
+    )
     again = run(engine, [continued])["c"]
-    assert again.tokens == completion.tokens[first.stop :] and again.logprobs == completion.logprobs[first.stop :]
+    assert (
+        again.tokens == completion.tokens[first.stop :]
+        and again.logprobs == completion.logprobs[first.stop :]
+    )
     assert completion.segments == (Segment(0, first.stop, 0), Segment(first.stop, 30, 7))
 
 
@@ -192,13 +217,17 @@ def test_sleep_and_wake_keep_requests(folders):
 
 
 def test_truncated_sampling_equals_the_reference(folders):
-    from paceline.backends.reference import ReferenceBackend
+    from paceline.engine.reference import ReferenceBackend
 
     rng = random.Random(5)
     requests = []
     for i in range(12):
-        settings = rng.choice(({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}, {}))
-        requests.append(Request(str(i), (5 + i, 6), i, SamplingParams(temperature=1.3, max_tokens=25, **settings)))
+        settings = rng.choice(
+            ({"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}, {})
+        )
+        requests.append(
+            Request(str(i), (5 + i, 6), i, SamplingParams(temperature=1.3, max_tokens=25, **settings))
+        )
     reference = ReferenceBackend(load_policy(folders["llama"], torch.float64))
     reference.submit(requests)
     expected = {c.request.id: c for c in reference.completions()}
@@ -232,7 +261,7 @@ def test_soak(folders):
 
 
 def test_stop_strings_and_top_logprobs_equal_the_reference(folders):
-    from paceline.backends.reference import ReferenceBackend
+    from paceline.engine.reference import ReferenceBackend
     from paceline.policy.tokenizer import character_tokenizer
 
     alphabet = "".join(chr(0x4E00 + i) for i in range(96))
@@ -246,13 +275,22 @@ def test_stop_strings_and_top_logprobs_equal_the_reference(folders):
     reference = ReferenceBackend(load_policy(folders["llama"], torch.float64), tokenizer=tokenizer)
     reference.submit(requests)
     expected = {c.request.id: c for c in reference.completions()}
-    engine = Engine(load_policy(folders["llama"], torch.float64), EngineSettings(max_running=5, kv_tokens=512), tokenizer)
+    engine = Engine(
+        load_policy(folders["llama"], torch.float64), EngineSettings(max_running=5, kv_tokens=512), tokenizer
+    )
     done = run(engine, requests)
-    assert any(c.finish_reason is FinishReason.STOP and c.tokens[-1] != 2 for c in done.values()), "a stop string was met"
+    assert any(c.finish_reason is FinishReason.STOP and c.tokens[-1] != 2 for c in done.values()), (
+        "a stop string was met"
+    )
     for name, completion in done.items():
-        assert (completion.tokens, completion.finish_reason) == (expected[name].tokens, expected[name].finish_reason)
+        assert (completion.tokens, completion.finish_reason) == (
+            expected[name].tokens,
+            expected[name].finish_reason,
+        )
         assert completion.logprobs == pytest.approx(expected[name].logprobs, abs=1e-9)
-        assert len(completion.top_logprobs) == (len(completion.tokens) if completion.request.sampling.top_logprobs else 0)
+        assert len(completion.top_logprobs) == (
+            len(completion.tokens) if completion.request.sampling.top_logprobs else 0
+        )
         for ours, theirs in zip(completion.top_logprobs, expected[name].top_logprobs, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-9)
 
@@ -268,7 +306,10 @@ def test_continuing_a_held_sequence_recomputes_only_what_is_new(folders):
     second = Request("turn 2", longer, 5, SamplingParams(max_tokens=10, ignore_eos=True), continues="turn 1")
     again = run(engine, [second])["turn 2"]
     assert engine.take_stats().prefill_tokens == 3, "the last sampled token and the observation but its last"
-    fresh = run(make_engine(folders["llama"]), [Request("x", longer, 5, SamplingParams(max_tokens=10, ignore_eos=True))])["x"]
+    fresh = run(
+        make_engine(folders["llama"]),
+        [Request("x", longer, 5, SamplingParams(max_tokens=10, ignore_eos=True))],
+    )["x"]
     assert (again.tokens, again.logprobs) == (fresh.tokens, fresh.logprobs)
 
     engine.submit([Request("turn 1", prompt, 5, SamplingParams(max_tokens=20, ignore_eos=True), hold=True)])
@@ -295,7 +336,9 @@ def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(
     (first,) = engine.completions()
     longer = prompt + first.tokens + tuple(range(3, 93))
     big = Request("big", (5, 6, 7), 1, SamplingParams(max_tokens=150, ignore_eos=True))
-    engine.submit([big, Request("2", longer, 2, SamplingParams(max_tokens=10, ignore_eos=True), continues="1")])
+    engine.submit(
+        [big, Request("2", longer, 2, SamplingParams(max_tokens=10, ignore_eos=True), continues="1")]
+    )
     admit, idle = engine.scheduler.admit, 0
 
     def watched(*arguments):
@@ -313,7 +356,9 @@ def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(
 def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
     engine = make_engine(folders["llama"])
     for _ in range(2):
-        engine.submit([Request("1", (4, 5, 6) * 5, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
+        engine.submit(
+            [Request("1", (4, 5, 6) * 5, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)]
+        )
         list(engine.completions())
     engine.abort(["1"])
     assert engine.pool.used == 0
@@ -322,7 +367,12 @@ def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
 def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folders):
     """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled again."""
     drafters, pacer = [HistoryDrafter()], FixedPacer(Strategy("history", 3))
-    engine = Engine(load_policy(folders["llama"], torch.float32), EngineSettings(max_running=8, kv_tokens=320), drafters=drafters, pacer=pacer)
+    engine = Engine(
+        load_policy(folders["llama"], torch.float32),
+        EngineSettings(max_running=8, kv_tokens=320),
+        drafters=drafters,
+        pacer=pacer,
+    )
     sampling = SamplingParams(max_tokens=100, ignore_eos=True)
     run(engine, [Request(str(i), tuple(range(3 + i, 43 + i)), i, sampling) for i in range(8)])
     assert engine.preemptions <= 8
@@ -331,7 +381,10 @@ def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folde
 
 def test_longest_expected_goes_first(folders):
     engine = make_engine(folders["llama"], max_running=1, admission="longest")
-    requests = [Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n) for n in (3, 9, 6)]
+    requests = [
+        Request(str(n), (5,), n, SamplingParams(max_tokens=n, ignore_eos=True), expected_tokens=n)
+        for n in (3, 9, 6)
+    ]
     engine.submit(requests)
     assert [c.request.id for c in engine.completions()] == ["9", "6", "3"]
 
@@ -344,7 +397,9 @@ def test_a_broken_policy_does_not_poison_the_cache(folders):
     good = {name: tensor.clone() for name, tensor in exported_tensors(engine.policy)}
     engine.update_weights(1, {name: tensor * float("nan") for name, tensor in good.items()}.items())
     spoiled = run(engine, requests)
-    assert all(lp != lp for completion in spoiled.values() for lp in completion.logprobs), "every logprob is NaN"
+    assert all(lp != lp for completion in spoiled.values() for lp in completion.logprobs), (
+        "every logprob is NaN"
+    )
     engine.update_weights(2, good.items())
     assert bits(run(engine, requests)) == expected
 
@@ -354,8 +409,16 @@ def test_a_continued_sequence_that_is_preempted_starts_over(folders):
     prompt, sampling = tuple(range(3, 30)), SamplingParams(max_tokens=20, ignore_eos=True)
     fresh = make_engine(folders["llama"])
     first = run(fresh, [Request("1", prompt, 5, sampling)])["1"]
-    second = Request("2", prompt + first.tokens + (50, 51), 5, SamplingParams(max_tokens=60, ignore_eos=True), continues="1")
-    others = [Request(f"other{i}", (60 + i,), i, SamplingParams(max_tokens=90, ignore_eos=True)) for i in range(3)]
+    second = Request(
+        "2",
+        prompt + first.tokens + (50, 51),
+        5,
+        SamplingParams(max_tokens=60, ignore_eos=True),
+        continues="1",
+    )
+    others = [
+        Request(f"other{i}", (60 + i,), i, SamplingParams(max_tokens=90, ignore_eos=True)) for i in range(3)
+    ]
     expected = bits(run(fresh, [second, *others]))
     engine = make_engine(folders["llama"], kv_tokens=256)
     engine.submit([Request("1", prompt, 5, sampling, hold=True)])

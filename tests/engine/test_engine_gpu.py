@@ -20,15 +20,23 @@ def policy() -> Decoder:
 
 
 def make_engine(policy: Decoder, **settings) -> Engine:
-    return Engine(policy, EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, **settings}))
+    return Engine(
+        policy, EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, **settings})
+    )
 
 
 def make_requests(count: int, longest: int = 200) -> list[Request]:
     rng = random.Random(0)
     requests = []
     for i in range(count):
-        prompt = tuple(rng.randrange(3, 2048) for _ in range(rng.choice((1, 15, 16, 17, 100, 300)))) if i % 4 == 0 else requests[-1].prompt
-        requests.append(Request(str(i), prompt, rng.getrandbits(62), SamplingParams(max_tokens=rng.randint(1, longest))))
+        prompt = (
+            tuple(rng.randrange(3, 2048) for _ in range(rng.choice((1, 15, 16, 17, 100, 300))))
+            if i % 4 == 0
+            else requests[-1].prompt
+        )
+        requests.append(
+            Request(str(i), prompt, rng.getrandbits(62), SamplingParams(max_tokens=rng.randint(1, longest)))
+        )
     return requests
 
 
@@ -47,7 +55,12 @@ def test_deterministic_bits_depend_on_nothing_but_the_request(policy):
     requests = make_requests(48)
     expected = bits(run(make_engine(policy, max_running=1), requests))
     assert bits(run(make_engine(policy), requests)) == expected
-    assert bits(run(make_engine(policy, max_running=48, prefill_tokens=64), random.Random(1).sample(requests, 48))) == expected
+    assert (
+        bits(
+            run(make_engine(policy, max_running=48, prefill_tokens=64), random.Random(1).sample(requests, 48))
+        )
+        == expected
+    )
     cramped = make_engine(policy, kv_tokens=1024)
     assert bits(run(cramped, requests)) == expected
     assert cramped.preemptions > 0
@@ -78,7 +91,9 @@ def test_logprobs_agree_with_the_learner(policy):
     differences = []
     for completion in done.values():
         prompt, count = completion.request.prompt, len(completion.tokens)
-        sequence = TrainingSequence(prompt + completion.tokens, len(prompt), (True,) * count, completion.logprobs, 1.0, 1.0)
+        sequence = TrainingSequence(
+            prompt + completion.tokens, len(prompt), (True,) * count, completion.logprobs, 1.0, 1.0
+        )
         (batch,) = micro_batches([sequence], 4096, policy.device)
         with torch.no_grad():
             differences.append((token_logprobs(policy, batch)[0] - batch.rollout_logprobs_R).abs())

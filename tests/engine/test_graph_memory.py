@@ -60,7 +60,9 @@ def without_kernels(monkeypatch):
         yield
 
 
-def runner_with(budget: int, drafters=None, pool: ModelPool | None = None, **settings) -> tuple[StepRunner, CachingAllocator]:
+def runner_with(
+    budget: int, drafters=None, pool: ModelPool | None = None, **settings
+) -> tuple[StepRunner, CachingAllocator]:
     settings = EngineSettings(graph_memory=budget, **{"max_running": 256, "deterministic": True, **settings})
     runner = make_runner(SHAPE, settings, (HistoryDrafter(),) if drafters is None else drafters)
     runner.pool = pool or ModelPool()
@@ -77,7 +79,12 @@ def test_growing_steps_share_one_segment(precision, deterministic):
         runner.run(bucket, queries, StepVariant())
     assert len(runner.captured) == len(GROWING)
     assert allocator.large_segments == [*([] if deterministic else [32 << 20]), runner.memory.segment]
-    assert runner.memory.pool_bytes == allocator.taken <= runner.memory.segment + runner.memory.beside < 900_000_000
+    assert (
+        runner.memory.pool_bytes
+        == allocator.taken
+        <= runner.memory.segment + runner.memory.beside
+        < 900_000_000
+    )
 
 
 def test_nothing_is_captured_while_somebody_trains():
@@ -103,26 +110,38 @@ def test_without_the_segment_every_size_would_keep_its_own():
 @pytest.mark.parametrize("kind", ["eagle", "draft model"])
 def test_drafts_lie_in_it_too(kind):
     draft = Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META)
-    drafter = EagleDrafter(EagleHead(config_for(SHAPE), torch.bfloat16, META)) if kind == "eagle" else DraftModel(draft)
+    drafter = (
+        EagleDrafter(EagleHead(config_for(SHAPE), torch.bfloat16, META))
+        if kind == "eagle"
+        else DraftModel(draft)
+    )
     runner, allocator = runner_with(2_000_000_000, (drafter,), verify="rejection")
     for bucket, count in ((16, 3), (256, 1), (40, 15), (256, 3)):
         for truncates in (False, bucket < 64):
             with on_gpu():
                 runner.draft(bucket, drafter, count, truncates)
             runner.run(bucket, count + 1, StepVariant(verify=Verify.REJECTION, truncates=truncates))
-    assert allocator.large_segments == [runner.memory.segment] and allocator.taken <= runner.memory.segment + SMALL_BYTES < 1_000_000_000
+    assert (
+        allocator.large_segments == [runner.memory.segment]
+        and allocator.taken <= runner.memory.segment + SMALL_BYTES < 1_000_000_000
+    )
 
 
 def test_a_draft_of_more_rows_than_a_piece_has_tokens():
     """Drafters sample all rows at once: there a draft needs more than the step that verifies it."""
-    drafter = DraftModel(Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META))
+    drafter = DraftModel(
+        Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META)
+    )
     runner, allocator = runner_with(2_500_000_000, (drafter,), max_running=1024, max_proposal=1)
     assert runner.memory.max_queries(1024) == 2
     with on_gpu():
         runner.draft(1024, drafter, 1, truncates=False)
     runner.run(1024, 2, StepVariant())
     assert allocator.large_segments == [runner.memory.segment] and allocator.taken <= 2_500_000_000
-    assert runner_with(1_500_000_000, (drafter,), max_running=1024, max_proposal=1)[0].memory.max_queries(1024) == 1
+    assert (
+        runner_with(1_500_000_000, (drafter,), max_running=1024, max_proposal=1)[0].memory.max_queries(1024)
+        == 1
+    )
 
 
 def test_a_small_budget_is_kept_by_whoever_asks_for_more():
@@ -130,9 +149,15 @@ def test_a_small_budget_is_kept_by_whoever_asks_for_more():
     runner, allocator = runner_with(budget, verify="rejection")
     memory = runner.memory
     deepest = {bucket: memory.max_queries(bucket) for bucket in memory.buckets}
-    assert list(deepest.values()) == sorted(deepest.values(), reverse=True), "the more rows, the fewer proposals"
+    assert list(deepest.values()) == sorted(deepest.values(), reverse=True), (
+        "the more rows, the fewer proposals"
+    )
     assert deepest[128] == 16 and 8 <= deepest[256] < 16
-    variants = StepVariant(), StepVariant(truncates=True, top_logprobs=5), StepVariant(truncates=True, verify=Verify.REJECTION)
+    variants = (
+        StepVariant(),
+        StepVariant(truncates=True, top_logprobs=5),
+        StepVariant(truncates=True, verify=Verify.REJECTION),
+    )
     for bucket, variant in zip((256, 24, 16), variants, strict=True):
         runner.run(bucket, min(4, deepest[bucket]) if bucket < 256 else deepest[256], variant)
     for bucket in (256, 240):  # a pacer that does not listen
@@ -149,7 +174,9 @@ def test_plain_decoding_is_captured_whatever_the_budget():
     runner, allocator = runner_with(50_000_000)
     assert runner.memory.max_queries(256) == 1 < runner.memory.max_queries(1)
     runner.run(256, 1, StepVariant())
-    assert len(runner.captured) == 1 and allocator.large_segments == [runner.memory.segment] == [runner.memory.need(256, 1)]
+    assert len(runner.captured) == 1 and allocator.large_segments == [runner.memory.segment] == [
+        runner.memory.need(256, 1)
+    ]
 
 
 NEEDS = StepBytes(SHAPE, torch.bfloat16, 4096, PROCESSORS)
@@ -164,9 +191,15 @@ def test_a_budget_in_bytes_is_a_limit_on_tokens_per_step():
     assert memory_of(0, depth=5).max_queries(1) == 5
     memory = memory_of(540_000_000)
     before = {bucket: memory.max_queries(bucket) for bucket in memory.buckets}
-    assert max(memory.need(bucket, queries) for bucket, queries in before.items()) == memory.largest() <= 540_000_000 - SMALL_BYTES
+    assert (
+        max(memory.need(bucket, queries) for bucket, queries in before.items())
+        == memory.largest()
+        <= 540_000_000 - SMALL_BYTES
+    )
     memory.note_segment(memory.largest(), memory.largest())
-    assert before == {bucket: memory.max_queries(bucket) for bucket in memory.buckets}, "the segment holds exactly what was foreseen"
+    assert before == {bucket: memory.max_queries(bucket) for bucket in memory.buckets}, (
+        "the segment holds exactly what was foreseen"
+    )
 
 
 def test_what_took_more_than_foreseen_counts():
@@ -179,11 +212,15 @@ def test_what_took_more_than_foreseen_counts():
     assert deepest == [8, 8, 1], "what there is may run, and nothing more is captured"
 
 
-@pytest.mark.parametrize("drafters, verify", [("[]", "shared-noise"), ("[history]", "shared-noise"), ("[history]", "rejection")])
+@pytest.mark.parametrize(
+    "drafters, verify", [("[]", "shared-noise"), ("[history]", "shared-noise"), ("[history]", "rejection")]
+)
 def test_the_plan_reserves_what_the_engine_does(drafters, verify, monkeypatch):
     monkeypatch.setattr(rollout, "PROCESSORS", PROCESSORS)
     speculation = [f"drafters={drafters}", f"verify={verify}", "tokens=5"]
-    config = load_config(None, ["rollout.max_running=100", *(f"rollout.speculation.{setting}" for setting in speculation)])
+    config = load_config(
+        None, ["rollout.max_running=100", *(f"rollout.speculation.{setting}" for setting in speculation)]
+    )
     settings = EngineSettings(100, max_proposal=5, graph_memory=2_000_000_000, verify=verify)
     runner = make_runner(SHAPE, settings, (HistoryDrafter(),) if drafters != "[]" else ())
     planned = rollout.rollout_bytes(Decoder(SHAPE, torch.bfloat16, META), config)
@@ -192,7 +229,15 @@ def test_the_plan_reserves_what_the_engine_does(drafters, verify, monkeypatch):
 
 
 def test_the_engine_asks_for_no_more_than_its_drafters_propose():
-    policy = Decoder(dataclasses.replace(SHAPE, num_layers=1, vocab_size=50, hidden_size=16, intermediate_size=16)).initialise(0)
-    for settings, drafters, depth in (({}, [], 1), ({}, [HistoryDrafter()], 16), ({"max_proposal": 4}, [HistoryDrafter()], 5)):
-        engine = Engine(policy, EngineSettings(max_running=4, kv_tokens=64, max_length=64, **settings), drafters=drafters)
+    policy = Decoder(
+        dataclasses.replace(SHAPE, num_layers=1, vocab_size=50, hidden_size=16, intermediate_size=16)
+    ).initialise(0)
+    for settings, drafters, depth in (
+        ({}, [], 1),
+        ({}, [HistoryDrafter()], 16),
+        ({"max_proposal": 4}, [HistoryDrafter()], 5),
+    ):
+        engine = Engine(
+            policy, EngineSettings(max_running=4, kv_tokens=64, max_length=64, **settings), drafters=drafters
+        )
         assert engine.runner.memory.depth == depth

@@ -48,18 +48,24 @@ def watched_requests() -> list[Request]:
     requests = []
     for i, request in enumerate(grouped_requests(prompts=6, samples=3, longest=60, seed=3)):
         stop = (ALPHABET[20 + i % 7], ALPHABET[50]) if i % 3 == 0 else ()
-        sampling = SamplingParams(temperature=1.0, max_tokens=request.sampling.max_tokens, stop=stop, top_logprobs=2 * (i % 2))
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=request.sampling.max_tokens, stop=stop, top_logprobs=2 * (i % 2)
+        )
         requests.append(Request(request.id, request.prompt, request.seed, sampling))
     return requests
 
 
-@pytest.mark.parametrize("requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"])
+@pytest.mark.parametrize(
+    "requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"]
+)
 def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)
     late_engine = make_engine(policy, steps_ahead=5, kv_tokens=112)
     late = run(late_engine, requests)
     assert bits(late) == bits(at_once) and late_engine.preemptions > 0
-    assert {name: c.top_logprobs for name, c in late.items()} == {name: c.top_logprobs for name, c in at_once.items()}
+    assert {name: c.top_logprobs for name, c in late.items()} == {
+        name: c.top_logprobs for name, c in at_once.items()
+    }
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 5])
@@ -105,7 +111,9 @@ def instructions_per_step(policy, rows: int, strategy: Strategy | None) -> int:
     """Python instructions that the engine's own files execute for eight steps of a batch of `rows`."""
     drafters = [RandomDrafter()] if strategy is not None else []
     engine = make_engine(policy, 2, drafters, strategy, max_running=32, kv_tokens=4096)
-    engine.submit([Request(str(i), (5 + i,), i, SamplingParams(max_tokens=100, ignore_eos=True)) for i in range(rows)])
+    engine.submit(
+        [Request(str(i), (5 + i,), i, SamplingParams(max_tokens=100, ignore_eos=True)) for i in range(rows)]
+    )
     assert not engine.scheduler.admit(nobody_runs=True, lookahead=16, spared=0)
     engine._prefill()
     engine._launch()  # hands out blocks for the next steps

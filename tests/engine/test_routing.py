@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from paceline.backends.native import make_native
 from paceline.config import ConfigError, RolloutConfig, load_config
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.factory import make_native
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.paged.routing import RoutingRecord
@@ -66,13 +66,19 @@ def learners_choice(policy: Decoder, completion: Completion) -> torch.Tensor:
     return torch.stack(chosen, dim=1)[:-1]
 
 
-@pytest.mark.parametrize("count, settings", [(4, {}), (1, {"kv_tokens": 128, "prefill_tokens": 7})], ids=["roomy", "cramped"])
+@pytest.mark.parametrize(
+    "count, settings", [(4, {}), (1, {"kv_tokens": 128, "prefill_tokens": 7})], ids=["roomy", "cramped"]
+)
 def test_records_what_the_learner_would_choose_in_float64(folder, count, settings):
-    engine = make_engine(folder, torch.float64, [HistoryDrafter(bank_tokens=240)], Strategy("history", count), **settings)
+    engine = make_engine(
+        folder, torch.float64, [HistoryDrafter(bank_tokens=240)], Strategy("history", count), **settings
+    )
     done = run(engine, grouped_requests(prompts=5, samples=3, longest=50))
     assert len(done) == 15 and all(c.tokens for c in done.values())
     for completion in done.values():
-        assert torch.equal(recorded(completion), learners_choice(engine.policy, completion)), completion.request.id
+        assert torch.equal(recorded(completion), learners_choice(engine.policy, completion)), (
+            completion.request.id
+        )
     assert bool(engine.preemptions) == bool(settings)
 
 
@@ -84,7 +90,10 @@ def test_nothing_but_the_request_decides_the_routing(folder):
     assert bits(silent) == bits(plain) and all(c.routing is None for c in silent.values())
     engines = [make_engine(folder, max_running=3), make_engine(folder, kv_tokens=160)]
     for drafter in (RandomDrafter(), OracleDrafter(plain), HalfRightDrafter(plain)):
-        engines += [make_engine(folder, drafters=[drafter], strategy=Strategy(drafter.name, count)) for count in (1, 7)]
+        engines += [
+            make_engine(folder, drafters=[drafter], strategy=Strategy(drafter.name, count))
+            for count in (1, 7)
+        ]
     for engine in engines:
         done = run(engine, requests)
         assert bits(done) == bits(plain)
@@ -99,12 +108,19 @@ def test_a_weight_update_brings_its_own_routing(folder):
     for name, tensor in changed.items():
         if name.endswith("gate.weight"):  # a router's
             changed[name] = tensor + torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-    engine.submit([Request("short", (9, 8), 1, SamplingParams(max_tokens=10, ignore_eos=True)), Request("long", tuple(range(3, 30)), 2, FREE)])
+    engine.submit(
+        [
+            Request("short", (9, 8), 1, SamplingParams(max_tokens=10, ignore_eos=True)),
+            Request("long", tuple(range(3, 30)), 2, FREE),
+        ]
+    )
     for _ in engine.completions():
         engine.pause()
     engine.update_weights(1, changed.items())
     engine.sleep()
-    assert engine.cache.routing.storage.tensor is None, "its memory is lent out too; on a GPU the address stays"
+    assert engine.cache.routing.storage.tensor is None, (
+        "its memory is lent out too; on a GPU the address stays"
+    )
     engine.wake()
     engine.resume()
     (long,) = engine.completions()
@@ -131,7 +147,12 @@ def test_turns_start_from_a_cache_that_knows_its_routing(folder):
 
 def test_aborted_requests_have_the_routing_of_what_they_have(folder):
     engine = make_engine(folder, torch.float64)
-    engine.submit([Request("short", (9, 8), 1, SamplingParams(max_tokens=5, ignore_eos=True)), Request("long", (7, 8, 9), 2, FREE)])
+    engine.submit(
+        [
+            Request("short", (9, 8), 1, SamplingParams(max_tokens=5, ignore_eos=True)),
+            Request("long", (7, 8, 9), 2, FREE),
+        ]
+    )
     engine.submit([Request("preempted", (4, 5), 3, FREE)])
     for _ in engine.completions():
         engine.pause()
@@ -142,20 +163,40 @@ def test_aborted_requests_have_the_routing_of_what_they_have(folder):
     done = list(engine.completions())
     assert [c.finish_reason for c in done] == [FinishReason.ABORTED] * 2
     for completion in done:
-        assert completion.tokens and torch.equal(recorded(completion), learners_choice(engine.policy, completion))
+        assert completion.tokens and torch.equal(
+            recorded(completion), learners_choice(engine.policy, completion)
+        )
 
 
 @pytest.mark.parametrize("num_experts, dtype", [(256, torch.uint8), (257, torch.int16)])
 def test_record_keeps_every_expert_and_skips_negative_slots(num_experts, dtype):
-    config = DecoderConfig("qwen3_moe", 97, 48, 80, 3, 6, 2, 16, 256, num_experts=num_experts, num_experts_per_token=2, dense_layers=(0,))
+    config = DecoderConfig(
+        "qwen3_moe",
+        97,
+        48,
+        80,
+        3,
+        6,
+        2,
+        16,
+        256,
+        num_experts=num_experts,
+        num_experts_per_token=2,
+        dense_layers=(0,),
+    )
     record = RoutingRecord(config, 4, BLOCK_SIZE, torch.device("cpu"))
     assert record.storage.dtype == dtype
-    chosen = [torch.tensor([[num_experts - 1, 0], [3, 4], [5, 6]]) + layer * torch.tensor([-1, 1]) for layer in range(2)]
+    chosen = [
+        torch.tensor([[num_experts - 1, 0], [3, 4], [5, 6]]) + layer * torch.tensor([-1, 1])
+        for layer in range(2)
+    ]
     record.write(torch.tensor([2 * BLOCK_SIZE, -1, 2 * BLOCK_SIZE + 1]), chosen)
     routing = record.read([2, 3], 2)
     read = packed_replay([routing], [2], torch.device("cpu")).recorded_TLK
     assert read.tolist() == [[[num_experts - 1, 0], [num_experts - 2, 1]], [[5, 6], [4, 7]]]
-    assert record.storage.tensor[1:].count_nonzero() == record.storage.tensor[2].count_nonzero(), "only its own block was written"
+    assert record.storage.tensor[1:].count_nonzero() == record.storage.tensor[2].count_nonzero(), (
+        "only its own block was written"
+    )
 
 
 def test_siblings_copies_carry_the_routing():
@@ -167,7 +208,9 @@ def test_siblings_copies_carry_the_routing():
 
 
 def test_who_cannot_record_says_so():
-    with pytest.raises(ConfigError, match="rollout.router_replay.*'reference' does not record.*rollout.backend=native"):
+    with pytest.raises(
+        ConfigError, match="rollout.router_replay.*'reference' does not record.*rollout.backend=native"
+    ):
         load_config(None, ["rollout.router_replay=true", "rollout.backend=reference"])
     dense = Decoder(DecoderConfig("qwen3", 97, 48, 80, 1, 6, 2, 16, 256)).initialise(0)
     with pytest.raises(ConfigError, match="rollout.router_replay = True: this policy has no experts"):
@@ -179,4 +222,7 @@ def test_the_plan_has_room_for_it(folder):
     config = load_config(None, ["rollout.router_replay=true", "rollout.max_running=4"])
     engine = make_native(policy, config.rollout, 512, tokenizer=None)
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
-    assert kv_pool_bytes(planned.kv_token, 512) == engine.cache.num_bytes + engine.cache.routing.storage.num_bytes
+    assert (
+        kv_pool_bytes(planned.kv_token, 512)
+        == engine.cache.num_bytes + engine.cache.routing.storage.num_bytes
+    )

@@ -21,7 +21,14 @@ from paceline.types import Completion, Request, SamplingParams
 
 # A vocabulary of more than one of the sampler's chunks.
 DENSE = DecoderConfig("llama", 2500, 32, 64, 2, 4, 2, 8, 128, eos_token_ids=(2,))
-EXPERTS = dataclasses.replace(DENSE, family="qwen3_moe", num_experts=4, num_experts_per_token=2, expert_intermediate_size=24, dense_layers=(0,))
+EXPERTS = dataclasses.replace(
+    DENSE,
+    family="qwen3_moe",
+    num_experts=4,
+    num_experts_per_token=2,
+    expert_intermediate_size=24,
+    dense_layers=(0,),
+)
 ROWS = 40  # more than a piece, whatever the strategy
 SHAPES = {"dense": DENSE, "experts": EXPERTS}
 RULES = [
@@ -40,16 +47,25 @@ KINDS = {
 
 def requests_of(kind: str) -> list[Request]:
     settings = KINDS[kind]
-    samplings = [SamplingParams(max_tokens=4 + i % 4, ignore_eos=True, **settings[i % len(settings)]) for i in range(ROWS)]
+    samplings = [
+        SamplingParams(max_tokens=4 + i % 4, ignore_eos=True, **settings[i % len(settings)])
+        for i in range(ROWS)
+    ]
     return [Request(str(i), (5 + i, 6, 7), 1000 + i, sampling) for i, sampling in enumerate(samplings)]
 
 
-def generate(shape: DecoderConfig, requests: list[Request], strategy: Strategy, verify: str) -> dict[str, Completion]:
+def generate(
+    shape: DecoderConfig, requests: list[Request], strategy: Strategy, verify: str
+) -> dict[str, Completion]:
     policy, draft = (Decoder(shape).initialise(0) for _ in range(2))
     with torch.no_grad():
-        draft.head.weight.add_(torch.randn(draft.head.weight.shape, generator=torch.Generator().manual_seed(1)) * 0.005)  # often right, not always
+        draft.head.weight.add_(
+            torch.randn(draft.head.weight.shape, generator=torch.Generator().manual_seed(1)) * 0.005
+        )  # often right, not always
     settings = EngineSettings(max_running=ROWS, kv_tokens=2048, verify=verify)
-    engine = Engine(policy, settings, drafters=[DraftModel(draft), HistoryDrafter()], pacer=FixedPacer(strategy))
+    engine = Engine(
+        policy, settings, drafters=[DraftModel(draft), HistoryDrafter()], pacer=FixedPacer(strategy)
+    )
     engine.submit(requests)
     return {c.request.id: c for c in engine.completions()}
 
@@ -91,13 +107,27 @@ def test_pieces_change_no_bit(shape, strategy, verify, kind, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 7, 16, 40])
 def test_rows_that_the_sampler_takes_at_a_time_change_no_bit(rows, monkeypatch):
     generator = torch.Generator().manual_seed(3)
-    logits, seed, position = torch.randn(40, 5001, generator=generator) * 3, torch.arange(40) * 77, torch.arange(40)
+    logits, seed, position = (
+        torch.randn(40, 5001, generator=generator) * 3,
+        torch.arange(40) * 77,
+        torch.arange(40),
+    )
     temperature = torch.tensor([1.0, 0.5, 0.0, 1.7]).repeat(10)
-    truncation = torch.tensor([0, 9, 0, 50]).repeat(10), torch.tensor([0.9, 1.0, 1.0, 0.7]).repeat(10), torch.tensor([0.0, 0.0, 0.1, 0.0]).repeat(10)
+    truncation = (
+        torch.tensor([0, 9, 0, 50]).repeat(10),
+        torch.tensor([0.9, 1.0, 1.0, 0.7]).repeat(10),
+        torch.tensor([0.0, 0.0, 0.1, 0.0]).repeat(10),
+    )
     monkeypatch.setattr(sampler, "WIDE_ROWS", 1000)
-    expected = *sample_truncated(logits, temperature, seed, position, *truncation), *top_logprobs(logits, temperature, 6)
+    expected = (
+        *sample_truncated(logits, temperature, seed, position, *truncation),
+        *top_logprobs(logits, temperature, 6),
+    )
     monkeypatch.setattr(sampler, "WIDE_ROWS", rows)
-    found = *sample_truncated(logits, temperature, seed, position, *truncation), *top_logprobs(logits, temperature, 6)
+    found = (
+        *sample_truncated(logits, temperature, seed, position, *truncation),
+        *top_logprobs(logits, temperature, 6),
+    )
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

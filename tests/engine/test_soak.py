@@ -22,7 +22,9 @@ class RandomPacer:
         self.rng = random.Random(1)
 
     def choose(self, moment: Moment) -> Decision:
-        return Decision(self.rng.choice((PLAIN, Strategy("history", 1), Strategy("history", 4), Strategy("history", 15))))
+        return Decision(
+            self.rng.choice((PLAIN, Strategy("history", 1), Strategy("history", 4), Strategy("history", 15)))
+        )
 
     def observe(self, observation: Observation) -> None:
         pass
@@ -33,8 +35,15 @@ def make_requests(rng: random.Random, count: int) -> list[Request]:
     while len(requests) < count:
         prompt = tuple(rng.randrange(3, 40) for _ in range(rng.choice((1, 2, 16, 17, 31, 60, 127, 128))))
         for _ in range(rng.choice((1, 1, 4, 8))):
-            sampling = SamplingParams(rng.choice((0.0, 1.0)), rng.choice((1, 3, 20, 90)), rng.choice((1.0, 0.8)), ignore_eos=rng.random() < 0.3)
-            requests.append(Request(f"r{len(requests)}", prompt, len(requests), sampling, hold=rng.random() < 0.1))
+            sampling = SamplingParams(
+                rng.choice((0.0, 1.0)),
+                rng.choice((1, 3, 20, 90)),
+                rng.choice((1.0, 0.8)),
+                ignore_eos=rng.random() < 0.3,
+            )
+            requests.append(
+                Request(f"r{len(requests)}", prompt, len(requests), sampling, hold=rng.random() < 0.1)
+            )
     return requests[:count]
 
 
@@ -61,9 +70,13 @@ def soak(count: int) -> None:
                 engine.pause()
         engine.resume()
     engine.scheduler.drop_held(list(engine.scheduler.held))
-    assert engine.pool.used == 0 and engine.scheduler.idle and not engine.running and not engine.scheduler.shared
+    assert (
+        engine.pool.used == 0 and engine.scheduler.idle and not engine.running and not engine.scheduler.shared
+    )
     assert sorted(engine.scheduler.free_slots) == list(range(16))
-    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.REFUSED, FinishReason.ABORTED} <= set(seen.values())
+    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.REFUSED, FinishReason.ABORTED} <= set(
+        seen.values()
+    )
     assert engine.preemptions > count / 50
     assert torch.isfinite(engine.cache.storage_L2NBHD).all()
 

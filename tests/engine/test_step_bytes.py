@@ -13,7 +13,7 @@ from paceline.engine import sampling
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import StepRunner
 from paceline.engine.sampling import SAMPLE_TOKENS, StepVariant, Verify
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.shapes import SHAPES
@@ -51,7 +51,13 @@ def shallow(shape: DecoderConfig) -> DecoderConfig:
 @pytest.mark.parametrize("name", CASES)
 def test_no_step_holds_more_than_its_estimate(name, precision):
     shape = shallow(CASES[name])
-    settings = EngineSettings(256, deterministic=True, precision=precision, verify="rejection", records_routing=bool(shape.expert_layers))
+    settings = EngineSettings(
+        256,
+        deterministic=True,
+        precision=precision,
+        verify="rejection",
+        records_routing=bool(shape.expert_layers),
+    )
     runner = make_runner(shape, settings)
     needs = runner.memory._needs
     for rows, queries in ((256, 16), (64, 7), (64, 1), (16, 4)):
@@ -59,7 +65,9 @@ def test_no_step_holds_more_than_its_estimate(name, precision):
     fast = make_runner(shape, dataclasses.replace(settings, deterministic=False))
     assert peak(fast, 64, 7, StepVariant()) <= needs.step(64, 7), "cuBLAS gives its products in one piece"
     for rows, queries in ((20, 1), (5, 4), (1, 1)):
-        held = max(peak(runner, rows, queries, v) for v in VARIANTS if queries > 1 or v.verify is Verify.SHARED_NOISE)
+        held = max(
+            peak(runner, rows, queries, v) for v in VARIANTS if queries > 1 or v.verify is Verify.SHARED_NOISE
+        )
         assert held <= needs.step(rows, queries) < 1.3 * held, (rows, queries, "an estimate, not a guess")
 
 
@@ -75,7 +83,9 @@ def test_a_batch_of_256_rows_of_the_8b_shape(queries):
 
 def make_drafter(kind: str, shape: DecoderConfig):
     if kind == "draft model":
-        return DraftModel(Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META))
+        return DraftModel(
+            Decoder(dataclasses.replace(SHAPES["qwen3-0.6b"], num_layers=2), torch.bfloat16, META)
+        )
     config = config_for(shape)
     config = dataclasses.replace(config, draft_vocab=32000) if kind == "eagle, 32000 tokens" else config
     return EagleDrafter(EagleHead(config, torch.bfloat16, META))
@@ -91,7 +101,9 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
         with on_gpu(), Allocations() as allocations:
             drafter.propose(runner.slots[:rows], 2, truncates)
         assert allocations.peak <= runner.memory._needs.draft(rows)
-    assert peak(runner, 64, 4, StepVariant()) <= runner.memory._needs.step(64, 4), "with what followers keep and make"
+    assert peak(runner, 64, 4, StepVariant()) <= runner.memory._needs.step(64, 4), (
+        "with what followers keep and make"
+    )
 
 
 def test_one_piece_of_logits_at_a_time():
@@ -110,7 +122,10 @@ def test_on_a_cpu_too_memory_does_not_grow_with_the_logits_of_all_tokens(monkeyp
     engine = Engine(Decoder(shape).initialise(0), EngineSettings(max_running=128, kv_tokens=256))
     held = []
     for rows in (32, 128):
-        with torch.inference_mode(), LiveBytes([*vars(engine.rows.state).values(), *engine.policy.parameters()]) as memory:
+        with (
+            torch.inference_mode(),
+            MemoryTracker([*vars(engine.rows.state).values(), *engine.policy.parameters()]) as memory,
+        ):
             engine.runner.run(rows, 4, StepVariant())
         held.append(memory.peak)
     assert held[1] - held[0] < 0.1 * (128 - 32) * 4 * shape.vocab_size * 4, "more tokens, and no more logits"

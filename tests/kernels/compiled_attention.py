@@ -12,31 +12,68 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
 from paceline.kernels.paged_attention import Launch, _paged_attention_kernel  # noqa: E402
-from paceline.kernels.prefill_attention import FP8_QUERY_ROWS, FP8_WARPS, _prefill_attention_kernel  # noqa: E402
+from paceline.kernels.prefill_attention import (  # noqa: E402
+    FP8_QUERY_ROWS,
+    FP8_WARPS,
+    _prefill_attention_kernel,
+)
 
 POINTERS = dict(
-    q_ptr="*bf16", k_cache_ptr="*fp8e4nv", v_cache_ptr="*i16", k_scale_ptr="*fp32", v_scale_ptr="*fp32", table_ptr="*i32", cu_seqlens_ptr="*i32",
-    context_ptr="*i32", out_ptr="*bf16",
-)  # fmt: skip
+    q_ptr="*bf16",
+    k_cache_ptr="*fp8e4nv",
+    v_cache_ptr="*i16",
+    k_scale_ptr="*fp32",
+    v_scale_ptr="*fp32",
+    table_ptr="*i32",
+    cu_seqlens_ptr="*i32",
+    context_ptr="*i32",
+    out_ptr="*bf16",
+)
 
 
 def products(kernel, rows: int, head_dim: int, **options) -> list[str]:
     """One entry per product of the loop: the widths of its operands, or that it runs asynchronously."""
     constants = dict(
-        NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=head_dim, BLOCK_SIZE=16, ROWS=rows, PADDED_GQA=4, TILE=TILE, GROUP=GROUP, FP8=True, PDL=True,
-        SHARED=False, QUANTISE=False, FLAT=False, values_ptr=None, scales_ptr=None, acc_ptr=None, maximum_ptr=None, total_ptr=None,
-    )  # fmt: skip
+        NUM_HEADS=32,
+        NUM_KV_HEADS=8,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=16,
+        ROWS=rows,
+        PADDED_GQA=4,
+        TILE=TILE,
+        GROUP=GROUP,
+        FP8=True,
+        PDL=True,
+        SHARED=False,
+        QUANTISE=False,
+        FLAT=False,
+        values_ptr=None,
+        scales_ptr=None,
+        acc_ptr=None,
+        maximum_ptr=None,
+        total_ptr=None,
+    )
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    types = {name: POINTERS.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
+    types = {
+        name: POINTERS.get(name, "fp32" if name == "scale" else "i32")
+        for name in names
+        if name not in constants
+    }
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in types.items()
+        if kind.startswith("*")
+    }
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=aligned,
     )
-    lines = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"].splitlines()
+    lines = (
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"].splitlines()
+    )
     found = []
     for line in lines:
         if re.search(r"warp_group_dot\b(?!_wait)", line):
@@ -51,6 +88,10 @@ if __name__ == "__main__":
     for head_dim in (64, 128):
         for rows in (8, 16):
             warps = Launch(1, stages=3).num_warps(rows, fp8=True)
-            results[f"decoding, {rows} rows, {head_dim}"] = products(_paged_attention_kernel, rows, head_dim, num_warps=warps, num_stages=3)
-        results[f"prefill, {head_dim}"] = products(_prefill_attention_kernel, FP8_QUERY_ROWS, head_dim, num_warps=FP8_WARPS, num_stages=3)
+            results[f"decoding, {rows} rows, {head_dim}"] = products(
+                _paged_attention_kernel, rows, head_dim, num_warps=warps, num_stages=3
+            )
+        results[f"prefill, {head_dim}"] = products(
+            _prefill_attention_kernel, FP8_QUERY_ROWS, head_dim, num_warps=FP8_WARPS, num_stages=3
+        )
     print(json.dumps(results))

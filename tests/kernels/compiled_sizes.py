@@ -14,24 +14,56 @@ from triton.compiler import ASTSource  # noqa: E402
 from paceline.kernels import linear, moe, paged_attention, prefill_attention, triton_support  # noqa: E402
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
 
-HEADS = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, BLOCK_SIZE=16, PADDED_GQA=4, TILE=TILE, GROUP=GROUP, FP8=False, QUANTISE=False, FLAT=False)
+HEADS = dict(
+    NUM_HEADS=32,
+    NUM_KV_HEADS=8,
+    HEAD_DIM=128,
+    BLOCK_SIZE=16,
+    PADDED_GQA=4,
+    TILE=TILE,
+    GROUP=GROUP,
+    FP8=False,
+    QUANTISE=False,
+    FLAT=False,
+)
 BF16 = {"x_ptr", "weight_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"}
 FP32 = {"acc_ptr", "maximum_ptr", "total_ptr"}
 
 
 def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int:
     names = kernel.arg_names
-    constants = {name: value for name, value in (constants | options).items() if name in names} | {"PDL": False}
-    for name in ("k_scale_ptr", "v_scale_ptr", "values_ptr", "scales_ptr", *(() if constants.get("SHARED") else FP32)):
+    constants = {name: value for name, value in (constants | options).items() if name in names} | {
+        "PDL": False
+    }
+    for name in (
+        "k_scale_ptr",
+        "v_scale_ptr",
+        "values_ptr",
+        "scales_ptr",
+        *(() if constants.get("SHARED") else FP32),
+    ):
         if name in names:
             constants[name] = None
-    kinds = {name: "*bf16" if name in BF16 else "*fp32" if name in FP32 else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    kinds = {
+        name: "*bf16"
+        if name in BF16
+        else "*fp32"
+        if name in FP32
+        else "*i32"
+        if name.endswith("_ptr")
+        else "i32"
+        for name in names
+    }
     kinds["scale"] = "fp32"
     source = ASTSource(
         fn=kernel,
         signature={name: "constexpr" if name in constants else kinds[name] for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr") and name not in constants},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in names
+            if name.endswith("_ptr") and name not in constants
+        },
     )
     compiling = {name: options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compiling).metadata.shared
@@ -39,33 +71,69 @@ def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int
 
 def cases():
     """(name, kernel, constants, stages that were meant, options of the launch), all for 16-bit numbers."""
-    for rows, width in ((1, 4096), (1, 24576), (32, 4096), (64, 24576), (128, 4096), (128, 24576), (256, 4096), (2048, 24576)):
+    for rows, width in (
+        (1, 4096),
+        (1, 24576),
+        (32, 4096),
+        (64, 24576),
+        (128, 4096),
+        (128, 24576),
+        (256, 4096),
+        (2048, 24576),
+    ):
         tile = linear.choose_tile(rows, width)
         constants = dict(K=4096, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, PULL=512)
-        yield f"linear, {rows} x {width}", linear._stream_kernel, constants, tile.stages, tile.options(itemsize=2)
+        yield (
+            f"linear, {rows} x {width}",
+            linear._stream_kernel,
+            constants,
+            tile.stages,
+            tile.options(itemsize=2),
+        )
     for slots in (64, 4096, 65536):
         tile = moe.choose_expert_tile(slots, 128)
         constants = dict(K=2048, SLOTS_PER_ROW=8, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth)
         yield f"experts, {slots}", moe._expert_linear_kernel, constants, tile.stages, tile.options(itemsize=2)
     for tiles, rows in ((8, 8), (8, 64), (512, 8), (4096, 16)):
         launch = paged_attention.default_launch(processors=132, tiles=tiles, max_groups=64)
-        constants, options = HEADS | dict(ROWS=rows, SHARED=launch.programs > 1), launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2)
-        yield f"decoding, {tiles} tiles of {rows} rows", paged_attention._paged_attention_kernel, constants, launch.stages, options
+        constants, options = (
+            HEADS | dict(ROWS=rows, SHARED=launch.programs > 1),
+            launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2),
+        )
+        yield (
+            f"decoding, {tiles} tiles of {rows} rows",
+            paged_attention._paged_attention_kernel,
+            constants,
+            launch.stages,
+            options,
+        )
     rows, stages, warps = prefill_attention.QUERY_ROWS, prefill_attention.STAGES, prefill_attention.WARPS
     for head_dim in (128, 256):
-        options = triton_support.launch_options(warps, stages, stage_bytes=2 * TILE * head_dim * 2, held_bytes=rows * head_dim * 2)
+        options = triton_support.launch_options(
+            warps, stages, stage_bytes=2 * TILE * head_dim * 2, held_bytes=rows * head_dim * 2
+        )
         constants = HEADS | dict(ROWS=rows, HEAD_DIM=head_dim)
-        yield f"prefill, heads of {head_dim}", prefill_attention._prefill_attention_kernel, constants, stages, options
+        yield (
+            f"prefill, heads of {head_dim}",
+            prefill_attention._prefill_attention_kernel,
+            constants,
+            stages,
+            options,
+        )
 
 
 def main(capability: int, limit: int) -> None:
     triton_support.shared_memory = lambda device: limit
     triton_support.has_dependent_launch = lambda device: capability >= 90
     triton_support.torch.cuda.current_device = lambda: 0
-    print(json.dumps({
-        name: [shared_bytes(kernel, capability, constants, options), meant, options["num_stages"]]
-        for name, kernel, constants, meant, options in cases()
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                name: [shared_bytes(kernel, capability, constants, options), meant, options["num_stages"]]
+                for name, kernel, constants, meant, options in cases()
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

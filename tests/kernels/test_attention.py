@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from paceline.kernels import paged_attention as decode
-from paceline.kernels.paged_attention import Launch, paged_attention, paged_attention_reference, paged_attention_triton
-from paceline.kernels.prefill_attention import FLAT_TILE, prefill_attention, prefill_attention_reference, prefill_attention_triton
+from paceline.kernels.paged_attention import (
+    Launch,
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_triton,
+)
+from paceline.kernels.prefill_attention import (
+    FLAT_TILE,
+    prefill_attention,
+    prefill_attention_reference,
+    prefill_attention_triton,
+)
 
 HEADS = [(4, 2, 32), (3, 1, 64), (4, 4, 32), (14, 2, 64)]
 
@@ -33,7 +43,9 @@ def finite(*caches):
 
 def brute_force(q_HD, k, v, table_B, position):
     group = q_HD.shape[0] // k.shape[2]
-    k, v = (c[table_B.long()].flatten(0, 1)[: position + 1].double().repeat_interleave(group, 1) for c in (k, v))
+    k, v = (
+        c[table_B.long()].flatten(0, 1)[: position + 1].double().repeat_interleave(group, 1) for c in (k, v)
+    )
     weights = torch.softmax(torch.einsum("hd,lhd->hl", q_HD.double(), k) * q_HD.shape[1] ** -0.5, -1)
     return torch.einsum("hl,lhd->hd", weights, v)
 
@@ -63,7 +75,9 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
     forget(k, v, table, [num_queries, 130 + num_queries, 0, 550 + num_queries])
     q = torch.randn(4, num_queries, num_heads, head_dim)
     out = paged_attention_triton(*(t.to(device) for t in (q, k, v, table, context)))
-    torch.testing.assert_close(out.cpu(), paged_attention_reference(q, *finite(k, v), table, context), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        out.cpu(), paged_attention_reference(q, *finite(k, v), table, context), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])
@@ -78,7 +92,9 @@ def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
         for groups_each in (1, 2, 4, 20):
             resident = -(-14 // groups_each)  # the rows have 14 groups together
             monkeypatch.setattr(decode, "multiprocessors", lambda device: resident)
-            assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3, resident=1)), whole)
+            assert torch.equal(
+                paged_attention_triton(q, k, v, table, context, Launch(programs, stages=3, resident=1)), whole
+            )
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)
@@ -90,7 +106,9 @@ def test_prefill_kernel(device, num_heads, num_kv_heads, head_dim):
     expected = prefill_attention_reference(q, *finite(k, v), table, cu_seqlens, context)
     out = prefill_attention_triton(*(t.to(device) for t in (q, k, v, table, cu_seqlens, context)))
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(expected[60].double(), brute_force(q[60], k, v, table[3], 160), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        expected[60].double(), brute_force(q[60], k, v, table[3], 160), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("rows, tile", [(16, 32), (64, 16)])
@@ -105,8 +123,12 @@ def test_flat_prefill_kernel(device, rows, tile):
     k, v = k.to(q.dtype), v.to(q.dtype)
     forget(k, v, table, [70, 109, 73])
     expected = prefill_attention_reference(q, *finite(k, v), table, cu_seqlens, context)
-    out = prefill_attention_triton(*(t.to(device) for t in (q, k, v, table, cu_seqlens, context)), rows, 4, 2, tile=tile, flat=True)
-    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=2e-2 if device == "cuda" else 1e-5)
+    out = prefill_attention_triton(
+        *(t.to(device) for t in (q, k, v, table, cu_seqlens, context)), rows, 4, 2, tile=tile, flat=True
+    )
+    torch.testing.assert_close(
+        out.cpu().float(), expected.float(), rtol=1e-2, atol=2e-2 if device == "cuda" else 1e-5
+    )
 
 
 def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 * decode.GROUP + 60):
@@ -119,19 +141,39 @@ def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 *
         for start in range(0, total, chunk if chunk > 1 else 37):
             end = min(total, start + chunk)
             packed = torch.cat([torch.randn_like(q[:9]), q[start:end]])
-            out = prefill_attention(packed, k, v, table[[4, 0]], number(0, 9, 9 + end - start), number(50, start))
+            out = prefill_attention(
+                packed, k, v, table[[4, 0]], number(0, 9, 9 + end - start), number(50, start)
+            )
             assert torch.equal(out[9:], whole[start:end]), f"prefill chunk {chunk} at {start}"
-    for num_queries in (1, 2, 3, 4, 5, 8, 16):  # decoding and verification, alone and in a batch, narrow and wide tables
+    for num_queries in (
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+        16,
+    ):  # decoding and verification, alone and in a batch, narrow and wide tables
         for position in (0, 1, 63, 100, 127, 250, 256, 300, 511, total - 16):
             mine = q[position : position + num_queries]
             alone = paged_attention(mine[None], k, v, table[:1], number(position))
-            assert torch.equal(alone[0], whole[position : position + num_queries]), f"Q = {num_queries} at {position}"
+            assert torch.equal(alone[0], whole[position : position + num_queries]), (
+                f"Q = {num_queries} at {position}"
+            )
             strangers = torch.randn(5, num_queries, num_heads, head_dim, dtype=dtype).to(device)
             batch = torch.cat([strangers, mine[None]])
-            out = paged_attention(batch, k, v, table[[1, 2, 3, 4, 5, 0]], number(20, 600, -1, 7, 150, position))
+            out = paged_attention(
+                batch, k, v, table[[1, 2, 3, 4, 5, 0]], number(20, 600, -1, 7, 150, position)
+            )
             assert torch.equal(out[5], alone[0]), f"batch of 6, Q = {num_queries} at {position}"
             many = batch.repeat(30, 1, 1, 1)
-            out = paged_attention(many, k, v, table[[1, 2, 3, 4, 5, 0]].repeat(30, 1), number(*[20, 600, -1, 7, 150, position] * 30))
+            out = paged_attention(
+                many,
+                k,
+                v,
+                table[[1, 2, 3, 4, 5, 0]].repeat(30, 1),
+                number(*[20, 600, -1, 7, 150, position] * 30),
+            )
             assert torch.equal(out[179], alone[0]), f"batch of 180, Q = {num_queries} at {position}"
             if num_queries > 1 and device == "cpu":
                 break  # the batch of 180 is slow here
@@ -144,7 +186,9 @@ def test_cpu_bits_are_invariant(num_heads, num_kv_heads, head_dim, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (28, 4, 128), (16, 16, 64), (4, 2, 32)])
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (28, 4, 128), (16, 16, 64), (4, 2, 32)]
+)
 def test_gpu_bits_are_invariant(num_heads, num_kv_heads, head_dim):
     check_invariance(num_heads, num_kv_heads, head_dim, torch.bfloat16, "cuda")
 
@@ -160,12 +204,17 @@ def test_gpu_long_context_in_bfloat16():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim, dtype", [(128, torch.bfloat16), (64, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(128, torch.bfloat16), (64, torch.bfloat16), (128, torch.float32)]
+)
 @pytest.mark.parametrize("lengths", [[1300], [40, 7, 129, 600]])  # long enough for large tiles, and not
 def test_gpu_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_dim, dtype):
     k, v, table = (t.cuda() for t in caches(2, head_dim, len(lengths), 2048, dtype=dtype))
     q = torch.randn(sum(lengths), 8, head_dim, dtype=dtype, device="cuda")
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     context = torch.tensor([77, 0, 300, 1001][: len(lengths)], device="cuda", dtype=torch.int32)
-    fast, exact = (prefill_attention(q, k, v, table, cu_seqlens, context, deterministic=mode).double() for mode in (False, True))
+    fast, exact = (
+        prefill_attention(q, k, v, table, cu_seqlens, context, deterministic=mode).double()
+        for mode in (False, True)
+    )
     assert (fast - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-5)

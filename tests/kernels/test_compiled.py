@@ -23,7 +23,9 @@ def test_kernels_fit_a_gpus_shared_memory(capability, limit):
     assert all(taken <= limit for taken, _, _ in results.values()), results
     _, meant, stages = results.pop("prefill, heads of 256")
     assert 1 <= stages < meant, "more than even the large one has"
-    assert all(2 <= stages <= meant and (stages == meant or capability < 90) for _, meant, stages in results.values()), results
+    assert all(
+        2 <= stages <= meant and (stages == meant or capability < 90) for _, meant, stages in results.values()
+    ), results
 
 
 def test_products_over_an_e4m3_cache_run_alike():

@@ -21,7 +21,9 @@ def test_reference_walks_each_row(columns):
                 position = length - 2 + c
                 runs = active and position >= 0
                 block = int(rows.block_table[slot, max(position, 0) // BLOCK_SIZE])
-                stored = block * BLOCK_SIZE + position % BLOCK_SIZE if runs and position < rows.limit[slot] else -1
+                stored = (
+                    block * BLOCK_SIZE + position % BLOCK_SIZE if runs and position < rows.limit[slot] else -1
+                )
                 assert walk.positions_CR[c, i] == min(max(position, 0), 15)
                 assert walk.cache_slots_CR[c, i] == stored
                 assert walk.context_CR[c, i] == (position if runs else -1)

@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from paceline.kernels.fp8_format import E4M3, BlockMatrix, QuantisedRows, from_e4m3, scale_of
-from paceline.kernels.fp8_linear import Fp8Tile, choose_fp8_tile, choose_parts, fp8_linear_reference, fp8_linear_triton
-from paceline.kernels.fp8_moe import choose_fp8_expert_tile, fp8_expert_feed_forward_reference, fp8_experts_triton
+from paceline.kernels.fp8_linear import (
+    Fp8Tile,
+    choose_fp8_tile,
+    choose_parts,
+    fp8_linear_reference,
+    fp8_linear_triton,
+)
+from paceline.kernels.fp8_moe import (
+    choose_fp8_expert_tile,
+    fp8_expert_feed_forward_reference,
+    fp8_experts_triton,
+)
 from paceline.kernels.fp8_quantise import (
     quantise_blocks_reference,
     quantise_blocks_triton,
@@ -19,10 +29,18 @@ from paceline.kernels.swiglu import silu_multiply_quantised_triton, silu_multipl
 
 SHAPES = [(384, 256), (200, 320), (96, 48)]
 GPU_TILES = [
-    Fp8Tile(16, 64, 4, 8), Fp8Tile(16, 64, 4, 6), Fp8Tile(32, 64, 4, 8), Fp8Tile(32, 64, 4, 6), Fp8Tile(64, 64, 4, 6),
-    Fp8Tile(64, 64, 4, 4), Fp8Tile(16, 128, 4, 4), Fp8Tile(128, 64, 4, 3, tma=True), Fp8Tile(128, 64, 4, 4, tma=True),
-    Fp8Tile(128, 128, 8, 3, tma=True), Fp8Tile(64, 128, 4, 4, tma=True),
-]  # fmt: skip
+    Fp8Tile(16, 64, 4, 8),
+    Fp8Tile(16, 64, 4, 6),
+    Fp8Tile(32, 64, 4, 8),
+    Fp8Tile(32, 64, 4, 6),
+    Fp8Tile(64, 64, 4, 6),
+    Fp8Tile(64, 64, 4, 4),
+    Fp8Tile(16, 128, 4, 4),
+    Fp8Tile(128, 64, 4, 3, tma=True),
+    Fp8Tile(128, 64, 4, 4, tma=True),
+    Fp8Tile(128, 128, 8, 3, tma=True),
+    Fp8Tile(64, 128, 4, 4, tma=True),
+]
 
 
 def scalar_e4m3(x: float) -> float:
@@ -54,16 +72,25 @@ def test_values_are_the_formulas():
         scale = torch.tensor(max(float(block.abs().max()), 1e-10)) / 448
         assert quantised.scales[i, j] == scale
         for row, column in ((0, 0), (1, 5), (-1, -1)):
-            value = quantised.values[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128][: block.shape[0], : block.shape[1]][row, column]
+            value = quantised.values[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128][
+                : block.shape[0], : block.shape[1]
+            ][row, column]
             assert float(value.float()) == scalar_e4m3(float(block[row, column] / scale))
     rows = quantise_rows_reference(weight)
-    assert torch.equal(rows.scales_GM[:, :130].t(), torch.stack([scale_of(weight[:, s].abs().amax(1)) for s in (slice(0, 128), slice(128, None))], 1))
-    assert rows.values_MK.shape == (132, 256) and not rows.values_MK[:130, 140:].float().any(), "depth is filled up with zeros"
+    assert torch.equal(
+        rows.scales_GM[:, :130].t(),
+        torch.stack([scale_of(weight[:, s].abs().amax(1)) for s in (slice(0, 128), slice(128, None))], 1),
+    )
+    assert rows.values_MK.shape == (132, 256) and not rows.values_MK[:130, 140:].float().any(), (
+        "depth is filled up with zeros"
+    )
 
 
 def test_the_table_reads_every_number():
     every = torch.arange(256, dtype=torch.uint8).view(E4M3)
-    assert torch.equal(from_e4m3(every), every.float()) or same_bits(from_e4m3(every).nan_to_num(9.0), every.float().nan_to_num(9.0))
+    assert torch.equal(from_e4m3(every), every.float()) or same_bits(
+        from_e4m3(every).nan_to_num(9.0), every.float().nan_to_num(9.0)
+    )
 
 
 @pytest.mark.parametrize("shape", [(130, 140), (256, 128), (3, 40, 200)])
@@ -81,13 +108,17 @@ def test_activation_quantisers_are_bit_equal(device):
     """Alone, behind a norm and behind SwiGLU: the same bits as quantising what the plain kernel gives."""
     for dtype in [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]:
         for width in (48, 300, 1280):
-            x, residual, weight = (torch.randn(*s).to(dtype).to(device) * 2 for s in ((5, width), (5, width), (width,)))
+            x, residual, weight = (
+                torch.randn(*s).to(dtype).to(device) * 2 for s in ((5, width), (5, width), (width,))
+            )
             assert_rows_equal(quantise_rows_triton(x), quantise_rows_reference(x.cpu()))
             plain, total = rms_norm_triton(x, residual, weight, 1e-6)
             quantised, quantised_total = rms_norm_triton(x, residual, weight, 1e-6, quantise=True)
             assert_rows_equal(quantised, quantise_rows_reference(plain.cpu()))
             assert torch.equal(quantised_total, total)
-            assert_rows_equal(silu_multiply_quantised_triton(x), quantise_rows_reference(silu_multiply_triton(x).cpu()))
+            assert_rows_equal(
+                silu_multiply_quantised_triton(x), quantise_rows_reference(silu_multiply_triton(x).cpu())
+            )
 
 
 def assert_rows_equal(actual: QuantisedRows, expected: QuantisedRows) -> None:
@@ -103,7 +134,9 @@ def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
     mantissa = 1 + torch.arange(128) / 128
     smaller_BM = mantissa.flip(0)[:127] * 2.0 ** -torch.arange(1, 17).unsqueeze(1)
     smaller_BM[:, :2] = torch.tensor([0.0, -0.0])
-    x_MK = torch.cat((mantissa.repeat_interleave(16).unsqueeze(1), smaller_BM.repeat(128, 1)), dim=1).to(torch.bfloat16)
+    x_MK = torch.cat((mantissa.repeat_interleave(16).unsqueeze(1), smaller_BM.repeat(128, 1)), dim=1).to(
+        torch.bfloat16
+    )
     expected, actual = quantise_rows_reference(x_MK), quantise_rows_triton(x_MK.cuda())
     assert same_bits(actual.values_MK, expected.values_MK) and same_bits(actual.scales_GM, expected.scales_GM)
 
@@ -128,7 +161,9 @@ def test_norm_adds_parts_in_order(device):
     out, total = rms_norm_triton(parts, residual, weight, 1e-6)
     summed = ((parts[0] + parts[1]) + parts[2]) + residual
     assert torch.equal(total, summed)
-    torch.testing.assert_close(out, rms_norm_residual_reference(summed.cpu(), torch.zeros(5, 300), weight.cpu(), 1e-6)[0].to(device))
+    torch.testing.assert_close(
+        out, rms_norm_residual_reference(summed.cpu(), torch.zeros(5, 300), weight.cpu(), 1e-6)[0].to(device)
+    )
 
 
 @pytest.mark.parametrize("width, depth", SHAPES)
@@ -152,10 +187,14 @@ def test_cpu_rows_are_invariant(dtype):
     for num_rows in range(1, 129):
         first = (num_rows * 31) % (129 - num_rows)
         rows = slice(first, first + num_rows)
-        assert torch.equal(fp8_linear_reference(quantise_rows_reference(x[rows]), blocks), whole[rows]), num_rows
+        assert torch.equal(fp8_linear_reference(quantise_rows_reference(x[rows]), blocks), whole[rows]), (
+            num_rows
+        )
 
 
-@pytest.mark.parametrize("num_rows, width, depth", [(1, 384, 256), (5, 200, 320), (33, 96, 48), (70, 128, 128)])
+@pytest.mark.parametrize(
+    "num_rows, width, depth", [(1, 384, 256), (5, 200, 320), (33, 96, 48), (70, 128, 128)]
+)
 def test_product_kernel(device, num_rows, width, depth):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, weight = torch.randn(num_rows, depth).to(dtype), torch.randn(width, depth)
@@ -164,11 +203,15 @@ def test_product_kernel(device, num_rows, width, depth):
     tolerance = dict(rtol=1e-5, atol=1e-4) if device == "cpu" else dict(rtol=2e-2, atol=0.15)
     for tile in (Fp8Tile(32, 32, 4, 2), Fp8Tile(32, 64, 4, 2, tma=True)) if device == "cpu" else GPU_TILES:
         torch.testing.assert_close(fp8_linear_triton(rows, blocks, tile).float().cpu(), expected, **tolerance)
-        torch.testing.assert_close(fp8_linear_triton(rows, blocks, tile, parts=2).sum(0).cpu(), expected, **tolerance)
+        torch.testing.assert_close(
+            fp8_linear_triton(rows, blocks, tile, parts=2).sum(0).cpu(), expected, **tolerance
+        )
 
 
 def routed(x_ME: torch.Tensor, router_XE: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    weights_MK, experts_MK = route_reference(linear_reference(x_ME.float(), router_XE.float()), choices, True, x_ME.dtype)
+    weights_MK, experts_MK = route_reference(
+        linear_reference(x_ME.float(), router_XE.float()), choices, True, x_ME.dtype
+    )
     return weights_MK, experts_MK.int()
 
 
@@ -180,14 +223,28 @@ def test_expert_kernels(device, num_rows):
     expected = fp8_expert_feed_forward_reference(x, router, matrix(gate_up), matrix(down), 3, True)
     weights_MK, experts_MK = (t.to(device) for t in routed(x, router, 3))
     tile = Fp8Tile(16, 64, 4, 3) if device == "cpu" else choose_fp8_expert_tile(num_rows * 3, 8)
-    out = fp8_experts_triton(quantise_rows_triton(x.to(device)), weights_MK, experts_MK, matrix(gate_up, device), matrix(down, device), tile)
+    out = fp8_experts_triton(
+        quantise_rows_triton(x.to(device)),
+        weights_MK,
+        experts_MK,
+        matrix(gate_up, device),
+        matrix(down, device),
+        tile,
+    )
     error = (out.cpu().float() - expected.float()).norm() / expected.float().norm()
-    one_step = 4e-2 / num_rows  # of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16
+    one_step = (
+        4e-2 / num_rows
+    )  # of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16
     assert error < (1e-5 if device == "cpu" else 1e-2 + one_step), error
 
 
 def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
-    x, router, gate_up, down = torch.randn(40, 128), torch.randn(8, 128), torch.randn(8, 128, 128) / 11, torch.randn(8, 128, 64) / 8
+    x, router, gate_up, down = (
+        torch.randn(40, 128),
+        torch.randn(8, 128),
+        torch.randn(8, 128, 128) / 11,
+        torch.randn(8, 128, 64) / 8,
+    )
     weights = router, matrix(gate_up), matrix(down), 2, True
     whole = fp8_expert_feed_forward_reference(x, *weights)
     exact = expert_feed_forward_reference(x, router, gate_up, down, 2, True)
@@ -212,9 +269,16 @@ def test_gpu_rows_are_invariant(width, depth):
         assert torch.equal(out, whole[..., rows, :]), num_rows
     for tile in GPU_TILES:
         for num_rows in (1, 16, 64, 65, 128, 129, 256):
-            assert torch.equal(fp8_linear_triton(quantise_rows_triton(x[:num_rows]), blocks, tile, parts), whole[..., :num_rows, :]), tile
+            assert torch.equal(
+                fp8_linear_triton(quantise_rows_triton(x[:num_rows]), blocks, tile, parts),
+                whole[..., :num_rows, :],
+            ), tile
 
 
 def test_every_tile_in_use_is_compared():
-    used = {choose_fp8_tile(num_rows, width) for num_rows in range(1, 1000) for width in (64, 4096, 6144, 24576)}
-    assert used <= set(GPU_TILES) and all(128 % tile.cols == 0 for tile in used), "a tile lies in one block of scales"
+    used = {
+        choose_fp8_tile(num_rows, width) for num_rows in range(1, 1000) for width in (64, 4096, 6144, 24576)
+    }
+    assert used <= set(GPU_TILES) and all(128 % tile.cols == 0 for tile in used), (
+        "a tile lies in one block of scales"
+    )

@@ -32,24 +32,43 @@ def test_write_is_the_quantised_number(device, qk_norm):
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
     for angle in (torch.zeros(8, DIM // 2), torch.rand(8, DIM // 2) * 6):
         wide = [torch.zeros(4, 8, KV_HEADS, DIM) for _ in range(2)]
-        q_wide = rope_and_write_kv_reference(qkv, positions, slots, angle.cos(), angle.sin(), *wide, HEADS, *norms)
+        q_wide = rope_and_write_kv_reference(
+            qkv, positions, slots, angle.cos(), angle.sin(), *wide, HEADS, *norms
+        )
         narrow = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=E4M3) for _ in range(2)]
-        q = rope_and_write_kv_reference(qkv, positions, slots, angle.cos(), angle.sin(), *narrow, HEADS, *norms, 1e-6, k_scale, v_scale)
+        q = rope_and_write_kv_reference(
+            qkv, positions, slots, angle.cos(), angle.sin(), *narrow, HEADS, *norms, 1e-6, k_scale, v_scale
+        )
         assert torch.equal(q, q_wide)
         for plain, stored, scale in zip(wide, narrow, (k_scale, v_scale), strict=True):
             assert torch.equal(bytes_of(stored), bytes_of(to_e4m3(plain / scale[:, None])))
-        assert (from_e4m3(narrow[0]).abs() == 448).any() and not from_e4m3(narrow[0]).isnan().any(), "beyond the scale it saturates"
+        assert (from_e4m3(narrow[0]).abs() == 448).any() and not from_e4m3(narrow[0]).isnan().any(), (
+            "beyond the scale it saturates"
+        )
         moved = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=E4M3, device=device) for _ in range(2)]
         move = lambda *tensors: [t if t is None else t.to(device) for t in tensors]  # noqa: E731
-        rope_and_write_kv_triton(*move(qkv, positions, slots, angle.cos(), angle.sin()), *moved, HEADS, *move(*norms), 1e-6, *move(k_scale, v_scale))
+        rope_and_write_kv_triton(
+            *move(qkv, positions, slots, angle.cos(), angle.sin()),
+            *moved,
+            HEADS,
+            *move(*norms),
+            1e-6,
+            *move(k_scale, v_scale),
+        )
         assert torch.equal(bytes_of(moved[1]), bytes_of(narrow[1]))
-        close = (from_e4m3(moved[0].cpu()) - from_e4m3(narrow[0])).abs() <= 0.0626 * from_e4m3(narrow[0]).abs() + 2**-9
+        close = (from_e4m3(moved[0].cpu()) - from_e4m3(narrow[0])).abs() <= 0.0626 * from_e4m3(
+            narrow[0]
+        ).abs() + 2**-9
         assert close.all() and (bytes_of(moved[0]) == bytes_of(narrow[0])).float().mean() > 0.99
 
 
 def test_rope_adds_parts_in_order(device):
     parts = torch.randn(2, 5, (HEADS + 2 * KV_HEADS) * DIM, device=device)
-    slots, positions, angle = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1]), torch.rand(8, DIM // 2) * 6
+    slots, positions, angle = (
+        torch.tensor([3, 9, -1, 31, 4]),
+        torch.tensor([0, 5, 7, 2, 1]),
+        torch.rand(8, DIM // 2) * 6,
+    )
     tables = [t.to(device) for t in (positions, slots, angle.cos(), angle.sin())]
     dtype, results = torch.float32 if device == "cpu" else torch.bfloat16, []
     for qkv in (parts, (parts[0] + parts[1]).to(dtype)):
@@ -61,7 +80,11 @@ def test_rope_adds_parts_in_order(device):
 def test_queries_have_the_type_asked_for(device):
     """A projection in parts is float32; queries left in that type would take attention off the tensor cores."""
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
-    slots, positions, angle = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1]), torch.rand(8, DIM // 2) * 6
+    slots, positions, angle = (
+        torch.tensor([3, 9, -1, 31, 4]),
+        torch.tensor([0, 5, 7, 2, 1]),
+        torch.rand(8, DIM // 2) * 6,
+    )
     caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2)]
     inputs = [x.to(device) for x in (qkv, positions, slots, angle.cos(), angle.sin())]
     assert rope_and_write_kv(*inputs, *caches, HEADS, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -76,12 +99,14 @@ def test_decode_attention(device, queries):
     expected = paged_attention_reference(q, k, v, table, context, k_scale, v_scale)
     wide = paged_attention_reference(
         q.float(), from_e4m3(k) * k_scale[:, None], from_e4m3(v) * v_scale[:, None], table, context
-    )  # fmt: skip
+    )
     torch.testing.assert_close(expected.float(), wide, rtol=1e-2, atol=1e-4 if device == "cpu" else 1e-2)
     for programs in (1, 2):
         moved = (t.to(device) for t in (q, k, v, table, context))
         out = paged_attention_triton(*moved, Launch(programs, 2), k_scale.to(device), v_scale.to(device))
-        torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2)
+        torch.testing.assert_close(
+            out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2
+        )
 
 
 @pytest.mark.parametrize("programs", [1, 2])
@@ -94,7 +119,10 @@ def test_decode_attention_quantises_its_heads(device, programs, fp8_cache):
     if not fp8_cache:
         k, v = k.to(dtype), v.to(dtype)
     q = torch.randn(3, 2, HEADS, 128).to(device, dtype)
-    table, context = (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device), torch.tensor([40, -1, 7], device=device)
+    table, context = (
+        (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device),
+        torch.tensor([40, -1, 7], device=device),
+    )
     plain = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales)
     quantised = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales, quantise=True)
     expected = quantise_rows_reference(plain.flatten(0, 1).flatten(1).cpu())
@@ -109,8 +137,12 @@ def test_prefill_attention(device):
     boundaries, context = torch.tensor([0, 20, 25]), torch.tensor([0, 30])
     expected = prefill_attention_reference(q, k, v, table, boundaries, context, k_scale, v_scale)
     moved = (t.to(device) for t in (q, k, v, table, boundaries, context))
-    out = prefill_attention_triton(*moved, rows=32, warps=4, stages=2, k_scale_H=k_scale.to(device), v_scale_H=v_scale.to(device))
-    torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2)
+    out = prefill_attention_triton(
+        *moved, rows=32, warps=4, stages=2, k_scale_H=k_scale.to(device), v_scale_H=v_scale.to(device)
+    )
+    torch.testing.assert_close(
+        out.cpu().float(), expected.float(), rtol=1e-2, atol=1e-5 if device == "cpu" else 1e-2
+    )
 
 
 def test_pairs_hold_every_number():
@@ -132,7 +164,9 @@ def test_cpu_queries_are_invariant():
     for count in range(1, 41):
         part = slice((count * 7) % (41 - count), None)
         part = slice(part.start, part.start + count)
-        assert torch.equal(attend_reference(q[part], position[part], table[part], k, v, k_scale, v_scale), whole[part])
+        assert torch.equal(
+            attend_reference(q[part], position[part], table[part], k, v, k_scale, v_scale), whole[part]
+        )
 
 
 @pytest.mark.gpu
@@ -147,9 +181,18 @@ def test_gpu_bits_do_not_depend_on_the_batch_or_on_prefill(dim, queries):
     q = torch.randn(rows, queries, heads, dim).bfloat16().cuda()
     whole = paged_attention_triton(q, k, v, table, context, Launch(1, 3), **scales)
     for programs in (2, 3):
-        assert torch.equal(paged_attention_triton(q, k, v, table, context, Launch(programs, 3), **scales), whole)
+        assert torch.equal(
+            paged_attention_triton(q, k, v, table, context, Launch(programs, 3), **scales), whole
+        )
     for row in range(rows):
         one = slice(row, row + 1)
-        assert torch.equal(paged_attention_triton(q[one], k, v, table[one], context[one], **scales), whole[one])
+        assert torch.equal(
+            paged_attention_triton(q[one], k, v, table[one], context[one], **scales), whole[one]
+        )
     boundaries = torch.arange(0, queries * rows + 1, queries).cuda()
-    assert torch.equal(prefill_attention_triton(q.flatten(0, 1), k, v, table, boundaries, context, **scales).view(whole.shape), whole)
+    assert torch.equal(
+        prefill_attention_triton(q.flatten(0, 1), k, v, table, boundaries, context, **scales).view(
+            whole.shape
+        ),
+        whole,
+    )

@@ -30,8 +30,13 @@ class Text:
         self.rng = random.Random(self.seed)
         self.tokens = torch.zeros(SLOTS, WIDTH, dtype=torch.int64, device=self.device)
         self.length = torch.ones(SLOTS, dtype=torch.int64, device=self.device)
-        tables = {name: torch.zeros(self.buckets, dtype=torch.int64, device=self.device) for name in ("finished_B", "running_B")}
-        self.index = replace(HistoryIndex.empty(SLOTS, BANK, SLOTS * WIDTH, 1 << 20, torch.device(self.device)), **tables)
+        tables = {
+            name: torch.zeros(self.buckets, dtype=torch.int64, device=self.device)
+            for name in ("finished_B", "running_B")
+        }
+        self.index = replace(
+            HistoryIndex.empty(SLOTS, BANK, SLOTS * WIDTH, 1 << 20, torch.device(self.device)), **tables
+        )
         self.prompts = [(1, 0, 2, 1), (0, 1, 1)]
         for slot in range(SLOTS - 1):
             self.enter(slot)
@@ -56,7 +61,9 @@ class Text:
             self.entries = [e for e in self.entries if e[1] < self.head]
             self.head = 0
         start, self.head, self.number = self.head, self.head + length - first + 1, self.number + 1
-        self.entries = [e for e in self.entries if e[2] < start or e[1] >= self.head] + [(self.number, start, self.head - 1)]
+        self.entries = [e for e in self.entries if e[2] < start or e[1] >= self.head] + [
+            (self.number, start, self.head - 1)
+        ]
         self.index.oldest_1.fill_(self.entries[0][0])
         bank_row(self.tokens, self.index, slot, first, prompt, length, start, self.number)
         self.enter(slot)
@@ -79,7 +86,11 @@ class Dictionaries:
         for position in range(len(self.text.prompts[slot % 2]) - 1, len(row) - 1):
             for n in LENGTHS:
                 if position + 1 >= n:
-                    self.finished[slot % 2, *row[position + 1 - n : position + 1]] = (self.text.number + 1, row, position)
+                    self.finished[slot % 2, *row[position + 1 - n : position + 1]] = (
+                        self.text.number + 1,
+                        row,
+                        position,
+                    )
         self.filed[slot] = 0
 
     def propose(self, slots: list[int], count: int) -> list[list[int]]:
@@ -96,7 +107,9 @@ class Dictionaries:
         own, best, answer = self.row(slot), (MIN_MATCH - 1,), []
         for rank, n in enumerate(LENGTHS * 2):
             key = (slot % 2, *own[-n:])
-            found = (self.finished if rank < len(LENGTHS) else self.running).get(key) if len(own) >= n else None
+            found = (
+                (self.finished if rank < len(LENGTHS) else self.running).get(key) if len(own) >= n else None
+            )
             if found is None or (rank < len(LENGTHS) and found[0] < self.text.entries[0][0]):
                 continue
             is_own = rank >= len(LENGTHS) and found[0] == slot
@@ -132,9 +145,13 @@ def test_reference_is_a_dictionary():
             proposals = torch.full((SLOTS, COUNT + 1), 99)
             count = text.rng.randint(1, COUNT)
             expected = model.propose(slots, count)
-            history_index.propose_from_history(torch.tensor(slots), text.tokens, text.length, text.index, count, proposals)
+            history_index.propose_from_history(
+                torch.tensor(slots), text.tokens, text.length, text.index, count, proposals
+            )
             assert [proposals[slot, :count].tolist() for slot in slots] == expected
-            assert (proposals[:, count:] == 99).all() and (proposals[[s for s in range(SLOTS) if s not in slots]] == 99).all()
+            assert (proposals[:, count:] == 99).all() and (
+                proposals[[s for s in range(SLOTS) if s not in slots]] == 99
+            ).all()
             said += sum(tokens[-1] != END for tokens in expected)
     assert said > 200
 
@@ -151,14 +168,18 @@ def test_a_crowded_table_only_forgets(buckets):
             texts.append(text.tokens[int(text.length.argmax()), : text.length.max()].tolist())
             text.bank(int(text.length.argmax()), history_index.bank_row)
         proposals = torch.full((SLOTS, COUNT), 99)
-        history_index.propose_from_history(torch.arange(SLOTS), text.tokens, text.length, text.index, COUNT, proposals)
+        history_index.propose_from_history(
+            torch.arange(SLOTS), text.tokens, text.length, text.index, COUNT, proposals
+        )
         rows = [text.tokens[slot, : text.length[slot]].tolist() for slot in range(SLOTS)]
         for row, line in zip(rows, proposals.tolist(), strict=True):
             tokens = line[: line.index(END)] if END in line else line
             assert all(t == END for t in line[len(tokens) :])
             if tokens:
                 wanted = [*row[-MIN_MATCH:], tokens[0]]
-                assert any(source[i : i + 3] == wanted for source in [*texts, *rows] for i in range(len(source))), "nobody ever wrote that"
+                assert any(
+                    source[i : i + 3] == wanted for source in [*texts, *rows] for i in range(len(source))
+                ), "nobody ever wrote that"
                 said += 1
     assert said > 20
 
@@ -170,7 +191,11 @@ class Produced(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.numbers += sum(t.numel() for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor))
+        self.numbers += sum(
+            t.numel()
+            for t in (out if isinstance(out, (tuple, list)) else (out,))
+            if isinstance(t, torch.Tensor)
+        )
         return out
 
 
@@ -178,7 +203,11 @@ def test_a_steps_work_does_not_grow_with_the_text():
     work = []
     for length in (40, 4000):
         index = HistoryIndex.empty(2, 4096, 4096, 1 << 10, torch.device("cpu"))
-        tokens, lengths, proposals = torch.randint(0, 9, (2, 4096)), torch.full((2,), length), torch.zeros(2, COUNT, dtype=torch.int64)
+        tokens, lengths, proposals = (
+            torch.randint(0, 9, (2, 4096)),
+            torch.full((2,), length),
+            torch.zeros(2, COUNT, dtype=torch.int64),
+        )
         history_index.bank_row(tokens, index, 1, 0, 1, length, 0, 1)
         history_index.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         lengths += 3
@@ -195,7 +224,10 @@ def check_kernels(device: str, monkeypatch) -> None:
         for buckets in (64, 1 << 12):
             ours, theirs = (Text(seed, buckets, device) for _ in range(2))
             for step in range(14):
-                count, slots = 1 + (step * 3) % COUNT, [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1]  # the last: a null row, twice
+                count, slots = (
+                    1 + (step * 3) % COUNT,
+                    [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1],
+                )  # the last: a null row, twice
                 for text in (ours, theirs):
                     for slot in range(SLOTS - 1):
                         text.grow(slot)
@@ -206,7 +238,9 @@ def check_kernels(device: str, monkeypatch) -> None:
                 proposals = [torch.full((SLOTS, COUNT), 99, device=device) for _ in range(2)]
                 rows = torch.tensor(slots, device=device)
                 history_index.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
-                history_index.propose_reference(rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1])
+                history_index.propose_reference(
+                    rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1]
+                )
                 assert torch.equal(*proposals)
                 for name, tensor in vars(theirs.index).items():
                     assert torch.equal(getattr(ours.index, name), tensor), name

@@ -26,7 +26,10 @@ def test_norm(device, width):
         assert torch.equal(total.cpu(), expected_total)
         assert_close(out, expected)
         assert_close(rms_norm_triton(moved[0], None, moved[2], 1e-6)[0], rms_norm_reference(x, weight, 1e-6))
-        assert torch.equal(rms_norm_triton(moved[0][3:4], None, moved[2], 1e-6)[0], rms_norm_triton(moved[0], None, moved[2], 1e-6)[0][3:4])
+        assert torch.equal(
+            rms_norm_triton(moved[0][3:4], None, moved[2], 1e-6)[0],
+            rms_norm_triton(moved[0], None, moved[2], 1e-6)[0][3:4],
+        )
 
 
 def test_swiglu(device):
@@ -38,7 +41,9 @@ def test_swiglu(device):
 def test_rope_is_hugging_faces():
     x, angle = torch.randn(7, 3, 32, dtype=torch.float64), torch.rand(7, 16, dtype=torch.float64)
     doubled = torch.cat([angle, angle], -1)[None]
-    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], doubled.cos(), doubled.sin())
+    expected, _ = apply_rotary_pos_emb(
+        x.transpose(0, 1)[None], x.transpose(0, 1)[None], doubled.cos(), doubled.sin()
+    )
     torch.testing.assert_close(rope_reference(x, angle.cos(), angle.sin()), expected[0].transpose(0, 1))
 
 
@@ -53,8 +58,12 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
         caches = [torch.zeros(4, 8, num_kv_heads, head_dim, dtype=dtype) for _ in range(2)]
         moved_caches = [c.to(device, copy=True) for c in caches]
         move = lambda *tensors: [t if t is None else t.to(device) for t in tensors]  # noqa: E731
-        q = rope_and_write_kv_triton(*move(qkv, positions, slots, angle.cos(), angle.sin()), *moved_caches, num_heads, *move(*norms))
-        expected = rope_and_write_kv_reference(qkv, positions, slots, angle.cos(), angle.sin(), *caches, num_heads, *norms)
+        q = rope_and_write_kv_triton(
+            *move(qkv, positions, slots, angle.cos(), angle.sin()), *moved_caches, num_heads, *move(*norms)
+        )
+        expected = rope_and_write_kv_reference(
+            qkv, positions, slots, angle.cos(), angle.sin(), *caches, num_heads, *norms
+        )
         assert_close(q, expected)
         for cache, moved in zip(caches, moved_caches, strict=True):
             assert_close(moved, cache)
@@ -64,9 +73,17 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cpu_rows_are_invariant(dtype):
-    x, residual, weight = torch.randn(128, 96, dtype=dtype), torch.randn(128, 96, dtype=dtype), torch.randn(96, dtype=dtype)
+    x, residual, weight = (
+        torch.randn(128, 96, dtype=dtype),
+        torch.randn(128, 96, dtype=dtype),
+        torch.randn(96, dtype=dtype),
+    )
     angle = torch.rand(128, 16, dtype=dtype)
-    whole = rms_norm_residual_reference(x, residual, weight, 1e-6), silu_multiply_reference(x), rope_reference(x.view(128, 3, 32), angle, angle)
+    whole = (
+        rms_norm_residual_reference(x, residual, weight, 1e-6),
+        silu_multiply_reference(x),
+        rope_reference(x.view(128, 3, 32), angle, angle),
+    )
     for num_rows in range(1, 129):
         r = slice((num_rows * 31) % (129 - num_rows), None)
         r = slice(r.start, r.start + num_rows)
@@ -75,4 +92,8 @@ def test_cpu_rows_are_invariant(dtype):
             silu_multiply_reference(x[r]),
             rope_reference(x[r].view(-1, 3, 32), angle[r], angle[r]),
         )
-        assert torch.equal(part[0][0], whole[0][0][r]) and torch.equal(part[1], whole[1][r]) and torch.equal(part[2], whole[2][r])
+        assert (
+            torch.equal(part[0][0], whole[0][0][r])
+            and torch.equal(part[1], whole[1][r])
+            and torch.equal(part[2], whole[2][r])
+        )

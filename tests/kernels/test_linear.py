@@ -9,10 +9,18 @@ from paceline.kernels.triton_support import INTERPRETED
 
 SHAPES = [(128, 128), (128, 384), (512, 128), (128, 1024), (512, 512), (576, 192), (100, 130)]
 TILES = [
-    Tile(16, 32, 512, 4, 4), Tile(16, 64, 256, 4, 4), Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 64, 64, 4, 6),
-    Tile(128, 32, 128, 4, 5), Tile(128, 64, 64, 4, 6), Tile(128, 64, 128, 4, 4), Tile(128, 128, 64, 4, 5), Tile(128, 128, 64, 8, 6),
+    Tile(16, 32, 512, 4, 4),
+    Tile(16, 64, 256, 4, 4),
+    Tile(64, 32, 128, 4, 6),
+    Tile(64, 64, 128, 4, 5),
+    Tile(64, 64, 64, 4, 6),
+    Tile(128, 32, 128, 4, 5),
+    Tile(128, 64, 64, 4, 6),
+    Tile(128, 64, 128, 4, 4),
+    Tile(128, 128, 64, 4, 5),
+    Tile(128, 128, 64, 8, 6),
     Tile(128, 256, 64, 8, 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -65,14 +73,20 @@ def test_gpu_is_right(depth, width):
             out = linear(x[:num_rows], weight, deterministic=deterministic)
             assert (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 4e-3
             out = linear(x[:num_rows], weight, torch.float32, deterministic)
-            assert out.dtype == torch.float32 and (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 5e-5
+            assert (
+                out.dtype == torch.float32
+                and (out - exact[:num_rows]).norm() / exact[:num_rows].norm() < 5e-5
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth, width", [(4096, 1024), (12288, 512), (576, 1000), (128, 384)])
 def test_gpu_rows_are_invariant(depth, width):
     """Every batch size through its own tile, and every tile, in the float32 that the accumulator holds."""
-    weight, x = bf16(width, depth), bf16(700, depth) * torch.logspace(-3, 3, 700, device="cuda")[:, None].bfloat16()
+    weight, x = (
+        bf16(width, depth),
+        bf16(700, depth) * torch.logspace(-3, 3, 700, device="cuda")[:, None].bfloat16(),
+    )
     whole = linear(x, weight, torch.float32, deterministic=True)
     for num_rows in (*range(1, 257), 300, 511, 513):
         first = (num_rows * 31) % (701 - num_rows)
@@ -85,4 +99,6 @@ def test_gpu_rows_are_invariant(depth, width):
 
 
 def test_every_tile_in_use_is_compared():
-    assert {L.choose_tile(m, width) for m in range(1, 5000) for width in (64, 4096, 6144, 24576, 151936)} <= set(TILES)
+    assert {
+        L.choose_tile(m, width) for m in range(1, 5000) for width in (64, 4096, 6144, 24576, 151936)
+    } <= set(TILES)

@@ -11,7 +11,9 @@ from paceline.kernels.triton_support import INTERPRETED
 SMALL_TILE = Tile(16, 32, 32, 4, 2)
 
 
-def make_weights(experts: int, size: int, inner: int, dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def make_weights(
+    experts: int, size: int, inner: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, ...]:
     g = torch.Generator().manual_seed(experts)
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -20,7 +22,9 @@ def make_weights(experts: int, size: int, inner: int, dtype: torch.dtype, device
     return matrix(experts, size), matrix(experts, 2 * inner, size), matrix(experts, size, inner)
 
 
-def token_by_token(x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, k: int, normalise: bool) -> torch.Tensor:
+def token_by_token(
+    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, k: int, normalise: bool
+) -> torch.Tensor:
     out = torch.zeros_like(x)
     for row, token in enumerate(x):
         probabilities = (router @ token).softmax(-1)
@@ -33,7 +37,9 @@ def token_by_token(x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor,
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize("experts, k, size, inner", [(8, 2, 128, 128), (5, 5, 48, 40), (128, 8, 32, 24), (1, 1, 16, 16)])
+@pytest.mark.parametrize(
+    "experts, k, size, inner", [(8, 2, 128, 128), (5, 5, 48, 40), (128, 8, 32, 24), (1, 1, 16, 16)]
+)
 def test_reference_is_right(experts, k, size, inner, normalise):
     weights = make_weights(experts, size, inner, torch.float64)
     x = torch.randn(37, size, dtype=torch.float64)
@@ -51,8 +57,14 @@ def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
     for num_rows in range(1, 97):
         first = (num_rows * 31) % (97 - num_rows)
         rows = slice(first, first + num_rows)
-        assert torch.equal(moe.expert_feed_forward(x[rows], *weights, k, True), whole[rows]), f"{num_rows} tokens from {first}"
-    for crowd in (x[:1] + 1e-3 * torch.randn(96, size, dtype=dtype), -x[:1] * torch.rand(96, 1, dtype=dtype), x * 1e4):
+        assert torch.equal(moe.expert_feed_forward(x[rows], *weights, k, True), whole[rows]), (
+            f"{num_rows} tokens from {first}"
+        )
+    for crowd in (
+        x[:1] + 1e-3 * torch.randn(96, size, dtype=dtype),
+        -x[:1] * torch.rand(96, 1, dtype=dtype),
+        x * 1e4,
+    ):
         for place in (0, 17, 95):
             crowd[place] = x[0]
             assert torch.equal(moe.expert_feed_forward(crowd, *weights, k, True)[place], whole[0])
@@ -84,7 +96,10 @@ def test_a_row_of_nan_stays_inside(device):
 
 
 @pytest.mark.parametrize("skew", [False, True])
-@pytest.mark.parametrize("num_rows, experts, k, rows", [(1, 128, 8, 16), (3, 4, 2, 2), (300, 8, 4, 16), (40, 7, 1, 16), (200, 20, 8, 64)])
+@pytest.mark.parametrize(
+    "num_rows, experts, k, rows",
+    [(1, 128, 8, 16), (3, 4, 2, 2), (300, 8, 4, 16), (40, 7, 1, 16), (200, 20, 8, 64)],
+)
 def test_sort(device, num_rows, experts, k, rows, skew):
     """Every slot lies in exactly one tile, of its own expert, and the tiles that are left over say so."""
     scores = torch.rand(num_rows, experts)
@@ -104,7 +119,9 @@ def test_sort(device, num_rows, experts, k, rows, skew):
     assert used == list(range(num_rows * k))
 
 
-@pytest.mark.parametrize("num_rows, experts, k, size, inner", [(1, 16, 4, 64, 48), (5, 4, 2, 48, 32), (40, 6, 3, 32, 64)])
+@pytest.mark.parametrize(
+    "num_rows, experts, k, size, inner", [(1, 16, 4, 64, 48), (5, 4, 2, 48, 32), (40, 6, 3, 32, 64)]
+)
 def test_kernels_interpreted(num_rows, experts, k, size, inner):
     if not INTERPRETED:
         pytest.skip("kernels are compiled here, not interpreted")
@@ -112,7 +129,9 @@ def test_kernels_interpreted(num_rows, experts, k, size, inner):
     x = torch.randn(num_rows, size)
     routed = moe.route_triton(x @ weights[0].t(), k, True, torch.float32)
     out = moe.experts_triton(x, *routed, *weights[1:], SMALL_TILE)
-    torch.testing.assert_close(out, moe.expert_feed_forward_reference(x, *weights, k, True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, moe.expert_feed_forward_reference(x, *weights, k, True), rtol=1e-5, atol=1e-5
+    )
 
 
 QWEN3_30B = (128, 2048, 768)

@@ -31,12 +31,16 @@ def test_bits_equal_python_philox():
         bits = noise.random_bits(torch.tensor(seed), torch.tensor(position), 10, stream)
         expected = []
         for group in range(3):
-            expected += python_philox([group, position, stream, 0], [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], noise.ROUNDS)
+            expected += python_philox(
+                [group, position, stream, 0], [seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], noise.ROUNDS
+            )
         assert bits.tolist() == expected[:10]
 
 
 def test_gumbel_follows_the_formula_to_float32_rounding():
-    bits = torch.cat([torch.arange(0, 2**12), torch.randint(0, 2**32, (2**16,)), torch.arange(2**32 - 2**12, 2**32)])
+    bits = torch.cat(
+        [torch.arange(0, 2**12), torch.randint(0, 2**32, (2**16,)), torch.arange(2**32 - 2**12, 2**32)]
+    )
     v = (bits.float() * 2.0**-32 + 2.0**-33).double().clamp(max=1 - 2.0**-24)  # coarse only at the losing end
     expected = -torch.log(-torch.log1p(-v))
     torch.testing.assert_close(noise.gumbel_from_bits(bits).double(), expected, rtol=1e-6, atol=1e-6)
@@ -95,4 +99,6 @@ def test_gpu_noise_equals_the_cpu_over_1e8_values():
         positions = torch.arange(start, start + rows) * 37
         actual = noise.fill_gumbel_triton(seeds.cuda(), positions.cuda(), vocab_size)
         assert torch.equal(actual.cpu(), noise.gumbel(seeds, positions, vocab_size))
-        assert torch.equal(actual, noise.gumbel(seeds.cuda(), positions.cuda(), vocab_size)), "torch on the GPU agrees too"
+        assert torch.equal(actual, noise.gumbel(seeds.cuda(), positions.cuda(), vocab_size)), (
+            "torch on the GPU agrees too"
+        )

@@ -14,7 +14,14 @@ Q = torch.tensor([0.3, 0.3, 0.3, 0.05, 0.05])
 ROWS = 20000
 
 
-def draw(draft: torch.Tensor, target: torch.Tensor, temperature: float = 1.0, truncation=None, known: bool = True, proposals: int = 3):
+def draw(
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float = 1.0,
+    truncation=None,
+    known: bool = True,
+    proposals: int = 3,
+):
     """ROWS rows of `proposals` tokens drawn from `draft` logits with shared noise, verified; kept tokens by position, and their logprobs."""
     seed = torch.arange(ROWS) * 7919 + 5
     position = torch.arange(10, 11 + proposals).expand(ROWS, -1)
@@ -27,10 +34,17 @@ def draw(draft: torch.Tensor, target: torch.Tensor, temperature: float = 1.0, tr
         probabilities.append(sampled_distribution(*case[:2], Truncation(*cut) if cut else None))
     proposals_RK = torch.stack(drafts, 1)
     tokens, logprobs = verify_by_rejection(
-        target.expand(ROWS, proposals + 1, -1), heat, seed.unsqueeze(1).expand(-1, proposals + 1), position,
-        Truncation(*cut) if cut else None, proposals_RK, torch.stack(probabilities, 1) if known else None,
-    )  # fmt: skip
-    reached = torch.cat((torch.ones(ROWS, 1, dtype=torch.bool), (tokens[:, :-1] == proposals_RK).cumprod(1).bool()), 1)
+        target.expand(ROWS, proposals + 1, -1),
+        heat,
+        seed.unsqueeze(1).expand(-1, proposals + 1),
+        position,
+        Truncation(*cut) if cut else None,
+        proposals_RK,
+        torch.stack(probabilities, 1) if known else None,
+    )
+    reached = torch.cat(
+        (torch.ones(ROWS, 1, dtype=torch.bool), (tokens[:, :-1] == proposals_RK).cumprod(1).bool()), 1
+    )
     return tokens, logprobs, reached
 
 
@@ -40,17 +54,27 @@ def p_value(tokens: torch.Tensor, expected: torch.Tensor) -> float:
     kept = expected > 0
     if kept.sum() == 1:
         return 1.0
-    return float(stats.chisquare(counts[kept], expected[kept].double() / expected[kept].double().sum() * counts.sum()).pvalue)
+    return float(
+        stats.chisquare(
+            counts[kept], expected[kept].double() / expected[kept].double().sum() * counts.sum()
+        ).pvalue
+    )
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
-@pytest.mark.parametrize("temperature, truncation", [(1.0, None), (0.6, None), (1.4, (3, 1.0, 0.0)), (1.0, (0, 0.85, 0.0)), (0.0, None)])
+@pytest.mark.parametrize(
+    "temperature, truncation",
+    [(1.0, None), (0.6, None), (1.4, (3, 1.0, 0.0)), (1.0, (0, 0.85, 0.0)), (0.0, None)],
+)
 def test_every_position_has_the_policys_distribution(known, temperature, truncation):
     tokens, logprobs, reached = draw(Q.log(), P.log(), temperature, truncation, known)
     cut = Truncation(*(torch.tensor([x]) for x in truncation)) if truncation else None
     expected = sampled_distribution(P.log().unsqueeze(0), torch.tensor([temperature]), cut)[0]
     for position in range(4):
-        assert reached[:, position].sum() > 300 and p_value(tokens[reached[:, position], position], expected) > 1e-3
+        assert (
+            reached[:, position].sum() > 300
+            and p_value(tokens[reached[:, position], position], expected) > 1e-3
+        )
     full = (P.log() / (temperature or 1.0)).log_softmax(-1)
     torch.testing.assert_close(logprobs, full[tokens], rtol=0, atol=1e-6)
 
@@ -59,7 +83,9 @@ def test_acceptance_is_one_minus_total_variation():
     _, _, reached = draw(Q.log(), P.log())
     assert abs(float(reached[:, 1].float().mean()) - (1 - 0.5 * float((P - Q).abs().sum()))) < 0.015
     _, _, certain = draw(Q.log(), P.log(), known=False)
-    assert abs(float(certain[:, 1].float().mean()) - float((P * Q).sum())) < 0.015, "a certain proposal is accepted with p(d)"
+    assert abs(float(certain[:, 1].float().mean()) - float((P * Q).sum())) < 0.015, (
+        "a certain proposal is accepted with p(d)"
+    )
 
 
 def test_a_perfect_drafter_is_always_accepted():
@@ -71,16 +97,23 @@ def test_no_proposal_means_the_policys_own_draw():
     rows = torch.arange(ROWS)
     shape = (ROWS, 2)
     tokens, _ = verify_by_rejection(
-        P.log().expand(*shape, -1), torch.ones(shape), rows.unsqueeze(1).expand(shape), torch.tensor([3, 4]).expand(shape), None,
-        torch.full((ROWS, 1), -1), None,
-    )  # fmt: skip
+        P.log().expand(*shape, -1),
+        torch.ones(shape),
+        rows.unsqueeze(1).expand(shape),
+        torch.tensor([3, 4]).expand(shape),
+        None,
+        torch.full((ROWS, 1), -1),
+        None,
+    )
     assert p_value(tokens[:, 0], P) > 1e-3 and p_value(tokens[:, 1], P) > 1e-3
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     """The bug that a released engine had, where a 60% token came out 63% of the time: that a token was not drafted says that its noise is small."""
-    draft = torch.tensor([0.4, 0.05, 0.35, 0.1, 0.1]) if known else Q  # what recovery draws from must have two tokens or more
+    draft = (
+        torch.tensor([0.4, 0.05, 0.35, 0.1, 0.1]) if known else Q
+    )  # what recovery draws from must have two tokens or more
     monkeypatch.setattr(rejection, "STREAM_RECOVER", STREAM_SAMPLE)
     tokens, _, _ = draw(draft.log(), P.log(), known=known)
     assert abs(float((tokens[:, 0] == 0).float().mean()) - 0.6) > 0.02 and p_value(tokens[:, 0], P) < 1e-6
@@ -92,9 +125,18 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
 @pytest.mark.gpu
 def test_it_can_be_captured():
     shape = (8, 4)
-    logits, seed = torch.randn(*shape, 5000, device="cuda"), torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous()
-    position, heat = torch.arange(4, device="cuda").expand(shape).contiguous(), torch.ones(shape, device="cuda")
-    proposals, probabilities = torch.randint(5000, (8, 3), device="cuda"), torch.randn(8, 3, 5000, device="cuda").softmax(-1)
+    logits, seed = (
+        torch.randn(*shape, 5000, device="cuda"),
+        torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous(),
+    )
+    position, heat = (
+        torch.arange(4, device="cuda").expand(shape).contiguous(),
+        torch.ones(shape, device="cuda"),
+    )
+    proposals, probabilities = (
+        torch.randint(5000, (8, 3), device="cuda"),
+        torch.randn(8, 3, 5000, device="cuda").softmax(-1),
+    )
     cut = Truncation(torch.full((8,), 50).cuda(), torch.full((8,), 0.9).cuda(), torch.zeros(8).cuda())
     case = logits, heat, seed, position, cut, proposals, probabilities
     expected = verify_by_rejection(*case)
@@ -103,5 +145,10 @@ def test_it_can_be_captured():
         captured = verify_by_rejection(*case)
     graph.replay()
     assert all(torch.equal(c, e) for c, e in zip(captured, expected, strict=True))
-    on_cpu = verify_by_rejection(*(x.cpu() if isinstance(x, torch.Tensor) else Truncation(*(y.cpu() for y in vars(x).values())) for x in case))
+    on_cpu = verify_by_rejection(
+        *(
+            x.cpu() if isinstance(x, torch.Tensor) else Truncation(*(y.cpu() for y in vars(x).values()))
+            for x in case
+        )
+    )
     assert torch.equal(on_cpu[0], expected[0].cpu()), "the same noise on both devices"

@@ -36,7 +36,9 @@ def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor,
     slots = torch.tensor([3, 0, 6, 5, 6])  # 6 twice: the null row may stand in a batch several times
     rows.active[6] = False
     rows = RowTensors(**{name: tensor.to(device) for name, tensor in vars(rows).items()})
-    proposals = torch.where(torch.arange(PROPOSALS) < integers(PROPOSALS + 1, SLOTS, 1), integers(5, SLOTS, PROPOSALS), -1)
+    proposals = torch.where(
+        torch.arange(PROPOSALS) < integers(PROPOSALS + 1, SLOTS, 1), integers(5, SLOTS, PROPOSALS), -1
+    )
     return rows, slots.to(device), proposals.to(device)
 
 
@@ -62,7 +64,11 @@ def test_append_keeps_what_plain_decoding_would(queries):
                     state = 1
                 if state or (q < queries - 1 and expected[-1] != proposals[slot, q]):
                     break
-            assert status[:, i].tolist() == [len(expected), state, sum(p >= 0 for p in proposals[slot, : queries - 1].tolist())]
+            assert status[:, i].tolist() == [
+                len(expected),
+                state,
+                sum(p >= 0 for p in proposals[slot, : queries - 1].tolist()),
+            ]
             assert rows.tokens[slot, : len(expected)].tolist() == expected
             assert rows.length[slot] == len(expected) and rows.active[slot].item() == (state == 0)
             new = slice(int(before.length[slot]), len(expected))
@@ -76,7 +82,10 @@ def check_kernels(device: str) -> None:
         for queries in (1, 3, 8):
             rows, slots, proposals = make_rows(seed, device)
             args = (slots, proposals, queries, 17, BLOCK_SIZE)
-            ours, theirs = row_step.gather_queries_triton(rows, *args), row_step.gather_queries_reference(rows, *args)
+            ours, theirs = (
+                row_step.gather_queries_triton(rows, *args),
+                row_step.gather_queries_reference(rows, *args),
+            )
             for name, tensor in vars(theirs).items():
                 assert torch.equal(getattr(ours, name), tensor), name
             sampled = torch.randint(0, 5, (5, queries), device=device)

@@ -46,8 +46,20 @@ def test_kernel_gives_the_references_tokens(device, vocab_size):
 def test_ties_take_the_lowest_id(device):
     logits = torch.zeros(2, 5000)
     logits[:, [4999, 4000, 700, 701]] = 5.0
-    case = [t.to(device) for t in (logits, torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))]
-    assert sample_triton(*case)[0].tolist() == [700, 700] == sample_reference(*(t.cpu() for t in case))[0].tolist()
+    case = [
+        t.to(device)
+        for t in (
+            logits,
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros(2, dtype=torch.int64),
+        )
+    ]
+    assert (
+        sample_triton(*case)[0].tolist()
+        == [700, 700]
+        == sample_reference(*(t.cpu() for t in case))[0].tolist()
+    )
 
 
 def test_a_row_of_nan_gives_a_token_that_exists_and_no_logprob(device):
@@ -64,7 +76,11 @@ def test_truncation_of_some_rows_leaves_the_others_bits(device, vocab_size):
     """In a mixed batch every row takes the truncating path; alone, a row without truncation does not."""
     case = [t.to(device) for t in inputs(10, vocab_size)]
     whole = torch.arange(10, device=device) < 5
-    top_k, top_p, min_p = torch.where(whole, 0, 7), torch.where(whole, 1.0, 0.9), torch.zeros(10, device=device)
+    top_k, top_p, min_p = (
+        torch.where(whole, 0, 7),
+        torch.where(whole, 1.0, 0.9),
+        torch.zeros(10, device=device),
+    )
     token, logprob, log_mass = sample_truncated(*case, top_k, top_p, min_p)
     alone_token, alone_logprob = sample(*case)
     assert torch.equal(token[whole], alone_token[whole]) and torch.equal(logprob[whole], alone_logprob[whole])
@@ -84,7 +100,11 @@ def test_cpu_rows_are_invariant(threads):
     torch.set_num_threads(threads)
     try:
         case = inputs(6, 40000)
-        truncation = torch.tensor([0, 50, 0, 7, 0, 0]), torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]), torch.tensor([0, 0, 0, 0, 0, 0.05])
+        truncation = (
+            torch.tensor([0, 50, 0, 7, 0, 0]),
+            torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]),
+            torch.tensor([0, 0, 0, 0, 0, 0.05]),
+        )
         plain, truncated = sample_reference(*case), sample_truncated(*case, *truncation)
         for row in range(6):
             one = slice(row, row + 1)
@@ -113,13 +133,22 @@ def test_gpu_rows_are_invariant():
         assert all(torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together, strict=True))
 
 
-@pytest.mark.parametrize("top_k, top_p, min_p", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.7, 0.02), (1, 0.1, 0.9)])
+@pytest.mark.parametrize(
+    "top_k, top_p, min_p",
+    [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.7, 0.02), (1, 0.1, 0.9)],
+)
 def test_truncation_keeps_what_hugging_face_keeps(top_k, top_p, min_p):
     num_rows = 4000
     logits = (torch.randn(1, 60, dtype=torch.float64) * 2).expand(num_rows, -1)
     temperature, seed, position = torch.full((num_rows,), 1.5), torch.arange(num_rows), torch.arange(num_rows)
     token, logprob, log_mass = sample_truncated(
-        logits, temperature, seed, position, torch.full((num_rows,), top_k), torch.full((num_rows,), top_p), torch.full((num_rows,), min_p)
+        logits,
+        temperature,
+        seed,
+        position,
+        torch.full((num_rows,), top_k),
+        torch.full((num_rows,), top_p),
+        torch.full((num_rows,), min_p),
     )
     scaled = expected = logits[:1] / 1.5
     if top_k:
@@ -129,7 +158,9 @@ def test_truncation_keeps_what_hugging_face_keeps(top_k, top_p, min_p):
     if min_p:
         expected = MinPLogitsWarper(min_p)(None, expected)
     kept = torch.isfinite(expected[0])
-    assert kept[token].all() and set(token.tolist()) >= set(torch.nonzero(kept & (scaled.softmax(-1)[0] > 0.01)).squeeze(1).tolist())
+    assert kept[token].all() and set(token.tolist()) >= set(
+        torch.nonzero(kept & (scaled.softmax(-1)[0] > 0.01)).squeeze(1).tolist()
+    )
     mass = scaled.softmax(-1)[0][kept].sum().log()
     torch.testing.assert_close(log_mass, mass.expand(num_rows), rtol=0, atol=1e-9)
     torch.testing.assert_close(logprob, scaled.log_softmax(-1)[0][token], rtol=0, atol=1e-9)

@@ -16,7 +16,9 @@ class Drawn:
 
     @property
     def deltas(self) -> list[float]:
-        return [a - b for a, b, sampled in zip(self.learner, self.rollout, self.sampled, strict=True) if sampled]
+        return [
+            a - b for a, b, sampled in zip(self.learner, self.rollout, self.sampled, strict=True) if sampled
+        ]
 
 
 def bounded_exp(x: float) -> float:
@@ -42,7 +44,9 @@ def expected(config: CorrectionConfig, response: Drawn) -> list[tuple[float, boo
     tokens = []
     for delta in deltas:
         keep = keep_response and not (config.reject == "token" and not low <= bounded_exp(delta) <= high)
-        weight = {"none": 1.0, "token": bounded_exp(delta), "sequence": bounded_exp(sum(deltas))}[config.weight]
+        weight = {"none": 1.0, "token": bounded_exp(delta), "sequence": bounded_exp(sum(deltas))}[
+            config.weight
+        ]
         lowest, highest = config.weight_bounds
         if config.weight != "none" and config.weight_outside == "zero":
             weight = weight if lowest <= weight <= highest else 0.0

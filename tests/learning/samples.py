@@ -18,7 +18,15 @@ def make_policy(seed: int = 0) -> Decoder:
 
 
 def make_config(*overrides: str) -> Config:
-    return load_config(None, ["rollout.prompts_per_step=2", f"rollout.max_tokens={MAX_TOKENS}", "learning.max_grad_norm=1e9", *overrides])
+    return load_config(
+        None,
+        [
+            "rollout.prompts_per_step=2",
+            f"rollout.max_tokens={MAX_TOKENS}",
+            "learning.max_grad_norm=1e9",
+            *overrides,
+        ],
+    )
 
 
 def make_groups(seed: int = 0, temperature: float = 0.7, spread: float = 0.3) -> list[Group]:
@@ -46,7 +54,10 @@ def response_logprobs(policy: Decoder, completion: Completion) -> torch.Tensor:
     """One forward pass for one sample, its logprobs token by token."""
     sequence = torch.tensor(completion.request.prompt + completion.tokens)
     attention = PackedAttention([len(sequence)], torch.device("cpu"))
-    logits = policy.logits(policy(sequence, attention.positions_T, attention)) / completion.request.sampling.temperature
+    logits = (
+        policy.logits(policy(sequence, attention.positions_T, attention))
+        / completion.request.sampling.temperature
+    )
     start = len(completion.request.prompt)
     return torch.stack([logits[i - 1].log_softmax(-1)[sequence[i]] for i in range(start, len(sequence))])
 
@@ -57,7 +68,13 @@ def watch_gradients(learner: Learner) -> dict[str, torch.Tensor]:
     step = learner.optimiser.step
 
     def watched(scale: float = 1.0) -> float:
-        seen.update({name: scale * parameter.grad for name, parameter in learner.optimiser.named if parameter.grad is not None})
+        seen.update(
+            {
+                name: scale * parameter.grad
+                for name, parameter in learner.optimiser.named
+                if parameter.grad is not None
+            }
+        )
         return step(scale)
 
     learner.optimiser.step = watched

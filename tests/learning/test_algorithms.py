@@ -17,19 +17,32 @@ from paceline.learning.algorithms.dapo import overlong_punishment, punish_overlo
 from paceline.learning.learner import Learner
 from paceline.policy.decoder import Decoder
 from paceline.types import Group, Sample, Score
-from tests.learning.samples import MAX_TOKENS, make_config, make_groups, make_policy, response_logprobs, watch_gradients
+from tests.learning.samples import (
+    MAX_TOKENS,
+    make_config,
+    make_groups,
+    make_policy,
+    response_logprobs,
+    watch_gradients,
+)
 
 Oracle = Callable[[Decoder, Decoder, list[Group]], torch.Tensor]
 
 
 def clipped(ratio: torch.Tensor, advantage: float, low: float, high: float) -> torch.Tensor:
-    bounded = min(max(ratio, torch.tensor(1 - low, dtype=torch.float64)), torch.tensor(1 + high, dtype=torch.float64))
+    bounded = min(
+        max(ratio, torch.tensor(1 - low, dtype=torch.float64)), torch.tensor(1 + high, dtype=torch.float64)
+    )
     return -min(ratio * advantage, bounded * advantage)
 
 
-def token_losses(policy: Decoder, sample: Sample, advantage: float, low: float, high: float) -> list[torch.Tensor]:
+def token_losses(
+    policy: Decoder, sample: Sample, advantage: float, low: float, high: float
+) -> list[torch.Tensor]:
     new, completion = response_logprobs(policy, sample.completion), sample.completion
-    ratios = [(new[t] - completion.logprobs[t]).exp() for t, sampled in enumerate(completion.loss_mask) if sampled]
+    ratios = [
+        (new[t] - completion.logprobs[t]).exp() for t, sampled in enumerate(completion.loss_mask) if sampled
+    ]
     return [clipped(ratio, advantage, low, high) for ratio in ratios]
 
 
@@ -43,10 +56,19 @@ def grpo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tens
     responses = []
     for group in groups:
         for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
-            new, fixed = response_logprobs(policy, sample.completion), response_logprobs(reference, sample.completion).detach()
-            kls = [(f - n).exp() - (f - n) - 1 for n, f, m in zip(new, fixed, sample.completion.loss_mask, strict=True) if m]
+            new, fixed = (
+                response_logprobs(policy, sample.completion),
+                response_logprobs(reference, sample.completion).detach(),
+            )
+            kls = [
+                (f - n).exp() - (f - n) - 1
+                for n, f, m in zip(new, fixed, sample.completion.loss_mask, strict=True)
+                if m
+            ]
             losses = token_losses(policy, sample, advantage, 0.2, 0.2)
-            responses.append(sum(loss + 0.04 * kl for loss, kl in zip(losses, kls, strict=True)) / len(losses))
+            responses.append(
+                sum(loss + 0.04 * kl for loss, kl in zip(losses, kls, strict=True)) / len(losses)
+            )
     return sum(responses) / len(responses)
 
 
@@ -79,7 +101,10 @@ def gspo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tens
             completion = sample.completion
             sampled = [t for t, use in enumerate(completion.loss_mask) if use]
             new = response_logprobs(policy, completion)
-            new_likelihood, old_likelihood = sum(new[t] for t in sampled), sum(completion.logprobs[t] for t in sampled)
+            new_likelihood, old_likelihood = (
+                sum(new[t] for t in sampled),
+                sum(completion.logprobs[t] for t in sampled),
+            )
             ratio = (new_likelihood.exp() / math.exp(old_likelihood)) ** (1 / len(sampled))
             responses.append(clipped(ratio, advantage, 3e-4, 4e-4))
     return sum(responses) / len(responses)
@@ -91,14 +116,20 @@ def reinforce_plus_plus(policy: Decoder, reference: Decoder, groups: list[Group]
     for group in groups:
         for sample in group.samples:
             completion = sample.completion
-            fixed, new = response_logprobs(reference, completion).detach(), response_logprobs(policy, completion)
+            fixed, new = (
+                response_logprobs(reference, completion).detach(),
+                response_logprobs(policy, completion),
+            )
             sampled = [t for t, use in enumerate(completion.loss_mask) if use]
             for t in sampled:
                 kl_to_go = sum(completion.logprobs[i] - fixed[i].item() for i in sampled if i >= t)
                 returns.append(sample.score.reward - 0.01 * kl_to_go)
                 ratios.append((new[t] - completion.logprobs[t]).exp())
     mean, deviation = statistics.mean(returns), statistics.stdev(returns)
-    losses = [clipped(ratio, (value - mean) / (deviation + 1e-6), 0.2, 0.2) for ratio, value in zip(ratios, returns, strict=True)]
+    losses = [
+        clipped(ratio, (value - mean) / (deviation + 1e-6), 0.2, 0.2)
+        for ratio, value in zip(ratios, returns, strict=True)
+    ]
     return sum(losses) / len(losses)
 
 
@@ -120,10 +151,16 @@ def test_every_algorithm_has_an_oracle_and_defaults():
 def test_loss_and_gradients_follow_the_paper(algorithm, budget):
     """With nothing set but the algorithm, however the step is cut into micro-batches."""
     overrides, oracle = CASES[algorithm]
-    config = make_config(f"learning.algorithm={algorithm}", f"learning.micro_batch_tokens={budget}", *overrides)
+    config = make_config(
+        f"learning.algorithm={algorithm}", f"learning.micro_batch_tokens={budget}", *overrides
+    )
     # GSPO's clip is so narrow that all samples would be outside of it, were they far from the policy.
     groups = near_policy(make_groups()) if algorithm == "gspo" else make_groups()
-    policy, reference, expected_policy = make_policy(), make_policy(seed=1).requires_grad_(False), make_policy()
+    policy, reference, expected_policy = (
+        make_policy(),
+        make_policy(seed=1).requires_grad_(False),
+        make_policy(),
+    )
     learner = Learner(policy, config)
     if learner.reference is not None:
         learner.reference = reference
@@ -146,9 +183,14 @@ def near_policy(groups: list[Group]) -> list[Group]:
     """
     policy, shifts = make_policy(), torch.Generator().manual_seed(5)
     for sample in (sample for group in groups for sample in group.samples):
-        shift = 1e-3 * torch.randn((), generator=shifts, dtype=torch.float64) * all(sample.completion.loss_mask)
+        shift = (
+            1e-3 * torch.randn((), generator=shifts, dtype=torch.float64) * all(sample.completion.loss_mask)
+        )
         new = response_logprobs(policy, sample.completion) + shift
-        logprobs = tuple(x if sampled else 0.0 for x, sampled in zip(new.tolist(), sample.completion.loss_mask, strict=True))
+        logprobs = tuple(
+            x if sampled else 0.0
+            for x, sampled in zip(new.tolist(), sample.completion.loss_mask, strict=True)
+        )
         object.__setattr__(sample.completion, "logprobs", logprobs)
     return groups
 
@@ -160,10 +202,15 @@ def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
     policy, reference = make_policy(), make_policy(seed=1)
     learner = Learner(policy, make_config(f"learning.algorithm={algorithm}", "learning.kl_coef=0.1"))
     learner.reference = reference
-    groups = [Group(g.prompt_id, tuple(Sample(s.completion, Score(reward, True)) for s in g.samples[:3])) for g in make_groups()]
+    groups = [
+        Group(g.prompt_id, tuple(Sample(s.completion, Score(reward, True)) for s in g.samples[:3]))
+        for g in make_groups()
+    ]
     before = [parameter.clone() for parameter in policy.parameters()]
     metrics = learner.update(groups)
-    assert metrics["policy/skipped"] == 1.0 and metrics["mismatch/k3"] > 0, "nothing to learn, but the mismatch is known"
+    assert metrics["policy/skipped"] == 1.0 and metrics["mismatch/k3"] > 0, (
+        "nothing to learn, but the mismatch is known"
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
@@ -201,8 +248,14 @@ def test_clip_fraction_counts_the_tokens_without_a_gradient():
     for group in groups:
         for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
             new, completion = response_logprobs(policy, sample.completion), sample.completion
-            ratios = [math.exp(new[t].item() - completion.logprobs[t]) for t, sampled in enumerate(completion.loss_mask) if sampled]
-            without += sum((advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) for ratio in ratios)
+            ratios = [
+                math.exp(new[t].item() - completion.logprobs[t])
+                for t, sampled in enumerate(completion.loss_mask)
+                if sampled
+            ]
+            without += sum(
+                (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) for ratio in ratios
+            )
             tokens += len(ratios)
     metrics = Learner(policy, make_config("learning.algorithm=dapo")).update(groups)
     assert metrics["policy/clip_fraction"] == pytest.approx(without / tokens) and without > 0
@@ -212,7 +265,13 @@ def test_a_token_outside_the_loss_cannot_spoil_it_through_the_reference():
     """An observation that the policy finds impossible and the reference does not: exp of the difference is infinite in float32."""
     logprobs_R = torch.tensor([-1.0, -120.0], requires_grad=True)
     mask_R, nothing_R = torch.tensor([1.0, 0.0]), torch.zeros(2)
-    found = with_reference_kl(make_config("learning.kl_coef=0.1").learning, nothing_R, nothing_R > 0, logprobs_R, torch.tensor([-1.5, -3.0]))
+    found = with_reference_kl(
+        make_config("learning.kl_coef=0.1").learning,
+        nothing_R,
+        nothing_R > 0,
+        logprobs_R,
+        torch.tensor([-1.5, -3.0]),
+    )
     loss = (found.loss_R * mask_R).sum()
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * (math.exp(-0.5) + 0.5 - 1), rel=1e-5)

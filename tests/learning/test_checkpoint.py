@@ -9,7 +9,14 @@ import torch
 
 from paceline.config import LearningConfig
 from paceline.learning import checkpoint as module
-from paceline.learning.checkpoint import TrainingState, damage, list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from paceline.learning.checkpoint import (
+    TrainingState,
+    damage,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -30,7 +37,11 @@ def make(seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Decoder, Maste
 def save(folder, step, keep=5):
     policy, optimiser = make(step)
     state = TrainingState(step, optimiser.steps, step * 16, 0.5)
-    return save_checkpoint(folder, policy, optimiser, state, tokenizer_from=folder, keep=keep), policy, optimiser
+    return (
+        save_checkpoint(folder, policy, optimiser, state, tokenizer_from=folder, keep=keep),
+        policy,
+        optimiser,
+    )
 
 
 def test_round_trip_is_exact(tmp_path):
@@ -40,7 +51,9 @@ def test_round_trip_is_exact(tmp_path):
     assert state == TrainingState(3, 3, 48, 0.5) and other_optimiser.steps == 3
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
     restored = other_optimiser.state()
-    assert any(name.startswith("master.") for name in restored), "bf16 weights have float32 masters, which must survive"
+    assert any(name.startswith("master.") for name in restored), (
+        "bf16 weights have float32 masters, which must survive"
+    )
     assert all(torch.equal(tensor, restored[name]) for name, tensor in optimiser.state().items())
 
 
@@ -50,7 +63,9 @@ def test_only_the_last_k_are_kept(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003", "step_000004"]
 
 
-@pytest.mark.parametrize("victim", ["policy/model.safetensors", "optimiser.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "victim", ["policy/model.safetensors", "optimiser.safetensors", "state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("harm", ["truncate", "flip", "delete"])
 def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path, victim, harm):
     save(tmp_path, 1)
@@ -69,7 +84,9 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path, victim, har
     assert "step_000002" in warnings[0] and (tmp_path / "step_000002.corrupt").is_dir()
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "5", "{}", '"text"', '["state.json"]', '{"state.json": {}}'])
+@pytest.mark.parametrize(
+    "content", ["[]", "null", "5", "{}", '"text"', '["state.json"]', '{"state.json": {}}']
+)
 def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
     save(tmp_path, 1)
     newest, *_ = save(tmp_path, 2)
@@ -80,11 +97,15 @@ def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
     assert "manifest.json does not list" in warnings[0]
 
 
-@pytest.mark.parametrize("name", ["state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors"]
+)
 def test_a_manifest_without_what_is_always_there_is_damage(tmp_path, name):
     newest, *_ = save(tmp_path, 1)
     manifest = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps({file: mark for file, mark in manifest.items() if not fnmatch(file, name)}))
+    (newest / "manifest.json").write_text(
+        json.dumps({file: mark for file, mark in manifest.items() if not fnmatch(file, name)})
+    )
     assert damage(newest) == f"manifest.json does not list {name}"
 
 

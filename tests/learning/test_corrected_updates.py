@@ -13,7 +13,14 @@ from paceline.learning.learner import Learner
 from paceline.learning.mismatch import Mismatch
 from paceline.types import Group, SamplingParams
 from tests.learning.correction_oracle import Drawn, correction_config, expected
-from tests.learning.samples import MAX_TOKENS, make_config, make_groups, make_policy, response_logprobs, watch_gradients
+from tests.learning.samples import (
+    MAX_TOKENS,
+    make_config,
+    make_groups,
+    make_policy,
+    response_logprobs,
+    watch_gradients,
+)
 from tests.learning.test_algorithms import group_advantages
 
 # Bounds as wide as the made-up samples are from the made-up policy, so that some tokens and responses fall outside.
@@ -75,10 +82,14 @@ def assert_gradients(gradients: dict[str, torch.Tensor], policy) -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-@pytest.mark.parametrize("loss_mean, budget", [("token", 64), ("token", 4096), ("sequence", 64), ("constant", 64)])
+@pytest.mark.parametrize(
+    "loss_mean, budget", [("token", 64), ("token", 4096), ("sequence", 64), ("constant", 64)]
+)
 def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
     groups, policy, expected_policy = make_groups(), make_policy(), make_policy()
-    config = make_config(f"learning.micro_batch_tokens={budget}", f"learning.loss_mean={loss_mean}", *overrides_for(name))
+    config = make_config(
+        f"learning.micro_batch_tokens={budget}", f"learning.loss_mean={loss_mean}", *overrides_for(name)
+    )
     learner = Learner(policy, config)
     gradients = watch_gradients(learner)
     metrics = learner.update(groups)
@@ -87,13 +98,17 @@ def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
     assert metrics["policy/loss"] == pytest.approx(wanted.item(), rel=1e-9)
     assert_gradients(gradients, expected_policy)
     acted = [metrics["correction/masked"], metrics["correction/clipped"]]
-    assert max(acted) > 0 and all(share < 1 for share in acted), "some tokens must be inside and some outside of the bounds"
+    assert max(acted) > 0 and all(share < 1 for share in acted), (
+        "some tokens must be inside and some outside of the bounds"
+    )
 
 
 @pytest.mark.parametrize("name", ["token-tis", "seq-mis", "normalised"])
 def test_later_updates_keep_the_policy_and_the_weights_from_before_the_first(name):
     groups, before = make_groups(), make_policy()
-    learner = Learner(make_policy(), make_config("learning.epochs=2", "learning.lr=1e-2", *overrides_for(name)))
+    learner = Learner(
+        make_policy(), make_config("learning.epochs=2", "learning.lr=1e-2", *overrides_for(name))
+    )
     gradients = watch_gradients(learner)
     policies: list = []
     watched = learner.optimiser.step
@@ -130,7 +145,15 @@ def count_forwards(monkeypatch) -> list[bool]:
         ([], 0, 1),
         (["learning.correction.preset=token-tis"], 0, 1),
         (["learning.correction.preset=token-tis", "learning.correction.normalise=true"], 1, 1),
-        (["learning.correction.preset=seq-mis", "learning.correction.reject_bounds=[0, 100]", "learning.epochs=2"], 1, 2),
+        (
+            [
+                "learning.correction.preset=seq-mis",
+                "learning.correction.reject_bounds=[0, 100]",
+                "learning.epochs=2",
+            ],
+            1,
+            2,
+        ),
         (["learning.correction.preset=icepop", "learning.minibatches=2"], 1, 2),
         (["learning.epochs=3"], 0, 3),
         (["learning.correction.veto=1e-4", "learning.epochs=3"], 0, 3),
@@ -149,15 +172,20 @@ def of_mismatch(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("correction", ["none", "token-tis"])
 def test_the_mismatch_is_taken_before_the_weights_move(correction):
     def mismatch(*overrides: str) -> dict[str, float]:
-        metrics = Learner(make_policy(), make_config(f"learning.correction.preset={correction}", "learning.lr=5e-2", *overrides)).update(
-            make_groups()
-        )
-        return {name: value for name, value in metrics.items() if name.startswith(("mismatch/", "correction/"))}
+        metrics = Learner(
+            make_policy(),
+            make_config(f"learning.correction.preset={correction}", "learning.lr=5e-2", *overrides),
+        ).update(make_groups())
+        return {
+            name: value for name, value in metrics.items() if name.startswith(("mismatch/", "correction/"))
+        }
 
     assert mismatch("learning.epochs=4") == pytest.approx(mismatch(), rel=1e-9)
     if correction == "none":  # without a survey, of the first minibatch
         first = Learner(make_policy(), make_config()).update(make_groups()[:1])
-        assert mismatch("learning.minibatches=2")["mismatch/kl"] == pytest.approx(first["mismatch/kl"], rel=1e-9)
+        assert mismatch("learning.minibatches=2")["mismatch/kl"] == pytest.approx(
+            first["mismatch/kl"], rel=1e-9
+        )
     else:
         assert mismatch("learning.minibatches=2") == pytest.approx(mismatch(), rel=1e-9)
 
@@ -165,7 +193,10 @@ def test_the_mismatch_is_taken_before_the_weights_move(correction):
 def test_without_signal_the_mismatch_is_still_measured(monkeypatch):
     groups = make_groups()
     wanted = Learner(make_policy(), make_config()).update(groups)
-    alike = [replace(g, samples=tuple(replace(s, score=replace(s.score, reward=1.0)) for s in g.samples)) for g in groups]
+    alike = [
+        replace(g, samples=tuple(replace(s, score=replace(s.score, reward=1.0)) for s in g.samples))
+        for g in groups
+    ]
     forwards = count_forwards(monkeypatch)
     metrics = Learner(make_policy(), make_config()).update(alike)
     assert forwards == [False] and metrics["policy/skipped"] == 1 and metrics["policy/nonfinite_updates"] == 0
@@ -192,7 +223,11 @@ def test_logprobs_are_of_the_distribution_sampled_from():
             parameter.mul_(3.0)  # sharp enough for the temperature to matter
     for temperature in (0.5, 1.0, 1.7):
         metrics = Learner(copy.deepcopy(policy), make_config()).update(own_samples(policy, temperature))
-        assert metrics["mismatch/k3"] < 1e-12 and abs(metrics["mismatch/kl"]) < 1e-12 and metrics["correction/ess"] == pytest.approx(1)
+        assert (
+            metrics["mismatch/k3"] < 1e-12
+            and abs(metrics["mismatch/kl"]) < 1e-12
+            and metrics["correction/ess"] == pytest.approx(1)
+        )
     groups = own_samples(policy, 0.5)
     for sample in (sample for group in groups for sample in group.samples):
         object.__setattr__(sample.completion.request, "sampling", SamplingParams(temperature=1.0))
@@ -201,17 +236,29 @@ def test_logprobs_are_of_the_distribution_sampled_from():
 
 def test_truncated_sampling_is_refused():
     groups = make_groups()
-    object.__setattr__(groups[0].samples[0].completion.request, "sampling", SamplingParams(temperature=0.7, top_p=0.9))
+    object.__setattr__(
+        groups[0].samples[0].completion.request, "sampling", SamplingParams(temperature=0.7, top_p=0.9)
+    )
     with pytest.raises(ValueError, match=r"0/0 was sampled with top_p.*temperature alone"):
         Learner(make_policy(), make_config()).update(groups)
 
 
 def snapshot(learner: Learner) -> list[torch.Tensor]:
-    return [x.clone() for x in (*learner.policy.parameters(), *learner.optimiser.first_moments, *learner.optimiser.second_moments)]
+    return [
+        x.clone()
+        for x in (
+            *learner.policy.parameters(),
+            *learner.optimiser.first_moments,
+            *learner.optimiser.second_moments,
+        )
+    ]
 
 
 def assert_untouched(learner: Learner, before: list[torch.Tensor], steps: int) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(learner), strict=True)) and learner.optimiser.steps == steps
+    assert (
+        all(torch.equal(a, b) for a, b in zip(before, snapshot(learner), strict=True))
+        and learner.optimiser.steps == steps
+    )
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
@@ -229,14 +276,23 @@ def assert_untouched(learner: Learner, before: list[torch.Tensor], steps: int) -
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
 def test_an_all_masked_batch_skips_the_update_and_says_so(overrides, loss_mean):
     warnings: list[str] = []
-    config = make_config(f"learning.loss_mean={loss_mean}", *(f"learning.correction.{override}" for override in overrides))
+    config = make_config(
+        f"learning.loss_mean={loss_mean}", *(f"learning.correction.{override}" for override in overrides)
+    )
     learner = Learner(make_policy(), config, warnings.append)
     before = snapshot(learner)
     metrics = learner.update(make_groups())
     assert_untouched(learner, before, steps=0)
-    assert metrics["policy/skipped"] == 1 and metrics["policy/masked_updates"] == 1 and metrics["policy/nonfinite_updates"] == 0
+    assert (
+        metrics["policy/skipped"] == 1
+        and metrics["policy/masked_updates"] == 1
+        and metrics["policy/nonfinite_updates"] == 0
+    )
     assert metrics["correction/masked"] == 1 and metrics["correction/ess"] == 0
-    assert len(warnings) == 1 and "learning.correction masked all 52 tokens of an update: it was skipped" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "learning.correction masked all 52 tokens of an update: it was skipped" in warnings[0]
+    )
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -244,7 +300,11 @@ def test_an_all_masked_batch_skips_the_update_and_says_so(overrides, loss_mean):
 @pytest.mark.parametrize("logprob", [-500.0, 400.0])
 def test_a_rejected_token_leaves_no_trace_however_wrong_it_is(algorithm, logprob):
     """exp of its log ratio is infinite in float32, and infinity times a weight of zero is NaN."""
-    config = make_config(f"learning.algorithm={algorithm}", "learning.correction.reject=sequence", "learning.correction.reject_bounds=[1e-3, 1e3]")
+    config = make_config(
+        f"learning.algorithm={algorithm}",
+        "learning.correction.reject=sequence",
+        "learning.correction.reject_bounds=[1e-3, 1e3]",
+    )
     groups = make_groups()
     without = [replace(groups[0], samples=groups[0].samples[:-1]), groups[1]]
     advantages = Learner(make_policy(), config).algorithm.advantages(groups)
@@ -252,7 +312,9 @@ def test_a_rejected_token_leaves_no_trace_however_wrong_it_is(algorithm, logprob
     victim = groups[0].samples[-1].completion
     object.__setattr__(victim, "logprobs", (logprob, *victim.logprobs[1:]))
     gradients = []
-    for learner, part, values in zip(learners, (groups, without), (advantages, [advantages[0][:-1], advantages[1]]), strict=True):
+    for learner, part, values in zip(
+        learners, (groups, without), (advantages, [advantages[0][:-1], advantages[1]]), strict=True
+    ):
         learner.algorithm.advantages = lambda groups, log_ratios, values=values: values
         gradients.append(watch_gradients(learner))
         assert learner.update(part)["policy/nonfinite_updates"] == 0
@@ -278,7 +340,9 @@ def test_whoever_inspects_the_mismatch_can_stop_the_update(overrides):
         learner.update(make_groups(seed=1), refuse)
     assert_untouched(learner, before, steps)
     metrics = learner.update(make_groups(seed=1), lambda mismatch: seen.append(mismatch.kl))
-    assert len(seen) == 2 and seen[0] == seen[1] == metrics["mismatch/kl"], "asked once an update, and nothing was left behind"
+    assert len(seen) == 2 and seen[0] == seen[1] == metrics["mismatch/kl"], (
+        "asked once an update, and nothing was left behind"
+    )
 
 
 @pytest.mark.parametrize("preset", ["none", "icepop", "geo-rs"])
@@ -291,4 +355,8 @@ def test_a_nan_logprob_is_never_masked_away_quietly(preset):
     before = snapshot(learner)
     metrics = learner.update(groups)
     assert_untouched(learner, before, steps=0)
-    assert metrics["policy/skipped"] == 1 and metrics["policy/nonfinite_updates"] == 1 and metrics["policy/masked_updates"] == 0
+    assert (
+        metrics["policy/skipped"] == 1
+        and metrics["policy/nonfinite_updates"] == 1
+        and metrics["policy/masked_updates"] == 0
+    )

@@ -24,13 +24,19 @@ def draw(seed: int, spread: float, responses: int = 12) -> list[Drawn]:
         sampled = [index % 3 > 0 or i == 0 or rng.random() < 0.6 for i in range(length)]
         rollout = [-rng.expovariate(1.0) if s else 0.0 for s in sampled]
         width = spread * rng.random()  # some responses are near, some far
-        learner = [min(0.0, x + rng.gauss(0, width)) if s else -rng.expovariate(0.1) for x, s in zip(rollout, sampled, strict=True)]
+        learner = [
+            min(0.0, x + rng.gauss(0, width)) if s else -rng.expovariate(0.1)
+            for x, s in zip(rollout, sampled, strict=True)
+        ]
         drawn.append(Drawn(learner, rollout, sampled))
     return drawn
 
 
 def pack_drawn(drawn: list[Drawn]) -> tuple[MicroBatch, torch.Tensor]:
-    sequences = [TrainingSequence((1,) * (2 + len(r.sampled)), 2, tuple(r.sampled), tuple(r.rollout), 1.0, 1.0) for r in drawn]
+    sequences = [
+        TrainingSequence((1,) * (2 + len(r.sampled)), 2, tuple(r.sampled), tuple(r.rollout), 1.0, 1.0)
+        for r in drawn
+    ]
     batch = pack(sequences, torch.device("cpu"))
     return batch, torch.tensor([x for r in drawn for x in r.learner], dtype=torch.float64)
 
@@ -53,17 +59,27 @@ def test_weights_and_masks_are_the_formula(name, spread):
     batch, learner_R = pack_drawn(drawn)
     correction = correct(config, batch, learner_R)
     wanted = [token for response in drawn for token in expected(config, response)]
-    got = list(zip(correction.weights_R[batch.mask_R].tolist(), correction.kept_R[batch.mask_R].tolist(), strict=True))
+    got = list(
+        zip(
+            correction.weights_R[batch.mask_R].tolist(), correction.kept_R[batch.mask_R].tolist(), strict=True
+        )
+    )
     assert [kept for _, kept in got] == [kept for _, kept in wanted]
     assert [weight for weight, _ in got] == pytest.approx([weight for weight, _ in wanted], rel=1e-12)
     assert not correction.kept_R[~batch.mask_R].any(), "an observation never enters the loss"
 
 
-@pytest.mark.parametrize("name", ["token-tis", "seq-tis", "icepop", "seq-mis", "geo wide", "k3 wide", "bypass token", "veto alone"])
+@pytest.mark.parametrize(
+    "name", ["token-tis", "seq-tis", "icepop", "seq-mis", "geo wide", "k3 wide", "bypass token", "veto alone"]
+)
 def test_the_inputs_reach_both_sides_of_every_bound(name):
     config = CONFIGS[name]
-    tokens = [t for spread in (0.002, 0.3, 3.0, 60.0) for r in draw(len(name), spread) for t in expected(config, r)]
-    assert {kept for _, kept in tokens} == ({True, False} if config.reject != "none" or config.veto else {True})
+    tokens = [
+        t for spread in (0.002, 0.3, 3.0, 60.0) for r in draw(len(name), spread) for t in expected(config, r)
+    ]
+    assert {kept for _, kept in tokens} == (
+        {True, False} if config.reject != "none" or config.veto else {True}
+    )
     if config.weight != "none":
         outside = {0.0} if config.weight_outside == "zero" else {config.weight_bounds[1]}
         weights = {weight for weight, _ in tokens}
@@ -75,12 +91,16 @@ def one(delta: float, tokens: int = 1) -> tuple[MicroBatch, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reject", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("ratio, kept", [(0.55, True), (0.45, False), (4.5, True), (5.5, False), (0.25, False), (1.9, True)])
+@pytest.mark.parametrize(
+    "ratio, kept", [(0.55, True), (0.45, False), (4.5, True), (5.5, False), (0.25, False), (1.9, True)]
+)
 def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
     """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: with [0.5, 5] that is [0.2, 2]."""
     delta = math.log(ratio)
     batch, learner_R = one(delta)
-    got = bool(correct(correction_config(reject=reject, reject_bounds=[0.5, 5.0]), batch, learner_R).kept_R[0])
+    got = bool(
+        correct(correction_config(reject=reject, reject_bounds=[0.5, 5.0]), batch, learner_R).kept_R[0]
+    )
     inverted = math.log(0.5) <= -delta <= math.log(5.0)
     assert got == kept
     assert (inverted != kept) == (ratio in (0.45, 0.25, 4.5)), "these ratios tell the two readings apart"
@@ -91,13 +111,17 @@ def test_clamps_are_at_twenty(delta, token, sequence):
     batch, learner_R = pack_drawn([Drawn([delta] * 4, [0.0] * 4, [True] * 4)])
     for weight, exponent in (("token", token), ("sequence", sequence)):
         config = correction_config(mode="decoupled", weight=weight, weight_bounds=[0.0, 1e300])
-        assert correct(config, batch, learner_R).weights_R.tolist() == pytest.approx([math.exp(exponent)] * 4, rel=1e-12)
+        assert correct(config, batch, learner_R).weights_R.tolist() == pytest.approx(
+            [math.exp(exponent)] * 4, rel=1e-12
+        )
 
 
 def test_the_sum_is_clamped_not_its_terms():
     """30 and -29 make a ratio of e, where clamping the terms first would give 1."""
     batch, learner_R = pack_drawn([Drawn([30.0, -29.0], [0.0, 0.0], [True, True])])
-    weights_R = correct(correction_config(preset="seq-tis", weight_bounds=[0, 10]), batch, learner_R).weights_R
+    weights_R = correct(
+        correction_config(preset="seq-tis", weight_bounds=[0, 10]), batch, learner_R
+    ).weights_R
     assert weights_R.tolist() == pytest.approx([math.e] * 2)
 
 
@@ -107,14 +131,20 @@ def test_weights_have_no_gradient():
     config = correction_config(preset="token-tis")
     correction = correct(config, batch, current_R)
     seen = corrected(config, batch, correction, current_R, 1.0)
-    assert not any(x.requires_grad for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.anchor_logprobs_R))
+    assert not any(
+        x.requires_grad
+        for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.anchor_logprobs_R)
+    )
 
 
 def test_decoupled_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
     batch, learner_R = pack_drawn(draw(1, 0.3))
     for mode, anchor_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
         config = correction_config(mode=mode)
-        assert torch.equal(corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).anchor_logprobs_R, anchor_R)
+        assert torch.equal(
+            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).anchor_logprobs_R,
+            anchor_R,
+        )
 
 
 # -- mismatch -----------------------------------------------------------------------------------------------------------
@@ -124,8 +154,16 @@ def expected_metrics(config: CorrectionConfig, drawn: list[Drawn]) -> dict[str, 
     deltas = [d for r in drawn for d in r.deltas]
     tokens = [t for r in drawn for t in expected(config, r)]
     mean = lambda values: sum(values) / len(values)  # noqa: E731
-    effective = [kept * (bounded_exp(d) if config.weight == "none" else w) for d, (w, kept) in zip(deltas, tokens, strict=True)]
-    probabilities = [(math.exp(a), math.exp(b)) for r in drawn for a, b, sampled in zip(r.learner, r.rollout, r.sampled, strict=True) if sampled]
+    effective = [
+        kept * (bounded_exp(d) if config.weight == "none" else w)
+        for d, (w, kept) in zip(deltas, tokens, strict=True)
+    ]
+    probabilities = [
+        (math.exp(a), math.exp(b))
+        for r in drawn
+        for a, b, sampled in zip(r.learner, r.rollout, r.sampled, strict=True)
+        if sampled
+    ]
     raw = [bounded_exp(d if config.weight == "token" else sum(r.deltas)) for r in drawn for d in r.deltas]
     truncates = config.weight != "none" and config.weight_outside == "truncate"
     return {
@@ -135,11 +173,17 @@ def expected_metrics(config: CorrectionConfig, drawn: list[Drawn]) -> dict[str, 
         "mismatch/chi2_sequence": mean([bounded_exp(sum(r.deltas)) ** 2 for r in drawn]) - 1,
         "mismatch/perplexity_ratio": math.exp(max(-20.0, min(20.0, mean([-mean(r.deltas) for r in drawn])))),
         "mismatch/largest_probability_difference": max(abs(a - b) for a, b in probabilities),
-        "correction/ess": 1 / mean([(w / mean(effective)) ** 2 for w in effective]) if any(effective) else 0.0,
+        "correction/ess": 1 / mean([(w / mean(effective)) ** 2 for w in effective])
+        if any(effective)
+        else 0.0,
         "correction/weight_mean": mean([w for w, _ in tokens]),
-        "correction/clipped": mean([truncates and not config.weight_bounds[0] <= x <= config.weight_bounds[1] for x in raw]),
+        "correction/clipped": mean(
+            [truncates and not config.weight_bounds[0] <= x <= config.weight_bounds[1] for x in raw]
+        ),
         "correction/masked": mean([not kept or w == 0 for w, kept in tokens]),
-        "correction/rejected_sequences": mean([not any(kept for _, kept in expected(config, r)) for r in drawn]),
+        "correction/rejected_sequences": mean(
+            [not any(kept for _, kept in expected(config, r)) for r in drawn]
+        ),
     }
 
 
@@ -168,21 +212,39 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
 
 
 def test_presets_set_keys_and_explicit_keys_win():
-    assert CORRECTION_PRESETS["tis"] == CORRECTION_PRESETS["token-tis"] and CORRECTION_PRESETS["icepop"] == CORRECTION_PRESETS["token-mis"]
-    config = load_config(None, ["learning.correction.preset=geo-rs-token-tis", "learning.correction.reject_bounds=[0.99, 1.02]"]).learning.correction
-    assert (config.mode, config.weight, config.weight_bounds, config.reject) == ("decoupled", "token", (0.0, 2.0), "geometric")
+    assert (
+        CORRECTION_PRESETS["tis"] == CORRECTION_PRESETS["token-tis"]
+        and CORRECTION_PRESETS["icepop"] == CORRECTION_PRESETS["token-mis"]
+    )
+    config = load_config(
+        None,
+        ["learning.correction.preset=geo-rs-token-tis", "learning.correction.reject_bounds=[0.99, 1.02]"],
+    ).learning.correction
+    assert (config.mode, config.weight, config.weight_bounds, config.reject) == (
+        "decoupled",
+        "token",
+        (0.0, 2.0),
+        "geometric",
+    )
     assert config.reject_bounds == (0.99, 1.02)
-    assert load_config(None).learning.correction == correction_config(mode="bypass", weight="none", reject="none")
+    assert load_config(None).learning.correction == correction_config(
+        mode="bypass", weight="none", reject="none"
+    )
 
 
 def test_a_presets_bounds_are_for_its_own_kind():
     """[0.999, 1.001] is a geometric mean's; single tokens would nearly all be rejected."""
     assert correction_config(preset="geo-rs", reject="token").reject_bounds == (0.5, 2.0)
-    assert correction_config(preset="geo-rs", reject="token", reject_bounds=[0.2, 5.0]).reject_bounds == (0.2, 5.0)
+    assert correction_config(preset="geo-rs", reject="token", reject_bounds=[0.2, 5.0]).reject_bounds == (
+        0.2,
+        5.0,
+    )
     assert correction_config(preset="geo-rs", reject="geometric").reject_bounds == (0.999, 1.001)
     other = correction_config(preset="icepop", weight="sequence")
     assert (other.weight_bounds, other.weight_outside) == ((0.0, 2.0), "truncate")
-    assert correction_config(preset="icepop", weight="none", veto=0.1).weight_bounds == (0.0, 2.0), "what is switched off takes its bounds along"
+    assert correction_config(preset="icepop", weight="none", veto=0.1).weight_bounds == (0.0, 2.0), (
+        "what is switched off takes its bounds along"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,11 +252,17 @@ def test_a_presets_bounds_are_for_its_own_kind():
     [
         (["weight=token"], "weight = 'token' needs mode: decoupled"),
         (["preset=token-tis", "mode=bypass"], "weight = 'token' needs mode: decoupled"),
-        (["preset=icepop", "weight_bounds=[5, 0.5]"], r"weight_bounds = \[5.0, 0.5\] must be \[lowest, highest\]"),
+        (
+            ["preset=icepop", "weight_bounds=[5, 0.5]"],
+            r"weight_bounds = \[5.0, 0.5\] must be \[lowest, highest\]",
+        ),
         (["preset=k3-rs", "reject_bounds=[0.001, 0.01]"], r"only an upper bound; write \[0, 0.01\]"),
         (["preset=geo-rs", "normalise=true"], "needs weights to normalise"),
         (["preset=icepopp"], "Did you mean 'icepop'"),
-        (["preset=tis", "weight=none"], "preset = 'tis' is undone by weight = 'none' beside it.*use preset: none"),
+        (
+            ["preset=tis", "weight=none"],
+            "preset = 'tis' is undone by weight = 'none' beside it.*use preset: none",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(overrides, message):

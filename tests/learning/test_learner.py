@@ -70,14 +70,19 @@ def test_out_of_memory_ends_where_the_smaller_budget_would_have(monkeypatch, alg
     calm_metrics = calm.update(groups)
 
     warnings: list[str] = []
-    learner = Learner(make_policy(), make_config(*overrides, "learning.micro_batch_tokens=128"), warnings.append)
+    learner = Learner(
+        make_policy(), make_config(*overrides, "learning.micro_batch_tokens=128"), warnings.append
+    )
     tried = fail_above(monkeypatch, limit)
     metrics = learner.update(groups)
 
     assert learner.token_budget == smaller == metrics["memory/micro_batch_tokens"]
     halvings = int(math.log2(128 // smaller))
     assert metrics["memory/micro_batch_halvings"] == halvings == len(warnings)
-    assert "micro-batches of 128 tokens become 64" in warnings[0] and "learning.micro_batch_tokens=64" in warnings[0]
+    assert (
+        "micro-batches of 128 tokens become 64" in warnings[0]
+        and "learning.micro_batch_tokens=64" in warnings[0]
+    )
     assert max(tried) > limit >= tried[-1]
     for a, b in zip(calm.policy.parameters(), learner.policy.parameters(), strict=True):
         if algorithm == "grpo":
@@ -101,7 +106,10 @@ def test_when_one_response_does_not_fit_the_error_says_what_helps(monkeypatch):
     learner = Learner(make_policy(), make_config())
     before = [p.clone() for p in learner.policy.parameters()]
     fail_above(monkeypatch, 0)
-    with pytest.raises(torch.OutOfMemoryError, match=r"single response.*rollout.max_tokens.*activation_checkpointing.*Tried to allocate"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"single response.*rollout.max_tokens.*activation_checkpointing.*Tried to allocate",
+    ):
         learner.update(make_groups())
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
     assert all(p.grad is None for p in learner.policy.parameters()), "nothing half-done is left behind"

@@ -14,7 +14,9 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters, merge_adapters
 
 pytestmark = pytest.mark.gpu
-EXPERTS = dict(num_experts=8, num_experts_per_token=2, expert_intermediate_size=128, normalise_expert_weights=True)
+EXPERTS = dict(
+    num_experts=8, num_experts_per_token=2, expert_intermediate_size=128, normalise_expert_weights=True
+)
 SHAPES = {
     "llama": DecoderConfig("llama", 1000, 256, 512, 3, 4, 2, 64, 512, tie_embeddings=True),
     "qwen2": DecoderConfig("qwen2", 1000, 256, 512, 3, 4, 4, 64, 512, qkv_bias=True),
@@ -53,7 +55,11 @@ def gradients(policy: Decoder, device: str) -> dict[str, torch.Tensor]:
     batch, weights_R = make_batch(device)
     logprobs_R, _ = token_logprobs(policy, batch)
     (logprobs_R * weights_R).sum().backward()
-    found = {name: parameter.grad.double().cpu() for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad.double().cpu()
+        for name, parameter in policy.named_parameters()
+        if parameter.grad is not None
+    }
     policy.zero_grad()
     return found
 
@@ -65,7 +71,9 @@ def relative_error(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor
 
 
 # A bf16 product is off by 1e-3 to 1e-2; a wrong kernel by 1. With experts, a token whose scores nearly tie may go elsewhere.
-@pytest.mark.parametrize("family, lora", [(f, None) for f in SHAPES] + [("qwen3", LORA), ("qwen3_moe", DENSE_LORA)])
+@pytest.mark.parametrize(
+    "family, lora", [(f, None) for f in SHAPES] + [("qwen3", LORA), ("qwen3_moe", DENSE_LORA)]
+)
 def test_gradients_are_the_cpus(family, lora):
     limit = 0.2 if family == "qwen3_moe" else 0.04
     policy = make_policy(SHAPES[family], lora)

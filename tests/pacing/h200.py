@@ -21,11 +21,29 @@ TILE_MS = (4.23, 4.60, 4.83, 6.95, 5.5, 8.06, 11.7, 13.2, 16.8, 20.0, 23.7)
 MAX_TOKENS = 873  # of one step, as 2 GB for graphs allowed
 # (running, proposed, context, ms) of the paced rollout, blocks without a capture or a prefill.
 MEASURED = (
-    (1, 5, 3220, 5.38), (1, 7, 3650, 5.75), (2, 5, 2950, 5.64), (3, 5, 2570, 6.01), (7, 5, 2125, 6.66), (9, 3, 1964, 6.09), (13, 3, 1595, 6.22),
-    (16, 3, 1458, 6.24), (21, 3, 1347, 8.77), (28, 2, 1169, 8.71), (38, 5, 970, 11.03), (51, 5, 818, 14.88), (60, 5, 747, 15.61),
-    (82, 3, 618, 14.46), (104, 3, 529, 16.19), (121, 3, 477, 16.99), (137, 2, 426, 16.06), (168, 1, 356, 14.90), (187, 1, 310, 14.58),
-    (200, 1, 272, 16.03), (22, 0, 1285, 5.59), (64, 0, 730, 6.60),
-)  # fmt: skip
+    (1, 5, 3220, 5.38),
+    (1, 7, 3650, 5.75),
+    (2, 5, 2950, 5.64),
+    (3, 5, 2570, 6.01),
+    (7, 5, 2125, 6.66),
+    (9, 3, 1964, 6.09),
+    (13, 3, 1595, 6.22),
+    (16, 3, 1458, 6.24),
+    (21, 3, 1347, 8.77),
+    (28, 2, 1169, 8.71),
+    (38, 5, 970, 11.03),
+    (51, 5, 818, 14.88),
+    (60, 5, 747, 15.61),
+    (82, 3, 618, 14.46),
+    (104, 3, 529, 16.19),
+    (121, 3, 477, 16.99),
+    (137, 2, 426, 16.06),
+    (168, 1, 356, 14.90),
+    (187, 1, 310, 14.58),
+    (200, 1, 272, 16.03),
+    (22, 0, 1285, 5.59),
+    (64, 0, 730, 6.60),
+)
 
 
 class H200(World):
@@ -36,8 +54,17 @@ class H200(World):
 
 
 def h200() -> H200:
-    oracle = SimulatedDrafter(lambda d, context, step: ACCEPTANCE[min(d, 5) - 1], lambda k, bucket: 1.9e-4 * k)
-    return H200({"oracle": oracle}, noise=0.01, outliers=0.01, buckets=tuple(buckets_up_to(256)), max_tokens=MAX_TOKENS, capture_seconds=0.04)
+    oracle = SimulatedDrafter(
+        lambda d, context, step: ACCEPTANCE[min(d, 5) - 1], lambda k, bucket: 1.9e-4 * k
+    )
+    return H200(
+        {"oracle": oracle},
+        noise=0.01,
+        outliers=0.01,
+        buckets=tuple(buckets_up_to(256)),
+        max_tokens=MAX_TOKENS,
+        capture_seconds=0.04,
+    )
 
 
 def lengths() -> list[int]:

@@ -21,29 +21,49 @@ def strategies(*drafters: str, counts: tuple[int, ...] = COUNTS) -> list[Strateg
 
 def make_pacer(*drafters: str, seed: int = 0, catch_up: float = 0.0) -> AdaptivePacer:
     """`catch_up`: what catching up with a token is said to take of the policy's own work."""
-    return AdaptivePacer(PacingSettings(BUCKETS, tuple(strategies(*drafters)), seed, catch_up=dict.fromkeys(drafters, catch_up)))
+    return AdaptivePacer(
+        PacingSettings(
+            BUCKETS, tuple(strategies(*drafters)), seed, catch_up=dict.fromkeys(drafters, catch_up)
+        )
+    )
 
 
 def head(*rates: float, seconds_per_token: float = 2.5e-4, switch_seconds: float = 0.0) -> SimulatedDrafter:
     """Acceptance by depth, the last one repeated; costs what an EAGLE head costs."""
-    return SimulatedDrafter(lambda d, context, step: rates[min(d, len(rates)) - 1], lambda k, bucket: seconds_per_token * k, switch_seconds)
+    return SimulatedDrafter(
+        lambda d, context, step: rates[min(d, len(rates)) - 1],
+        lambda k, bucket: seconds_per_token * k,
+        switch_seconds,
+    )
 
 
 def random_world(seed: int) -> tuple[World, list[int]]:
     rng = random.Random(seed)
 
     def drafter() -> SimulatedDrafter:
-        first, falling, longer = rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9)), rng.choice((0.0, 0.02, 0.05)), rng.choice((0.0, 0.0, -0.2, 0.2))
+        first, falling, longer = (
+            rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9)),
+            rng.choice((0.0, 0.02, 0.05)),
+            rng.choice((0.0, 0.0, -0.2, 0.2)),
+        )
         seconds, per_token = rng.choice((2e-5, 1e-4, 3e-4, 1e-3)), rng.random() < 0.7
         return SimulatedDrafter(
-            lambda d, context, step: min(0.98, max(0.0, first - falling * (d - 1) + longer * (context > 1000))),
+            lambda d, context, step: min(
+                0.98, max(0.0, first - falling * (d - 1) + longer * (context > 1000))
+            ),
             lambda k, bucket: seconds * (k if per_token else 1),
             rng.choice((0.0, 0.0, 2e-3)),
         )
 
     drafters = {name: drafter() for name in ("x", "y")[: rng.choice((1, 2))]}
-    weights, token, attention = rng.choice((1e-3, 4.4e-3, 2e-2)), rng.choice((1e-5, 3e-5, 1e-4, 1e-3)), rng.choice((0.0, 2e-9, 1e-8))
-    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(rng.choice((48, 128)), 250, seed, 2000)
+    weights, token, attention = (
+        rng.choice((1e-3, 4.4e-3, 2e-2)),
+        rng.choice((1e-5, 3e-5, 1e-4, 1e-3)),
+        rng.choice((0.0, 2e-9, 1e-8)),
+    )
+    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(
+        rng.choice((48, 128)), 250, seed, 2000
+    )
 
 
 def test_regret_over_random_worlds_is_small():
@@ -53,7 +73,10 @@ def test_regret_over_random_worlds_is_small():
         world, lengths = random_world(seed)
         pacer = make_pacer(*world.drafters)
         paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(2))
-        best = sum(simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds for i in range(2))
+        best = sum(
+            simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds
+            for i in range(2)
+        )
         plain = 2 * simulate(world, FixedPacer(PLAIN), lengths).seconds
         regrets.append(paced / best - 1)
         against_plain.append(paced / plain - 1)
@@ -70,9 +93,17 @@ def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
     fixed = {s: simulate(world, FixedPacer(s), lengths).seconds for s in [PLAIN, *strategies("eagle")]}
     assert first.seconds < 0.95 * min(fixed.values()), (first.seconds, fixed)
     assert second.seconds < 0.90 * min(fixed.values()), (second.seconds, fixed)
-    assert second.seconds < 1.03 * simulate(world, BestPacer(world, strategies("eagle")), lengths, seed=1).seconds
+    assert (
+        second.seconds
+        < 1.03 * simulate(world, BestPacer(world, strategies("eagle")), lengths, seed=1).seconds
+    )
     by_running = list(zip(second.running, (s.count for s in second.strategies), strict=True))
-    assert max(k for running, k in by_running if running > 64) <= 2 < 5 <= max(k for running, k in by_running if running <= 8), "deeper in the tail"
+    assert (
+        max(k for running, k in by_running if running > 64)
+        <= 2
+        < 5
+        <= max(k for running, k in by_running if running <= 8)
+    ), "deeper in the tail"
 
 
 @pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 0.0), (2.5e-4, 5e-3), (2e-3, 5e-2)])
@@ -80,34 +111,51 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
     world = World({"bad": head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)})
     for requests, mean in ((256, 300), (16, 300), (64, 100)):
         lengths = long_tailed(requests, mean)
-        paced, plain = simulate(world, make_pacer("bad"), lengths), simulate(world, FixedPacer(PLAIN), lengths)
+        paced, plain = (
+            simulate(world, make_pacer("bad"), lengths),
+            simulate(world, FixedPacer(PLAIN), lengths),
+        )
         assert paced.seconds < 1.02 * plain.seconds, (requests, mean)
         assert any(strategy.count for strategy in paced.strategies), "it was given a chance"
 
 
 @pytest.mark.parametrize("names", ["a", "abc"])
 @pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 5e-2), (2e-3, 5e-2), (2.5e-4, 5e-3)])
-def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(names, seconds_per_token, switch_seconds):
+def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
+    names, seconds_per_token, switch_seconds
+):
     """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before one was seen."""
-    world = World({name: head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds) for name in names})
+    world = World(
+        {
+            name: head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)
+            for name in names
+        }
+    )
     for requests, mean in ((64, 100), (8, 100), (128, 20)):
         lengths, pacer = long_tailed(requests, mean), make_pacer(*names, catch_up=0.1)
         plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
         rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(14)]
         assert rollouts[0].seconds < 1.02 * plain, (requests, mean)
         assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain, (requests, mean)
-        assert any(strategy.count for r in rollouts for strategy in r.strategies), "once there is time for a switch it is given a chance"
+        assert any(strategy.count for r in rollouts for strategy in r.strategies), (
+            "once there is time for a switch it is given a chance"
+        )
 
 
 def test_drafters_share_one_budget():
     """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there is another."""
-    world, lengths = World({name: head(0.0, seconds_per_token=1e-5, switch_seconds=5e-2) for name in "abc"}), long_tailed(8, 100)
+    world, lengths = (
+        World({name: head(0.0, seconds_per_token=1e-5, switch_seconds=5e-2) for name in "abc"}),
+        long_tailed(8, 100),
+    )
     plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
     pacer = make_pacer("a", "b", "c")
     rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(16)]
     assert rollouts[0].seconds < 1.005 * plain + 5e-2, "a trial cannot be cheaper than one switch"
     assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain
-    assert {s.drafter for r in rollouts for s in r.strategies} == {"", "a", "b", "c"}, "everybody was given a chance"
+    assert {s.drafter for r in rollouts for s in r.strategies} == {"", "a", "b", "c"}, (
+        "everybody was given a chance"
+    )
 
 
 def test_what_fails_at_the_full_batch_is_not_barred_from_the_tail():
@@ -130,10 +178,17 @@ def test_a_rollout_does_not_begin_with_the_last_ones_tail():
             decisions.append(pacer.choose(moment))
             k, rows = decisions[-1].strategy.count, moment.running
             accepted = (rows // 4,) * k
-            pacer.observe(Observation(decisions[-1], rows, 300.0, 0.0, seconds[k], rows + sum(accepted), rows * k, accepted))
+            pacer.observe(
+                Observation(
+                    decisions[-1], rows, 300.0, 0.0, seconds[k], rows + sum(accepted), rows * k, accepted
+                )
+            )
         return decisions
 
-    full, tail = (Moment(192, 300.0), {0: 8e-3, 1: 8e-3 * 1.25 * 1.015}), (Moment(4, 300.0), {0: 5e-3, 1: 5e-3})
+    full, tail = (
+        (Moment(192, 300.0), {0: 8e-3, 1: 8e-3 * 1.25 * 1.015}),
+        (Moment(4, 300.0), {0: 5e-3, 1: 5e-3}),
+    )
     for _ in range(2):
         assert all(decision.strategy == PLAIN for decision in play(*full) if decision.reason != "trial")
         assert play(*tail)[-1].strategy.count, "in the tail"
@@ -151,7 +206,9 @@ def test_bars_and_waits_are_of_one_situation():
     assert not record.due(tail, 36001) and record.due(tail, 36000 + 700), "and when it is, the wait is short"
     record.does_well(full, 40000)
     record.bar(full, 41000, rng)
-    assert record.barred(full, 41040) and not record.barred(full, 41100), "the wait began anew while it did well"
+    assert record.barred(full, 41040) and not record.barred(full, 41100), (
+        "the wait began anew while it did well"
+    )
 
 
 def remembering(acceptance) -> World:
@@ -168,8 +225,12 @@ def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
     pacer, lengths = make_pacer("history"), long_tailed(64, 100)
     for i in range(8):
         simulate(remembering(lambda d, context, step: 0.02), pacer, lengths, seed=i)
-    first, second = (simulate(remembering(lambda d, context, step: 0.85), pacer, lengths, seed=i) for i in (8, 9))
-    assert speculating(first, len(first.strategies)) > 0.5 and speculating(second, len(second.strategies)) > 0.8
+    first, second = (
+        simulate(remembering(lambda d, context, step: 0.85), pacer, lengths, seed=i) for i in (8, 9)
+    )
+    assert (
+        speculating(first, len(first.strategies)) > 0.5 and speculating(second, len(second.strategies)) > 0.8
+    )
 
 
 def test_a_tail_is_not_held_against_the_next_start():
@@ -185,7 +246,10 @@ def test_a_slow_machine_for_verification_stays_plain():
     """Where verifying k tokens costs k steps, as on a CPU, nothing but an excellent drafter pays."""
     world = World({"history": head(0.3, seconds_per_token=1e-6)}, weights_seconds=1e-5, token_seconds=1e-3)
     lengths = long_tailed(64, 200)
-    paced, plain = simulate(world, make_pacer("history"), lengths), simulate(world, FixedPacer(PLAIN), lengths)
+    paced, plain = (
+        simulate(world, make_pacer("history"), lengths),
+        simulate(world, FixedPacer(PLAIN), lengths),
+    )
     assert paced.seconds < 1.02 * plain.seconds
     assert sum(s is PLAIN or s == PLAIN for s in paced.strategies) > 0.95 * len(paced.strategies)
 
@@ -193,7 +257,13 @@ def test_a_slow_machine_for_verification_stays_plain():
 @pytest.mark.parametrize("running", [1, 8, 64])
 def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
     collapse = 400
-    world = World({"eagle": SimulatedDrafter(lambda d, context, step: 0.85 if step < collapse else 0.0, lambda k, bucket: 2.5e-4 * k)})
+    world = World(
+        {
+            "eagle": SimulatedDrafter(
+                lambda d, context, step: 0.85 if step < collapse else 0.0, lambda k, bucket: 2.5e-4 * k
+            )
+        }
+    )
     outcome = simulate(world, make_pacer("eagle"), [4000] * running)
     assert all(s.count for s in outcome.strategies[collapse - 50 : collapse]), "it was worth speculating"
     after = outcome.strategies[collapse:]
@@ -222,14 +292,27 @@ def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
 
 
 def test_a_drafter_that_improves_is_taken_up_again():
-    world = World({"eagle": SimulatedDrafter(lambda d, context, step: 0.0 if step < 600 else 0.8, lambda k, bucket: 2.5e-4 * k)})
-    outcome = simulate(world, make_pacer("eagle"), [6000] * 4, prompt=2100)  # in one context class from start to end
-    taken_up = next(i for i in range(600, len(outcome.strategies)) if all(s.count for s in outcome.strategies[i : i + 40]))
+    world = World(
+        {
+            "eagle": SimulatedDrafter(
+                lambda d, context, step: 0.0 if step < 600 else 0.8, lambda k, bucket: 2.5e-4 * k
+            )
+        }
+    )
+    outcome = simulate(
+        world, make_pacer("eagle"), [6000] * 4, prompt=2100
+    )  # in one context class from start to end
+    taken_up = next(
+        i for i in range(600, len(outcome.strategies)) if all(s.count for s in outcome.strategies[i : i + 40])
+    )
     assert taken_up < 600 + 1200
 
 
 def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
-    drafters = {"eagle": head(0.6), "history": SimulatedDrafter(lambda d, context, step: 0.95 if context > 1024 else 0.3)}
+    drafters = {
+        "eagle": head(0.6),
+        "history": SimulatedDrafter(lambda d, context, step: 0.95 if context > 1024 else 0.3),
+    }
     outcome = simulate(World(drafters), make_pacer("eagle", "history"), [4000] * 8)
     named = [s.drafter for s in outcome.strategies]
     assert named[100:180].count("eagle") > 70, "while contexts are short"
@@ -249,11 +332,20 @@ def test_no_thrash_at_a_boundary():
         moment = moments[step % 2]
         decision = pacer.choose(moment)
         k = decision.strategy.count
-        accepted = [sum(rng.random() < 0.12 for _ in range(moment.running)) if d == 0 else 0 for d in range(k)]
+        accepted = [
+            sum(rng.random() < 0.12 for _ in range(moment.running)) if d == 0 else 0 for d in range(k)
+        ]
         seconds = world.verify_seconds(moment.running, k + 1, 300.0) * (1 + 0.02 * rng.gauss(0, 1))
         pacer.observe(
             Observation(
-                decision, moment.running, 300.0, 1e-5 * k, seconds, moment.running + sum(accepted), moment.running if k else 0, tuple(accepted)
+                decision,
+                moment.running,
+                300.0,
+                1e-5 * k,
+                seconds,
+                moment.running + sum(accepted),
+                moment.running if k else 0,
+                tuple(accepted),
             )
         )
         switches += decision.strategy != last
@@ -280,7 +372,10 @@ def test_choices_are_a_function_of_what_was_recorded():
         return chosen
 
     assert replay(3) == outcome.strategies
-    assert any(simulate(world, make_pacer("x", "y", seed=seed), lengths).strategies != outcome.strategies for seed in (4, 5, 6))
+    assert any(
+        simulate(world, make_pacer("x", "y", seed=seed), lengths).strategies != outcome.strategies
+        for seed in (4, 5, 6)
+    )
 
 
 def test_saving_changes_no_choice():
@@ -292,7 +387,10 @@ def test_saving_changes_no_choice():
 
     world, lengths = World({"x": head(0.3), "y": head(0.6)}, noise=0.05), long_tailed(64, 400)
     settings = PacingSettings(BUCKETS, tuple(strategies("x", "y")), seed=3)
-    assert simulate(world, Saving(settings), lengths).strategies == simulate(world, AdaptivePacer(settings), lengths).strategies
+    assert (
+        simulate(world, Saving(settings), lengths).strategies
+        == simulate(world, AdaptivePacer(settings), lengths).strategies
+    )
 
 
 def test_what_was_learnt_can_be_kept():
@@ -313,7 +411,18 @@ def test_only_what_fits_is_chosen():
         decision = pacer.choose(moment)
         k = decision.strategy.count
         deepest = max(deepest, k)
-        pacer.observe(Observation(decision, 4, 100.0, 2.5e-4 * k, world.verify_seconds(4, k + 1, 100.0), 4 * (k + 1), 4 if k else 0, (4,) * k))
+        pacer.observe(
+            Observation(
+                decision,
+                4,
+                100.0,
+                2.5e-4 * k,
+                world.verify_seconds(4, k + 1, 100.0),
+                4 * (k + 1),
+                4 if k else 0,
+                (4,) * k,
+            )
+        )
     assert deepest == 3
     assert pacer.choose(Moment(4, 100.0, max_queries=1)).strategy == PLAIN
 

@@ -41,7 +41,12 @@ REQUESTS = grouped_requests(prompts=5, samples=3, longest=60)
 
 def make_engine(policy: Decoder, pacer=None, steps_ahead: int = 0) -> tuple[Engine, OracleDrafter]:
     oracle = OracleDrafter(REQUESTS, [0.9, 0.7])
-    engine = Engine(policy, EngineSettings(max_running=8, kv_tokens=2048), drafters=[HistoryDrafter(bank_tokens=480), oracle], pacer=pacer)
+    engine = Engine(
+        policy,
+        EngineSettings(max_running=8, kv_tokens=2048),
+        drafters=[HistoryDrafter(bank_tokens=480), oracle],
+        pacer=pacer,
+    )
     engine.steps_ahead = steps_ahead
     return engine, oracle
 
@@ -73,12 +78,16 @@ def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(pol
         engine, oracle = make_engine(policy, make_pacer(), steps_ahead)
         oracle.learn(plain.values())
         used: set[str] = set()
-        for _ in range(30):  # one drafter's trial must be earned before the other's; how long that takes is up to the machine
+        for _ in range(
+            30
+        ):  # one drafter's trial must be earned before the other's; how long that takes is up to the machine
             assert bits(run(engine)) == bits(plain)
             used |= set(engine.take_stats().strategies)
             if any(s.startswith("oracle") for s in used):
                 break
-        assert "plain" in used and any(s.startswith("oracle") for s in used), "it chose, and it changed its mind"
+        assert "plain" in used and any(s.startswith("oracle") for s in used), (
+            "it chose, and it changed its mind"
+        )
 
 
 def test_the_trace_adds_up(policy, plain):
@@ -102,7 +111,9 @@ def test_an_oracle_is_as_right_as_it_was_asked_to_be(policy, plain):
         run(engine)
     drafts = engine.take_stats().drafts["oracle"]
     first = drafts.accepted_at[0] / drafts.drafts
-    assert first == pytest.approx(0.9, abs=0.06) and drafts.accepted_at[1] / drafts.accepted_at[0] == pytest.approx(0.7, abs=0.1)
+    assert first == pytest.approx(0.9, abs=0.06) and drafts.accepted_at[1] / drafts.accepted_at[
+        0
+    ] == pytest.approx(0.7, abs=0.1)
 
 
 class Recorder:
@@ -125,10 +136,15 @@ def test_observations_say_what_the_step_did(policy, plain):
     run(engine)
     assert sum(o.tokens for o in recorder.seen) == sum(len(c.tokens) for c in plain.values())
     for o in recorder.seen:
-        assert len(o.accepted_at) == 3 and o.drafts >= o.accepted_at[0] >= o.accepted_at[1] >= o.accepted_at[2] >= 0
+        assert (
+            len(o.accepted_at) == 3
+            and o.drafts >= o.accepted_at[0] >= o.accepted_at[1] >= o.accepted_at[2] >= 0
+        )
         assert o.tokens == o.drafts + sum(o.accepted_at) and o.draft_seconds > 0 and o.verify_seconds > 0
         assert 1 <= o.context <= 256
-    assert recorder.seen[0].disturbed and any(not o.disturbed for o in recorder.seen), "a prefill is in the first one's time"
+    assert recorder.seen[0].disturbed and any(not o.disturbed for o in recorder.seen), (
+        "a prefill is in the first one's time"
+    )
 
 
 def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tmp_path):
@@ -138,12 +154,22 @@ def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tm
     run(engine)
     save_pacing(tmp_path / "pacing.json", pacer, "this machine")
     again, elsewhere = make_pacer(), make_pacer()
-    assert load_pacing(tmp_path / "pacing.json", again, "this machine") and not load_pacing(tmp_path / "pacing.json", elsewhere, "another")
+    assert load_pacing(tmp_path / "pacing.json", again, "this machine") and not load_pacing(
+        tmp_path / "pacing.json", elsewhere, "another"
+    )
     assert again.state() == pacer.state() != elsewhere.state()
-    earlier = {key: value for key, value in json.loads((tmp_path / "pacing.json").read_text()).items() if key != "format"}
+    earlier = {
+        key: value
+        for key, value in json.loads((tmp_path / "pacing.json").read_text()).items()
+        if key != "format"
+    }
     (tmp_path / "earlier.json").write_text(json.dumps(earlier))
-    assert not load_pacing(tmp_path / "earlier.json", elsewhere, "this machine"), "what another version of the pacer kept is not understood"
-    assert not load_pacing(tmp_path / "missing.json", make_pacer(), "x") and not load_pacing(tmp_path / "pacing.json", FixedPacer(PLAIN), "x")
+    assert not load_pacing(tmp_path / "earlier.json", elsewhere, "this machine"), (
+        "what another version of the pacer kept is not understood"
+    )
+    assert not load_pacing(tmp_path / "missing.json", make_pacer(), "x") and not load_pacing(
+        tmp_path / "pacing.json", FixedPacer(PLAIN), "x"
+    )
 
 
 def test_trace_files_and_the_page(policy, plain, tmp_path):
@@ -155,18 +181,25 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
         rows = engine.take_stats().trace
         append_trace(path, step, rows)
     read = read_trace(path)
-    assert sorted(read) == [1, 2, 3] and [asdict(r) | {"decision": None} for r in read[3]] == [asdict(r) | {"decision": None} for r in rows]
+    assert sorted(read) == [1, 2, 3] and [asdict(r) | {"decision": None} for r in read[3]] == [
+        asdict(r) | {"decision": None} for r in rows
+    ]
     assert write_page(path, tmp_path / "page.html", "a <run>") == 3
     page = (tmp_path / "page.html").read_text()
     assert "a &lt;run&gt;" in page and page.count("<rect") == len(rows) and page.count("<polyline") == 3
     last = rows[-1]
-    assert f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, {last.decision.expected:.0f} tokens/s expected" in page
+    assert (
+        f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, {last.decision.expected:.0f} tokens/s expected"
+        in page
+    )
     assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
     with path.open("a") as file:
         file.write('{"step": 4, "strat')
     good = path.read_bytes()
     path.write_bytes(b'{"step": 1, "strat\n\xff\xfe\n[]\n' + good + b'{"step": 3')
-    assert {k: len(v) for k, v in read_trace(path).items()} == {k: len(v) for k, v in read.items()}, "damaged lines are left out"
+    assert {k: len(v) for k, v in read_trace(path).items()} == {k: len(v) for k, v in read.items()}, (
+        "damaged lines are left out"
+    )
     cut_trace(path, 2)
     assert sorted(read_trace(path)) == [1, 2] and path.read_bytes().startswith(good[:20])
     with pytest.raises(ValueError, match="has steps 1 to 2"):
@@ -181,7 +214,9 @@ def test_a_fixed_strategy_that_does_not_fit_runs_plain(policy, plain, monkeypatc
     engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 7)))
     oracle.learn(plain.values())
     memory = engine.runner.memory
-    memory.budget = memory.would_hold(2, 8)  # more than plain decoding needs, and less than eight tokens of four rows
+    memory.budget = memory.would_hold(
+        2, 8
+    )  # more than plain decoding needs, and less than eight tokens of four rows
     assert memory.would_hold(8, 1) < memory.budget < memory.would_hold(4, 8)
     assert bits(run(engine)) == bits(plain)
     stats = engine.take_stats()
@@ -212,7 +247,10 @@ def test_capture_and_training_keep_apart():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.pacing=fixed"], "pacing = 'fixed' takes one drafter"),
+        (
+            ["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.pacing=fixed"],
+            "pacing = 'fixed' takes one drafter",
+        ),
         (["rollout.speculation.max_running=4"], "max_running = 4 applies to pacing = 'fixed' only"),
         (["rollout.speculation.drafters=[history,history]"], "each drafter once"),
         (["rollout.speculation.drafter=history"], "Did you mean 'rollout.speculation.drafters'"),
@@ -225,25 +263,36 @@ def test_recipes_that_make_no_sense_say_so(overrides, message):
 
 
 def test_the_recipe_makes_the_pacer(policy):
-    from paceline.backends.native import counts_up_to, make_pacer
+    from paceline.engine.factory import counts_up_to, make_pacer
 
-    config = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]).rollout.speculation
+    config = load_config(
+        None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]
+    ).rollout.speculation
     pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG)
-    assert pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6)) and pacer.settings.seed == 5
+    assert (
+        pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6))
+        and pacer.settings.seed == 5
+    )
     assert not pacer.settings.catch_up, "copying needs no catching up"
     half = DraftModel(Decoder(replace(CONFIG, num_layers=1)).initialise(0))
     share = make_pacer(config, [half], 8, 0, CONFIG).settings.catch_up["draft_model"]
     assert share == half.shape.num_parameters / CONFIG.num_parameters and 0.5 < share < 1
     assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
-    fixed = load_config(None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]).rollout.speculation
-    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG).choose(Moment(8)).strategy == Strategy("history", 7)
+    fixed = load_config(
+        None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]
+    ).rollout.speculation
+    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG).choose(Moment(8)).strategy == Strategy(
+        "history", 7
+    )
 
 
 @pytest.mark.gpu
 def test_a_capture_is_not_charged_for_the_steps_in_flight():
     """Else strategies that capture on the way would seem faster than those whose graphs are there."""
     config = DecoderConfig("qwen3", 1024, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
-    runner = Engine(Decoder(config, torch.bfloat16, "cuda").initialise(0), EngineSettings(max_running=8, kv_tokens=4096)).runner
+    runner = Engine(
+        Decoder(config, torch.bfloat16, "cuda").initialise(0), EngineSettings(max_running=8, kv_tokens=4096)
+    ).runner
     with torch.inference_mode():
         runner.run(8, 1, StepVariant())  # compiles
         runner.captured.clear()
@@ -260,7 +309,9 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
     for every step of 16 rows, of 16 x 16 tokens in four pieces too, and the smaller one for 16 tokens and not for 32."""
     for module in (sampling, step_bytes):
         monkeypatch.setattr(module, "SAMPLE_TOKENS", 64)
-    config = DecoderConfig("qwen3", 151936, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))  # logits fill the pool
+    config = DecoderConfig(
+        "qwen3", 151936, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,)
+    )  # logits fill the pool
     policy = Decoder(config, torch.bfloat16, "cuda").initialise(0)
     oracle = OracleDrafter(REQUESTS, [0.9])
     settings = EngineSettings(max_running=16, kv_tokens=4096, deterministic=True, graph_memory=budget)
@@ -271,7 +322,9 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
         engine.pacer = FixedPacer(Strategy("oracle", count))
         assert bits(run(engine)) == bits(plain)
     stats = engine.take_stats()
-    assert {"plain", "oracle:1"} < set(stats.strategies) and stats.graph_pool_bytes == engine.runner.memory.pool_bytes
+    assert {"plain", "oracle:1"} < set(
+        stats.strategies
+    ) and stats.graph_pool_bytes == engine.runner.memory.pool_bytes
     assert max(key.bucket * key.queries for key in engine.runner.captured) == tokens
     memory = engine.runner.memory
     assert memory.segment < memory.pool_bytes <= budget, "the segment, and small tensors beside it"
@@ -286,11 +339,18 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_every_strategy_of_256_rows_of_the_8b_shape_fits_two_gigabytes(deterministic):
     policy = Decoder(replace(SHAPES["qwen3-8b"], num_layers=2), torch.bfloat16, "cuda").initialise(0)
-    settings = EngineSettings(max_running=256, kv_tokens=4096, deterministic=deterministic, graph_memory=2_000_000_000)
+    settings = EngineSettings(
+        max_running=256, kv_tokens=4096, deterministic=deterministic, graph_memory=2_000_000_000
+    )
     runner = Engine(policy, settings, drafters=[HistoryDrafter(bank_tokens=480)]).runner
     assert runner.memory.max_queries(256) == 16
     with torch.inference_mode():
         for bucket, queries in ((16, 4), (256, 1), (256, 2), (200, 5), (256, 8), (256, 16)):
             for variant in (StepVariant(), StepVariant(truncates=True, top_logprobs=4)):
                 runner.run(bucket, queries, variant)  # of null rows
-    assert runner.memory.segment < runner.memory.pool_bytes <= runner.memory.segment + runner.memory.beside < 1_000_000_000
+    assert (
+        runner.memory.segment
+        < runner.memory.pool_bytes
+        <= runner.memory.segment + runner.memory.beside
+        < 1_000_000_000
+    )

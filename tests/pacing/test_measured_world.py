@@ -23,7 +23,9 @@ def rollouts(request) -> tuple[list[Outcome], list[float], list[float]]:
     world, wanted, seeds = h200(), lengths(), [100 * request.param + i for i in range(3)]
     pacer = AdaptivePacer(PacingSettings(world.buckets, STRATEGIES, request.param))
     paced = [simulate(world, pacer, wanted, seed) for seed in seeds]
-    fixed = [min(simulate(world, FixedPacer(s), wanted, seed).seconds for s in STRATEGIES[:5]) for seed in seeds]
+    fixed = [
+        min(simulate(world, FixedPacer(s), wanted, seed).seconds for s in STRATEGIES[:5]) for seed in seeds
+    ]
     knowing = [simulate(world, BestPacer(world, list(STRATEGIES)), wanted, seed).seconds for seed in seeds]
     return paced, fixed, knowing
 
@@ -42,7 +44,10 @@ def test_what_was_learnt_is_nearly_all_there_is_to_know(rollouts):
 
 def test_finding_out_is_short_and_ends(rollouts):
     paced, _, _ = rollouts
-    trials = [sum(decision.reason == "trial" for decision in outcome.decisions) / len(outcome.decisions) for outcome in paced]
+    trials = [
+        sum(decision.reason == "trial" for decision in outcome.decisions) / len(outcome.decisions)
+        for outcome in paced
+    ]
     assert 0 < trials[0] < 0.15 and trials[2] < 0.03, trials
 
 

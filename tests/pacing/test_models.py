@@ -14,7 +14,14 @@ from tests.pacing.world import BUCKETS, SimulatedDrafter, World
 
 QUERIES = (1, 2, 4, 8, 16)
 points = st.lists(
-    st.tuples(st.sampled_from(BUCKETS), st.sampled_from(QUERIES), st.sampled_from((100, 700, 3000)), st.floats(1e-3, 1.0)), min_size=1, max_size=12
+    st.tuples(
+        st.sampled_from(BUCKETS),
+        st.sampled_from(QUERIES),
+        st.sampled_from((100, 700, 3000)),
+        st.floats(1e-3, 1.0),
+    ),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -31,20 +38,31 @@ def test_time_is_positive_and_finite_whatever_was_measured(measured):
 
 def test_what_was_measured_is_believed_whatever_was_measured_elsewhere():
     """A machine that works in tiles: 96 tokens take longer than 128, and plain decoding of many rows longer than either."""
-    measured = {(24, 4): 8.7e-3, (32, 4): 7.2e-3, (192, 1): 11.6e-3, (48, 2): 8.9e-3, (16, 8): 7.3e-3, (1, 1): 4.2e-3}
+    measured = {
+        (24, 4): 8.7e-3,
+        (32, 4): 7.2e-3,
+        (192, 1): 11.6e-3,
+        (48, 2): 8.9e-3,
+        (16, 8): 7.3e-3,
+        (1, 1): 4.2e-3,
+    }
     cost = CostModel(BUCKETS, QUERIES)
     for (bucket, queries), seconds in measured.items():
         cost.note_verify(bucket, queries, 300, seconds, 16)
     for (bucket, queries), seconds in measured.items():
         assert cost.verify(bucket, 300)[QUERIES.index(queries)] == pytest.approx(seconds), (bucket, queries)
-    assert 7.2e-3 < cost.verify(64, 300)[1] < 11.6e-3, "a guess lies between what is known of fewer and of more tokens"
+    assert 7.2e-3 < cost.verify(64, 300)[1] < 11.6e-3, (
+        "a guess lies between what is known of fewer and of more tokens"
+    )
 
 
 def test_a_bucket_that_is_dearer_than_others_is_guessed_to_be_so_with_other_queries_too():
     cost = CostModel(BUCKETS, QUERIES)
     for bucket in (8, 16, 32, 64, 128):
         for queries in (1, 2, 4) if bucket != 16 else (2,):
-            cost.note_verify(bucket, queries, 300, 4e-3 + 1e-5 * bucket * queries + (2e-3 if bucket == 16 else 0.0), 16)
+            cost.note_verify(
+                bucket, queries, 300, 4e-3 + 1e-5 * bucket * queries + (2e-3 if bucket == 16 else 0.0), 16
+            )
     assert np.allclose(cost.verify(16, 300)[:3], [6.16e-3, 6.32e-3, 6.64e-3], rtol=0.15)
 
 
@@ -105,7 +123,9 @@ def test_drafters_have_times_of_their_own():
     cost = CostModel(BUCKETS, QUERIES)
     assert cost.draft("eagle", [1, 7], 8).tolist() == [0, 0]
     cost.note_draft("eagle", 3, 8, 3e-3)
-    assert np.allclose(cost.draft("eagle", [1, 3, 7], 4), 3e-3) and np.allclose(cost.draft("eagle", [3, 7], 4, at_worst=True), [3e-3, 7e-3])
+    assert np.allclose(cost.draft("eagle", [1, 3, 7], 4), 3e-3) and np.allclose(
+        cost.draft("eagle", [3, 7], 4, at_worst=True), [3e-3, 7e-3]
+    )
     cost.note_draft("eagle", 7, 8, 7e-3)
     assert np.allclose(cost.draft("eagle", [3, 5, 15], 8), [3e-3, 5e-3, 15e-3])
     cost.note_switch("eagle", 0.02)
@@ -116,7 +136,9 @@ def test_catching_up_is_dear_until_it_was_measured():
     cost = CostModel(BUCKETS, QUERIES, {"draft_model": 0.1})
     assert cost.switch("draft_model", 8, 300) == 0, "there is nothing to compare with"
     cost.note_verify(8, 1, 300, 5e-3, 16)
-    assert cost.switch("draft_model", 8, 300) == pytest.approx(0.1 * 300 * 5e-3), "a tenth of decoding 300 tokens"
+    assert cost.switch("draft_model", 8, 300) == pytest.approx(0.1 * 300 * 5e-3), (
+        "a tenth of decoding 300 tokens"
+    )
     cost.note_switch("draft_model", 0.02)
     assert cost.switch("draft_model", 8, 300) == pytest.approx(0.02)
     again = CostModel(BUCKETS, QUERIES, {"draft_model": 0.1})
@@ -131,7 +153,9 @@ def test_acceptance_is_found_at_every_depth_and_leant_on_beyond():
         survivors = np.cumprod(rng.random((8, 3)) < true, axis=1).sum(0).tolist()
         model.note(0, 8, survivors, 1)
     assert np.allclose(model.rates(0)[:3], true, atol=0.12)
-    assert np.allclose(model.rates(0)[3:], model.rates(0)[2], atol=0.02), "untried depths lean on the one before"
+    assert np.allclose(model.rates(0)[3:], model.rates(0)[2], atol=0.02), (
+        "untried depths lean on the one before"
+    )
     assert model.emitted(0)[3] == pytest.approx(1 + 0.9 + 0.63 + 0.315, abs=0.25)
     assert np.allclose(emitted_by_count(np.array([0.5, 0.5])), [1, 1.5, 1.75])
 
@@ -159,7 +183,11 @@ def test_situations_differ_and_a_new_one_starts_from_all():
         model.note((4, 0), 8, (2,), 1)
         model.note((0, 2), 8, (7,), 1)
     short, long, unseen = (model.rates(where)[0] for where in ((4, 0), (0, 2), (0, 3)))
-    assert short == pytest.approx(0.25, abs=0.05) and long == pytest.approx(0.875, abs=0.05) and short < unseen < long
+    assert (
+        short == pytest.approx(0.25, abs=0.05)
+        and long == pytest.approx(0.875, abs=0.05)
+        and short < unseen < long
+    )
     assert [context_class(n) for n in (0, 511, 512, 1023, 1024, 5000)] == [0, 0, 1, 1, 2, 4]
 
 
@@ -174,7 +202,9 @@ def test_what_is_known_survives_as_json():
     again, acceptance_again = CostModel(BUCKETS, QUERIES), AcceptanceModel(7)
     again.load_state(json.loads(json.dumps(cost.state())))
     acceptance_again.load_state(json.loads(json.dumps(acceptance.state())))
-    assert np.allclose(again.verify(7, 900), cost.verify(7, 900), rtol=0.02) and again.switch("eagle", 7, 900) == cost.switch("eagle", 7, 900)
+    assert np.allclose(again.verify(7, 900), cost.verify(7, 900), rtol=0.02) and again.switch(
+        "eagle", 7, 900
+    ) == cost.switch("eagle", 7, 900)
     assert np.array_equal(again.draft("eagle", [1, 2, 9], 7), cost.draft("eagle", [1, 2, 9], 7))
     assert np.array_equal(acceptance_again.rates(1), acceptance.rates(1))
 

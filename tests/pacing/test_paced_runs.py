@@ -4,21 +4,26 @@ import json
 
 import pytest
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.engine.engine import Engine
 from paceline.learning.learner import Learner
 from paceline.loop import train
 from paceline.pacing.strategy import PLAIN, Decision, Moment
 from paceline.pacing.trace import TraceRow, append_trace, read_trace
-from paceline.rollout import LiveRollouts
+from paceline.rollout.sources import LiveRollouts
 from paceline.session import Session, open_session
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
 
-PACED = ("rollout.speculation.pacing=adaptive", "rollout.speculation.max_running=0", "run.steps=3", "eval.every=0")
+PACED = (
+    "rollout.speculation.pacing=adaptive",
+    "rollout.speculation.max_running=0",
+    "run.steps=3",
+    "eval.every=0",
+)
 # How the time was spent; under an adaptive pacer that depends on the clock, as `time/` does.
 PACE = ("speculation/", "rollout/decode_steps", "rollout/tail_steps")
 
@@ -42,8 +47,14 @@ def test_no_graph_is_captured_while_the_learner_updates(tmp_path, monkeypatch):
             guards[0].end_capture()
         return free
 
-    monkeypatch.setattr(Engine, "__init__", lambda self, *a, **k: (make(self, *a, **k), guards.append(self.runner.guard))[0])
-    monkeypatch.setattr(Learner, "update", lambda *a: (during.append(may_capture()), update(*a), during.append(may_capture()))[1])
+    monkeypatch.setattr(
+        Engine, "__init__", lambda self, *a, **k: (make(self, *a, **k), guards.append(self.runner.guard))[0]
+    )
+    monkeypatch.setattr(
+        Learner,
+        "update",
+        lambda *a: (during.append(may_capture()), update(*a), during.append(may_capture()))[1],
+    )
     monkeypatch.setattr(LiveRollouts, "collect", lambda *a: (sampling.append(may_capture()), collect(*a))[1])
     train(tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", "run.steps=2", "eval.every=0"))
     assert during == [False] * 4 and sampling == [True] * 2
@@ -64,7 +75,9 @@ def test_times_are_kept_under_the_precision_and_mode_they_were_measured_in(tmp_p
 
 
 def test_after_a_fall_back_times_are_measured_anew(tmp_path):
-    session = open_session(tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", *PACED, "rollout.precision=fp8"))
+    session = open_session(
+        tiny_config(make_tiny_policy(tmp_path / "policy"), tmp_path, "run", *PACED, "rollout.precision=fp8")
+    )
     order = ProblemOrder(session.task.train, 0, 0)
     LiveRollouts(session.sampler, order, 4, 4, session.train_sampling()).collect(1)
     pacer = session.backend.pacer
@@ -84,13 +97,19 @@ def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path
 
     known = json.loads((paced / "pacing.json").read_text())
     assert known["cost"]["steps"] and "history" in known["acceptance"]
-    append_trace(paced / "trace.jsonl", 4, [TraceRow(Decision(PLAIN), steps=123456)])  # of a rollout that was never learnt from
+    append_trace(
+        paced / "trace.jsonl", 4, [TraceRow(Decision(PLAIN), steps=123456)]
+    )  # of a rollout that was never learnt from
     loaded = []
     with pytest.MonkeyPatch.context() as patch:
         from paceline.pacing import adaptive
 
         real = adaptive.AdaptivePacer.load_state
-        patch.setattr(adaptive.AdaptivePacer, "load_state", lambda self, state: (loaded.append(state), real(self, state)))
+        patch.setattr(
+            adaptive.AdaptivePacer,
+            "load_state",
+            lambda self, state: (loaded.append(state), real(self, state)),
+        )
         train(load_config(str(paced / "config.yaml"), ["run.steps=4"]), resume=paced)
     assert loaded and loaded[0]["cost"] == known["cost"], "a resumed run starts from what this one knew"
     trace = read_trace(paced / "trace.jsonl")

@@ -23,7 +23,15 @@ def torn(state: dict) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda _: "", lambda _: "{no", lambda _: "[]", lambda _: "5", lambda _: json.dumps({"format": FORMAT}), torn, lambda s: json.dumps(s)[:-30]],
+    [
+        lambda _: "",
+        lambda _: "{no",
+        lambda _: "[]",
+        lambda _: "5",
+        lambda _: json.dumps({"format": FORMAT}),
+        torn,
+        lambda s: json.dumps(s)[:-30],
+    ],
     ids=["empty", "garbage", "list", "number", "no machine", "wrong inside", "cut off"],
 )
 def test_a_damaged_file_is_said_and_ignored(tmp_path, damage):

@@ -83,7 +83,9 @@ def long_tailed(count: int, mean: int, seed: int = 0, longest: int = 4096) -> li
 class Rows:
     """The requests in order of arrival; `slots` of them run at a time."""
 
-    def __init__(self, lengths: list[int], prompt: int, slots: int, ahead: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, lengths: list[int], prompt: int, slots: int, ahead: int, rng: np.random.Generator
+    ) -> None:
         self.prompt, self.slots, self.ahead = prompt, slots, ahead
         self.length = np.array(lengths)
         self.done = np.zeros(len(lengths), dtype=np.int64)
@@ -119,7 +121,15 @@ class Rows:
         return gained
 
 
-def simulate(world: World, pacer: Pacer, lengths: list[int], seed: int = 0, ahead: int = 4, prompt: int = 128, slots: int = 256) -> Outcome:
+def simulate(
+    world: World,
+    pacer: Pacer,
+    lengths: list[int],
+    seed: int = 0,
+    ahead: int = 4,
+    prompt: int = 128,
+    slots: int = 256,
+) -> Outcome:
     rng = np.random.default_rng(seed)
     rows = Rows(lengths, prompt, slots, ahead, rng)
     outcome, unread, captured = Outcome(), deque(), set()
@@ -138,7 +148,9 @@ def simulate(world: World, pacer: Pacer, lengths: list[int], seed: int = 0, ahea
         draft_seconds, switched = 0.0, False
         if strategy.count:
             simulated = world.drafters[strategy.drafter]
-            accepted = rows.accepted([simulated.acceptance(d, mean, step) for d in range(1, strategy.count + 1)])
+            accepted = rows.accepted(
+                [simulated.acceptance(d, mean, step) for d in range(1, strategy.count + 1)]
+            )
             draft_seconds = simulated.seconds(strategy.count, bucket)
             switched = drafter != strategy.drafter
             draft_seconds += simulated.switch_seconds if switched else 0.0
@@ -149,12 +161,29 @@ def simulate(world: World, pacer: Pacer, lengths: list[int], seed: int = 0, ahea
         verify_seconds = world.verify_seconds(running, strategy.queries, mean)
         outcome.seconds += draft_seconds + verify_seconds
         outcome.step_seconds.append(draft_seconds + verify_seconds)
-        seen = verify_seconds * (1 + world.noise * rng.standard_normal()) * (3.0 if rng.random() < world.outliers else 1.0)
+        seen = (
+            verify_seconds
+            * (1 + world.noise * rng.standard_normal())
+            * (3.0 if rng.random() < world.outliers else 1.0)
+        )
         disturbed = world.capture_seconds > 0 and (bucket, strategy.queries) not in captured
         if disturbed:
             captured.add((bucket, strategy.queries))
             seen += world.capture_seconds
-        unread.append(Observation(decision, running, mean, draft_seconds, seen, int(gained.sum()), drafts, accepted_at, switched, disturbed))
+        unread.append(
+            Observation(
+                decision,
+                running,
+                mean,
+                draft_seconds,
+                seen,
+                int(gained.sum()),
+                drafts,
+                accepted_at,
+                switched,
+                disturbed,
+            )
+        )
         while len(unread) > ahead:
             outcome.events.append(unread[0])
             pacer.observe(unread.popleft())
@@ -173,7 +202,9 @@ class BestPacer:
     def choose(self, moment: Moment) -> Decision:
         self.step += 1
         allowed = [s for s in self.strategies if s.queries <= moment.max_queries]
-        return Decision(max(allowed, key=lambda s: self.world.rate(s, moment.running, moment.context, self.step)))
+        return Decision(
+            max(allowed, key=lambda s: self.world.rate(s, moment.running, moment.context, self.step))
+        )
 
     def observe(self, observation: Observation) -> None:
         pass

@@ -39,7 +39,9 @@ def policy():
 def greedy(policy) -> list[Completion]:
     engine = Engine(policy, EngineSettings(max_running=16, kv_tokens=16384))
     sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    engine.submit([Request(str(i), tuple(prompt), seed=i, sampling=sampling) for i, prompt in enumerate(prompts())])
+    engine.submit(
+        [Request(str(i), tuple(prompt), seed=i, sampling=sampling) for i, prompt in enumerate(prompts())]
+    )
     return sorted(engine.completions(), key=lambda completion: int(completion.request.id))
 
 
@@ -47,9 +49,14 @@ def in_vllm_and_here(policy, head: EagleHead, greedy: list[Completion], scratch)
     """vLLM's accept length, and ours: its first token of a response comes from the prefill, without a draft."""
     save_eagle(head, scratch / "exported", torch.float32)
     job = dict(
-        policy=str(BUILTIN_POLICY), drafter=str(scratch / "exported"), depth=DEPTH, temperatures=[0.0], max_tokens=MAX_TOKENS, prompts=prompts(),
+        policy=str(BUILTIN_POLICY),
+        drafter=str(scratch / "exported"),
+        depth=DEPTH,
+        temperatures=[0.0],
+        max_tokens=MAX_TOKENS,
+        prompts=prompts(),
         settings={},
-    )  # fmt: skip
+    )
     answer = run_vllm(job, scratch, "vllm_speculate.py")["0.0"]
     assert answer["tokens"] == [list(completion.tokens) for completion in greedy]
     theirs = (sum(map(len, answer["tokens"])) - len(greedy)) / answer["drafts"]
@@ -57,7 +64,9 @@ def in_vllm_and_here(policy, head: EagleHead, greedy: list[Completion], scratch)
 
 
 def test_the_shipped_head(policy, greedy, tmp_path):
-    theirs, ours = in_vllm_and_here(policy, load_eagle(BUILTIN_EAGLE, policy, torch.float32), greedy, tmp_path)
+    theirs, ours = in_vllm_and_here(
+        policy, load_eagle(BUILTIN_EAGLE, policy, torch.float32), greedy, tmp_path
+    )
     assert theirs == pytest.approx(ours.accept_length, rel=0.01) and theirs > 5
 
 
@@ -66,6 +75,8 @@ def test_a_reduced_vocabulary(policy, greedy, tmp_path):
     whole = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
     head = EagleHead(config_for(policy.config, whole.config.captured_layers, draft_vocab=30))
     kept = torch.tensor([i for i in range(48) if i not in range(5, 23)])  # without some digits and labels
-    head.load_state_dict(whole.state_dict() | {"head.weight": whole.head.weight.detach()[kept], "draft_to_target": kept})
+    head.load_state_dict(
+        whole.state_dict() | {"head.weight": whole.head.weight.detach()[kept], "draft_to_target": kept}
+    )
     theirs, ours = in_vllm_and_here(policy, head, greedy, tmp_path)
     assert theirs == pytest.approx(ours.accept_length, rel=0.01) and 1.5 < theirs < 4

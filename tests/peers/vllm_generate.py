@@ -12,7 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: there is no other to clean up
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # the engine runs in this process: there is no other to clean up
+)
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -29,7 +31,12 @@ def generate(folder: str, prompts: list[list[int]], max_tokens: int) -> list[dic
 def describe(output: CompletionOutput) -> dict:
     tokens = list(output.token_ids)
     logprobs = [candidates[token].logprob for token, candidates in zip(tokens, output.logprobs, strict=True)]
-    return {"tokens": tokens, "logprobs": logprobs, "finish_reason": output.finish_reason, "text": output.text}
+    return {
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "finish_reason": output.finish_reason,
+        "text": output.text,
+    }
 
 
 def main(job_path: str, result_path: str) -> None:

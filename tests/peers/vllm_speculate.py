@@ -10,7 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: there is no other to clean up
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # the engine runs in this process: there is no other to clean up
+)
 
 from vllm import LLM, SamplingParams
 
@@ -25,13 +27,20 @@ def main(job_path: str, result_path: str) -> None:
         max_num_seqs=4,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config={"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["depth"]} | job["settings"],
+        speculative_config={
+            "method": "eagle3",
+            "model": job["drafter"],
+            "num_speculative_tokens": job["depth"],
+        }
+        | job["settings"],
     )
     results = {}
     before = counters(llm)
     for temperature in job["temperatures"]:
         params = SamplingParams(temperature=temperature, max_tokens=job["max_tokens"])
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False
+        )
         after = counters(llm)
         results[str(temperature)] = {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],

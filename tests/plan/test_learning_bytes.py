@@ -8,7 +8,7 @@ from paceline.learning import logprobs
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.plan.learning import learner_bytes, meta_policy, one_response, policy_bytes
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters
@@ -16,8 +16,15 @@ from tests.plan.shapes import SMALL_SHAPES
 
 TOKENS = 96
 LORA = ["policy.lora.rank=4", "policy.lora.targets=[q_proj,v_proj,o_proj]"]
-VARIANTS = {"full": [], "checkpointing": ["policy.activation_checkpointing=true"], "lora": LORA, "reference": ["learning.kl_coef=0.1"]}
-CASES = [(name, "full") for name in SMALL_SHAPES] + [(name, v) for name in ("qwen3", "qwen3_moe") for v in VARIANTS if v != "full"]
+VARIANTS = {
+    "full": [],
+    "checkpointing": ["policy.activation_checkpointing=true"],
+    "lora": LORA,
+    "reference": ["learning.kl_coef=0.1"],
+}
+CASES = [(name, "full") for name in SMALL_SHAPES] + [
+    (name, v) for name in ("qwen3", "qwen3_moe") for v in VARIANTS if v != "full"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +60,20 @@ def test_state_is_that_of_a_real_learner(name, variant):
     policy, optimiser = learner.policy, learner.optimiser
     held = policy_bytes(meta_policy(shape, load_config(None, overrides), torch.bfloat16))
     weights = [p for n, p in policy.named_parameters() if ".adapters." not in n]
-    assert held.weights == sum(p.nbytes for p in weights) + policy.rope_table.nbytes == 2 * shape.num_parameters + policy.rope_table.nbytes
+    assert (
+        held.weights
+        == sum(p.nbytes for p in weights) + policy.rope_table.nbytes
+        == 2 * shape.num_parameters + policy.rope_table.nbytes
+    )
     assert held.adapters == sum(p.nbytes for n, p in policy.named_parameters() if ".adapters." in n)
     assert held.base_copies == sum(b.nbytes for b in policy.buffers())
     plan, state = planned(shape, overrides, torch.bfloat16), optimiser.state()
     assert plan.masters == sum(t.nbytes for n, t in state.items() if n.startswith("master."))
     assert plan.moments == sum(t.nbytes for n, t in state.items() if not n.startswith("master."))
     assert plan.gradients == sum(p.nbytes for p in policy.parameters() if p.requires_grad)
-    assert plan.reference == (sum(p.nbytes for p in learner.reference.parameters()) if variant == "reference" else 0)
+    assert plan.reference == (
+        sum(p.nbytes for p in learner.reference.parameters()) if variant == "reference" else 0
+    )
 
 
 @pytest.mark.parametrize("name, variant", CASES)
@@ -69,7 +82,9 @@ def test_activations_are_what_autograd_keeps(name, variant):
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]
     learner = real_learner(shape, overrides, torch.float32)
     policy, batch = learner.policy, one_response(TOKENS, torch.device("cpu"))
-    own = {t.untyped_storage().data_ptr() for t in [*policy.parameters(), *policy.buffers(), policy.rope_table]}
+    own = {
+        t.untyped_storage().data_ptr() for t in [*policy.parameters(), *policy.buffers(), policy.rope_table]
+    }
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,9 +108,14 @@ def test_peak_is_that_of_a_real_backward_pass(name, variant):
     learner = real_learner(shape, overrides, torch.float32)
     policy, batch = learner.policy, one_response(TOKENS, torch.device("cpu"))
     learner._backward(batch, TOKENS, 1, 1.0)
-    known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *(p.grad for p in policy.parameters() if p.grad is not None)]
+    known = [
+        *policy.parameters(),
+        *policy.buffers(),
+        policy.rope_table,
+        *(p.grad for p in policy.parameters() if p.grad is not None),
+    ]
     known += list(learner.reference.parameters()) if learner.reference is not None else []
-    with LiveBytes([*known, *(t for t in vars(batch).values() if isinstance(t, torch.Tensor))]) as memory:
+    with MemoryTracker([*known, *(t for t in vars(batch).values() if isinstance(t, torch.Tensor))]) as memory:
         learner._backward(batch, TOKENS, 1, 1.0)
     plan = planned(shape, overrides, torch.float32)
     assert plan.activations + plan.backward == pytest.approx(memory.peak, rel=0.05)
@@ -110,7 +130,12 @@ def by_hand(shape: DecoderConfig, layer: int) -> int:
     feed-forward  gate and up (2 x 2 F), silu(gate) (2 F), the product (2 F)
     experts       the router's float32 probabilities and choices; for each choice the same as above, the gathered input and the output (2 E each)
     """
-    e, q, kv, f = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate_size
+    e, q, kv, f = (
+        shape.hidden_size,
+        shape.num_heads * shape.head_dim,
+        shape.num_kv_heads * shape.head_dim,
+        shape.intermediate_size,
+    )
     total = 2 * (8 * e + 4) + 8 * q + 4 * shape.num_heads
     if shape.qk_norm:
         total += 6 * (q + kv) + 4 * (shape.num_heads + shape.num_kv_heads)
@@ -126,13 +151,18 @@ def by_hand(shape: DecoderConfig, layer: int) -> int:
 def test_activations_by_hand(name):
     shape = SMALL_SHAPES[name]
     layers = sum(by_hand(shape, i) for i in range(shape.num_layers))
-    once = 8 * shape.hidden_size + 4 + 4 * shape.head_dim + 8 * 2  # last norm, what the head reads; cos and sin; tokens and positions
+    once = (
+        8 * shape.hidden_size + 4 + 4 * shape.head_dim + 8 * 2
+    )  # last norm, what the head reads; cos and sin; tokens and positions
     assert planned(shape, [], torch.bfloat16).activations == pytest.approx(TOKENS * (layers + once), rel=0.03)
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     shape = SMALL_SHAPES["qwen3"]
-    kept, recomputed = planned(shape, [], torch.bfloat16), planned(shape, VARIANTS["checkpointing"], torch.bfloat16)
+    kept, recomputed = (
+        planned(shape, [], torch.bfloat16),
+        planned(shape, VARIANTS["checkpointing"], torch.bfloat16),
+    )
     inputs = shape.num_layers * TOKENS * shape.hidden_size * 2
     once = TOKENS * (8 * shape.hidden_size + 4 * shape.head_dim + 20)
     assert recomputed.activations == pytest.approx(inputs + once, rel=0.05)
@@ -141,7 +171,7 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
 
 def test_live_bytes_counts_views_once_and_forgets_what_is_gone():
     known = torch.zeros(100)
-    with LiveBytes([known]) as memory:
+    with MemoryTracker([known]) as memory:
         a = torch.zeros(1000)
         view, known_view = a[10:], known[:5]
         b = a * 2

@@ -10,8 +10,8 @@ from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.training import teacher_states
 from paceline.learning.batch import pack
 from paceline.plan.learning import meta_policy, one_response_sequence
-from paceline.plan.live_bytes import LiveBytes
 from paceline.plan.machine import Machine
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.plan.online import online_bytes
 from paceline.plan.plan import make_plan
 from paceline.policy.decoder import Decoder
@@ -27,7 +27,12 @@ def overrides(tmp_path, monkeypatch):
     monkeypatch.setattr(online, "MICRO_BATCH_TOKENS", {"cpu": 144, "meta": 144})
     policy = Decoder(SHAPE).initialise(0)
     save_eagle(EagleHead(config_for(SHAPE, (0, 1))).initialise(policy, 0), tmp_path / "eagle")
-    speculation = {"drafters": "[eagle]", "eagle_path": tmp_path / "eagle", "online.when": "always", "online.unroll": 3}
+    speculation = {
+        "drafters": "[eagle]",
+        "eagle_path": tmp_path / "eagle",
+        "online.when": "always",
+        "online.unroll": 3,
+    }
     return [f"rollout.speculation.{key}={value}" for key, value in speculation.items()]
 
 
@@ -43,8 +48,15 @@ def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
     for parameter in head.parameters():
         parameter.grad = torch.zeros_like(parameter)
     batch = pack([one_response_sequence(48)] * 3, policy.device)
-    known = [*policy.parameters(), policy.rope_table, *head.parameters(), *head.buffers(), head.rope_table, *(p.grad for p in head.parameters())]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), LiveBytes(known) as memory:
+    known = [
+        *policy.parameters(),
+        policy.rope_table,
+        *head.parameters(),
+        *head.buffers(),
+        head.rope_table,
+        *(p.grad for p in head.parameters()),
+    ]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), MemoryTracker(known) as memory:
         drafter.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
     gradients = sum(parameter.nbytes for parameter in head.parameters())
     assert planned.training == pytest.approx(gradients + memory.peak, rel=0.05)
@@ -52,10 +64,17 @@ def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
 
 def test_the_plan_names_its_parts(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
-    with_it, without = (make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine) for keys in (overrides, overrides[:2]))
+    with_it, without = (
+        make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine)
+        for keys in (overrides, overrides[:2])
+    )
     assert with_it.bytes_of("drafter's optimiser") > 0 == without.bytes_of("drafter's optimiser")
-    needs = online_bytes(meta_policy(SHAPE, load_config(None, overrides), torch.bfloat16), load_config(None, overrides))
-    assert with_it.phase_bytes("learning") == max(without.phase_bytes("learning"), needs.training), "one after the other"
+    needs = online_bytes(
+        meta_policy(SHAPE, load_config(None, overrides), torch.bfloat16), load_config(None, overrides)
+    )
+    assert with_it.phase_bytes("learning") == max(without.phase_bytes("learning"), needs.training), (
+        "one after the other"
+    )
 
 
 def test_no_cut_holds_more_than_the_one_that_is_watched(overrides):
@@ -68,9 +87,14 @@ def test_no_cut_holds_more_than_the_one_that_is_watched(overrides):
 
     def peak(lengths: list[int]) -> int:
         largest = 0
-        for part in online.cut_padded([one_response_sequence(length) for length in lengths], drafter.token_budget):
+        for part in online.cut_padded(
+            [one_response_sequence(length) for length in lengths], drafter.token_budget
+        ):
             batch = pack(part, policy.device)
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), LiveBytes(known) as memory:
+            with (
+                torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+                MemoryTracker(known) as memory,
+            ):
                 drafter.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
             drafter.trainer.discard()
             largest = max(largest, memory.peak)

@@ -8,22 +8,34 @@ import torch
 from typer.testing import CliRunner
 
 import paceline.session
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.config import Config, ConfigError, load_config
 from paceline.loop import train
 from paceline.plan.machine import GPUS, Machine, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
-from paceline.plan.ways_out import refusal, ways_out
+from paceline.plan.suggestions import refusal, suggestions
 from paceline.session import Session
 from tests.loop_helpers import make_tiny_policy, tiny_config
 from tests.plan.shapes import SMALL_SHAPES
 
 SHAPE = dataclasses.replace(SMALL_SHAPES["qwen3"], vocab_size=4000, max_positions=4096)
-BASE = ["rollout.max_running=8", "rollout.max_tokens=1024", "eval.max_tokens=1024", "task.max_prompt_tokens=1024", "rollout.prefill_tokens=512"]
+BASE = [
+    "rollout.max_running=8",
+    "rollout.max_tokens=1024",
+    "eval.max_tokens=1024",
+    "task.max_prompt_tokens=1024",
+    "rollout.prefill_tokens=512",
+]
 
 
 def plan_for(megabytes: float, *overrides: str, learns: bool = True) -> Plan:
-    return make_plan(config_of(*overrides), SHAPE, torch.bfloat16, Machine("test", int(megabytes * 1e6), taken_bytes=0), learns)
+    return make_plan(
+        config_of(*overrides),
+        SHAPE,
+        torch.bfloat16,
+        Machine("test", int(megabytes * 1e6), taken_bytes=0),
+        learns,
+    )
 
 
 def config_of(*overrides: str) -> Config:
@@ -38,7 +50,10 @@ def megabytes_without_pool() -> float:
 def test_room_for_everybody_where_there_is_memory():
     plan = plan_for(10_000)
     assert plan.kv_tokens == 8 * 2048 and not plan.sleeps and not plan.problem
-    assert plan.bytes_of("KV pool") == (plan.kv_tokens + 16) * 2 * SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+    assert (
+        plan.bytes_of("KV pool")
+        == (plan.kv_tokens + 16) * 2 * SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim
+    )
     assert plan.learning_peak == plan.peak_bytes == plan.phase_bytes("always") + plan.phase_bytes("learning")
 
 
@@ -48,18 +63,28 @@ def test_the_pool_takes_what_remains():
     wanted = plan_for(10_000).bytes_of("KV pool") / 1e6
     beside = plan_for(needed + 0.7 * wanted)
     assert not beside.problem and not beside.sleeps and 0.55 * 8 * 2048 < beside.kv_tokens < 8 * 2048
-    assert beside.usable_bytes - 40 * beside.bytes_of("KV pool") / beside.kv_tokens < beside.peak_bytes <= beside.usable_bytes
+    assert (
+        beside.usable_bytes - 40 * beside.bytes_of("KV pool") / beside.kv_tokens
+        < beside.peak_bytes
+        <= beside.usable_bytes
+    )
     asleep = plan_for(needed + 0.2 * wanted)
     assert not asleep.problem and asleep.sleeps and asleep.kv_tokens > 0.3 * 8 * 2048
     assert max(asleep.learning_peak, asleep.rollout_peak) <= asleep.usable_bytes
-    assert asleep.learning_peak + asleep.bytes_of("KV pool") > asleep.usable_bytes, "or it need not have slept"
+    assert asleep.learning_peak + asleep.bytes_of("KV pool") > asleep.usable_bytes, (
+        "or it need not have slept"
+    )
     assert "learning needs" in plan_for(0.9 * needed).problem
 
 
 def test_generation_alone_needs_no_learner():
     plan = plan_for(10_000, learns=False)
     assert {"masters", "gradients", "activations"}.isdisjoint(part.name for part in plan.parts)
-    assert plan.phase_bytes("learning") == 0 and not plan.sleeps and plan.peak_bytes < plan_for(10_000).peak_bytes
+    assert (
+        plan.phase_bytes("learning") == 0
+        and not plan.sleeps
+        and plan.peak_bytes < plan_for(10_000).peak_bytes
+    )
 
 
 def test_a_pool_that_was_asked_for_is_kept_or_refused():
@@ -71,11 +96,16 @@ def test_a_pool_that_was_asked_for_is_kept_or_refused():
 def test_a_pool_too_small_for_one_request_is_the_pools_fault():
     """Not the memory's, of which there is plenty."""
     plan = plan_for(10_000, "rollout.kv_tokens=2047")
-    assert plan.problem.startswith("rollout.kv_tokens = 2047: one request may need 2048 tokens") and "fit beside" not in plan.problem
+    assert (
+        plan.problem.startswith("rollout.kv_tokens = 2047: one request may need 2048 tokens")
+        and "fit beside" not in plan.problem
+    )
     config, machine = config_of("rollout.kv_tokens=2047"), Machine("test", int(1e10), taken_bytes=0)
     for learns in (True, False):
-        ways = ways_out(config, SHAPE, torch.bfloat16, machine, learns)
-        assert ways[0].changes == (("rollout.kv_tokens", 0),) and "what would fit: rollout.kv_tokens=0 " in str(refusal(plan, ways))
+        fitting = suggestions(config, SHAPE, torch.bfloat16, machine, learns)
+        assert fitting[0].changes == (
+            ("rollout.kv_tokens", 0),
+        ) and "what would fit: rollout.kv_tokens=0 " in str(refusal(plan, fitting))
     assert not plan_for(10_000, "rollout.kv_tokens=2048").problem
 
 
@@ -83,15 +113,20 @@ def test_ways_out_fit():
     needed = megabytes_without_pool()
     machine, config = Machine("test", int(0.95 * needed * 1e6), taken_bytes=0), config_of()
     plan = make_plan(config, SHAPE, torch.bfloat16, machine)
-    ways = ways_out(config, SHAPE, torch.bfloat16, machine)
-    assert plan.problem and ways and all(not way.plan.problem for way in ways)
-    assert ways[0].changes == (("policy.activation_checkpointing", True),)
-    message = str(refusal(plan, ways))
+    fitting = suggestions(config, SHAPE, torch.bfloat16, machine)
+    assert plan.problem and fitting and all(not way.plan.problem for way in fitting)
+    assert fitting[0].changes == (("policy.activation_checkpointing", True),)
+    message = str(refusal(plan, fitting))
     assert "largest part is" in message and "policy.activation_checkpointing=true" in message
     again = make_plan(config_of("policy.activation_checkpointing=true"), SHAPE, torch.bfloat16, machine)
-    assert again.peak_bytes == ways[0].plan.peak_bytes
+    assert again.peak_bytes == fitting[0].plan.peak_bytes
     hopeless = Machine("test", 10_000_000, taken_bytes=0)
-    assert "larger GPU" in str(refusal(make_plan(config, SHAPE, torch.bfloat16, hopeless), ways_out(config, SHAPE, torch.bfloat16, hopeless)))
+    assert "larger GPU" in str(
+        refusal(
+            make_plan(config, SHAPE, torch.bfloat16, hopeless),
+            suggestions(config, SHAPE, torch.bfloat16, hopeless),
+        )
+    )
 
 
 def test_machines():
@@ -108,10 +143,18 @@ def policy(tmp_path_factory):
 
 
 def test_the_command(policy):
-    fits = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--gpu", "H200", "--json"], catch_exceptions=False)
+    fits = CliRunner().invoke(
+        app, ["plan", f"policy.path={policy}", "--gpu", "H200", "--json"], catch_exceptions=False
+    )
     tree = json.loads(fits.stdout)
-    assert tree["fits"] and tree["kv_tokens"] == 256 * 256 and {part["name"] for part in tree["parts"]} > {"weights", "gradients", "KV pool"}
-    shown = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "40"], catch_exceptions=False)
+    assert (
+        tree["fits"]
+        and tree["kv_tokens"] == 256 * 256
+        and {part["name"] for part in tree["parts"]} > {"weights", "gradients", "KV pool"}
+    )
+    shown = CliRunner().invoke(
+        app, ["plan", f"policy.path={policy}", "--memory-gb", "40"], catch_exceptions=False
+    )
     assert "Adam moments" in shown.stdout and "40 GB" in shown.stdout
     refused = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "0.5"])
     assert isinstance(refused.exception, ConfigError) and "what would fit" in str(refused.exception)
@@ -122,7 +165,9 @@ def test_the_command(policy):
 def test_train_refuses_before_it_loads_anything(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(paceline.session, "prepare_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(paceline.session, "gpu_at_hand", lambda: Machine("tiny GPU", int(3e8)))
-    monkeypatch.setattr(paceline.session, "load_policy", lambda *_: pytest.fail("loaded a policy that cannot be trained here"))
+    monkeypatch.setattr(
+        paceline.session, "load_policy", lambda *_: pytest.fail("loaded a policy that cannot be trained here")
+    )
     with pytest.raises(ConfigError, match="tiny GPU are usable"):
         train(tiny_config(policy, tmp_path, "never", "run.device=cuda"))
     assert not list(tmp_path.iterdir())

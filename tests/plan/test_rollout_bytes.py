@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.backends.native import cpu_kv_tokens, make_native
 from paceline.config import load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.engine.factory import cpu_kv_tokens, make_native
+from paceline.engine.lengths import Lengths
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
-from paceline.plan.lengths import Lengths
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy, save_policy
@@ -23,13 +23,23 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     save_policy(Decoder(dataclasses.replace(policy.config, num_layers=1)).initialise(0), tmp_path / "draft")
     save_eagle(EagleHead(config_for(policy.config)).initialise(policy, 0), tmp_path / "eagle")
-    path = {"eagle": [f"eagle_path={tmp_path / 'eagle'}"], "draft_model": [f"draft_model_path={tmp_path / 'draft'}"]}.get(drafter, [])
+    path = {
+        "eagle": [f"eagle_path={tmp_path / 'eagle'}"],
+        "draft_model": [f"draft_model_path={tmp_path / 'draft'}"],
+    }.get(drafter, [])
     speculation = [] if drafter == "none" else [f"drafters=[{drafter}]", "verify=rejection", *path]
-    config = load_config(None, ["rollout.max_running=24", *(f"rollout.speculation.{setting}" for setting in speculation)])
-    engine = make_native(policy, config.rollout, 512, tokenizer=None, request_tokens=Lengths.of(config, policy.config).request)
+    config = load_config(
+        None, ["rollout.max_running=24", *(f"rollout.speculation.{setting}" for setting in speculation)]
+    )
+    engine = make_native(
+        policy, config.rollout, 512, tokenizer=None, request_tokens=Lengths.of(config, policy.config).request
+    )
     forward, runner = engine.runner.forward, engine.runner
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
-    assert planned.rows == sum(t.nbytes for t in [*vars(engine.rows.state).values(), runner.proposals_SK, forward.cos_PC, forward.sin_PC])
+    assert planned.rows == sum(
+        t.nbytes
+        for t in [*vars(engine.rows.state).values(), runner.proposals_SK, forward.cos_PC, forward.sin_PC]
+    )
     caches, expected = engine.cache.num_bytes, 0
     if drafter == "history":
         history = engine.drafters["history"]
@@ -38,12 +48,20 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     elif drafter == "eagle":
         eagle = engine.drafters["eagle"]
         tables = [eagle.head.rope_table, eagle.cos_PC, eagle.sin_PC]
-        head = [*eagle.head.parameters(), *eagle.head.buffers(), *tables, eagle.features_SE, runner.probabilities_SKV]
+        head = [
+            *eagle.head.parameters(),
+            *eagle.head.buffers(),
+            *tables,
+            eagle.features_SE,
+            runner.probabilities_SKV,
+        ]
         expected, caches = sum(t.nbytes for t in head), caches + eagle.cache.num_bytes
     elif drafter == "draft_model":
         model = engine.drafters["draft_model"]
         tables = [model.policy.rope_table, model.forward.cos_PC, model.forward.sin_PC]
-        expected = sum(t.nbytes for t in [*model.policy.parameters(), *tables, model.cached_S, runner.probabilities_SKV])
+        expected = sum(
+            t.nbytes for t in [*model.policy.parameters(), *tables, model.cached_S, runner.probabilities_SKV]
+        )
         caches += model.cache.num_bytes
     assert planned.drafter == expected
     assert kv_pool_bytes(planned.kv_token, 512) == caches
@@ -59,7 +77,10 @@ def test_pool_is_the_caches(tokens):
 
 
 def test_cpu_pool_has_room_for_everybody():
-    config = load_config(None, ["rollout.max_running=8", "rollout.max_tokens=20", "eval.max_tokens=30", "task.max_prompt_tokens=50"])
+    config = load_config(
+        None,
+        ["rollout.max_running=8", "rollout.max_tokens=20", "eval.max_tokens=30", "task.max_prompt_tokens=50"],
+    )
     policy = Decoder(SMALL_SHAPES["llama"])
     assert Lengths.of(config, policy.config).request == 80
     assert cpu_kv_tokens(policy, config) == 8 * 80
@@ -69,8 +90,12 @@ def test_cpu_pool_has_room_for_everybody():
 @pytest.mark.parametrize("precision", ["fp8", "fp8+kv"])
 def test_fp8_weights_and_cache_are_planned(precision):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
-    config, base = (load_config(None, ["rollout.max_running=24", f"rollout.precision={p}"]) for p in (precision, "bf16"))
+    config, base = (
+        load_config(None, ["rollout.max_running=24", f"rollout.precision={p}"]) for p in (precision, "bf16")
+    )
     engine = make_native(policy, config.rollout, 512, tokenizer=None)
     planned, plain = (rollout_bytes(Decoder(policy.config, torch.float32, "meta"), c) for c in (config, base))
-    assert planned.rows - plain.rows == sum(matrix.values.nbytes for matrix in engine.reduced.weights.matrices)
+    assert planned.rows - plain.rows == sum(
+        matrix.values.nbytes for matrix in engine.reduced.weights.matrices
+    )
     assert kv_pool_bytes(planned.kv_token, 512) == engine.cache.num_bytes

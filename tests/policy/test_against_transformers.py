@@ -18,10 +18,21 @@ from tests.oracles import EXPERTS, SMALL, double_precision, small_model
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "llama3": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64},
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-}  # fmt: skip
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 CASES = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -37,7 +48,10 @@ CASES = {
     "moe": ("qwen3_moe", {}),
     "moe-plain-weights-tied": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
     "moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True}),
-    "moe-every-second-layer": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]}),
+    "moe-every-second-layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
     "moe-idle-experts": ("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": 1, "norm_topk_prob": False}),
     "moe-yarn": ("qwen3_moe", {"rope_parameters": ROPES["yarn"], "num_experts_per_tok": 8}),
 }
@@ -83,10 +97,14 @@ def test_logits_and_gradients(case, tmp_path):
     oracle_gradients = dict(oracle.named_parameters())
     for name, piece in layout(policy.config).items():
         gradient = piece.of(gradients[piece.parameter].grad)
-        torch.testing.assert_close(gradient, oracle_gradient(name, oracle_gradients), rtol=1e-7, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            gradient, oracle_gradient(name, oracle_gradients), rtol=1e-7, atol=1e-7, msg=name
+        )
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "llama-llama3", "qwen2-yarn-tied", "qwen3", "moe", "moe-every-second-layer"])
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "llama-llama3", "qwen2-yarn-tied", "qwen3", "moe", "moe-every-second-layer"]
+)
 def test_saved_folder_opens_in_transformers(case, tmp_path):
     make_oracle(case).save_pretrained(tmp_path / "in")
     policy = load_policy(tmp_path / "in", torch.float64)
@@ -114,17 +132,25 @@ def test_experts_on_disk(tmp_path):
     for (name, a), (_, b) in zip(exported_tensors(single), exported_tensors(fused), strict=True):
         assert torch.equal(a, b), name
     save_policy(fused, tmp_path / "saved")
-    names = {kind: set(load_file(tmp_path / kind / "model.safetensors")) for kind in ("single", "fused", "saved")}
+    names = {
+        kind: set(load_file(tmp_path / kind / "model.safetensors")) for kind in ("single", "fused", "saved")
+    }
     assert names["saved"] == names["single"] != names["fused"]
     assert "model.layers.0.mlp.experts.7.gate_proj.weight" in names["saved"]
     assert not any("gate_up" in name for name in names["saved"])
 
 
 def test_expert_configuration_is_written_as_published(tmp_path):
-    policy = Decoder(from_huggingface(make_oracle("moe-every-second-layer").config.to_dict()), torch.float64).initialise(0)
+    policy = Decoder(
+        from_huggingface(make_oracle("moe-every-second-layer").config.to_dict()), torch.float64
+    ).initialise(0)
     save_policy(policy, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["num_experts"], written["decoder_sparse_step"], written["mlp_only_layers"]) == (8, 1, [0, 2, 3])
+    assert (written["num_experts"], written["decoder_sparse_step"], written["mlp_only_layers"]) == (
+        8,
+        1,
+        [0, 2, 3],
+    )
     assert transformers.AutoConfig.from_pretrained(tmp_path).num_experts == 8
 
 
@@ -137,13 +163,24 @@ def test_half_precision_routes_like_float32():
     weights, experts = layer.route(x)
     assert weights.dtype == torch.bfloat16
     assert torch.equal(experts, scores.topk(3).indices)
-    assert len((scores.bfloat16().topk(3).indices != experts).nonzero()) > 10, "rounded scores would choose otherwise"
+    assert len((scores.bfloat16().topk(3).indices != experts).nonzero()) > 10, (
+        "rounded scores would choose otherwise"
+    )
 
 
 @pytest.mark.gpu
 def test_grouped_product_on_the_gpu():
     """Output and gradients in bf16, some experts idle, against the same layer in float64."""
-    config = from_huggingface({"model_type": "qwen3_moe", **SMALL, "hidden_size": 256, **EXPERTS, "num_experts": 64, "moe_intermediate_size": 128})
+    config = from_huggingface(
+        {
+            "model_type": "qwen3_moe",
+            **SMALL,
+            "hidden_size": 256,
+            **EXPERTS,
+            "num_experts": 64,
+            "moe_intermediate_size": 128,
+        }
+    )
     layer = Decoder(config, torch.bfloat16, "cuda").initialise(0).layers[0].feed_forward
     exact = Decoder(config, torch.float64).layers[0].feed_forward
     exact.load_state_dict(layer.state_dict())
@@ -198,7 +235,10 @@ def test_saving_warns_of_a_qwen2_that_vllm_misreads(tmp_path, recwarn):
     """vLLM computes head_dim as hidden_size / heads for this family, whatever config.json says."""
     fine = DecoderConfig("qwen2", 97, 96, 80, 1, 6, 2, 16, 64, qkv_bias=True)
     save_policy(Decoder(fine).initialise(0), tmp_path / "fine")
-    save_policy(Decoder(dataclasses.replace(fine, family="qwen3", head_dim=8)).initialise(0), tmp_path / "other-family")
+    save_policy(
+        Decoder(dataclasses.replace(fine, family="qwen3", head_dim=8)).initialise(0),
+        tmp_path / "other-family",
+    )
     assert not recwarn
     with pytest.warns(UserWarning, match="head_dim 8, but hidden_size 96 / 6 heads is 16"):
         save_policy(Decoder(dataclasses.replace(fine, head_dim=8)).initialise(0), tmp_path / "misread")

@@ -27,7 +27,11 @@ def edit(file: Path, **changes) -> None:
 
 @pytest.mark.parametrize(
     "text, reason",
-    [("{nope", "is not readable JSON: Expecting property name"), ("", "is not readable JSON"), ("[1]", "must hold an object, not a list")],
+    [
+        ("{nope", "is not readable JSON: Expecting property name"),
+        ("", "is not readable JSON"),
+        ("[1]", "must hold an object, not a list"),
+    ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_json_that_is_none(folder, name, text, reason):
@@ -43,7 +47,10 @@ def test_json_that_is_none(folder, name, text, reason):
         ({"hidden_size": "32"}, ": hidden_size = '32': must be a whole number, 1 or more"),
         ({"num_hidden_layers": 0}, ": num_hidden_layers = 0: must be"),
         ({"num_attention_heads": 0}, ": num_attention_heads = 0: must be"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, ": num_attention_heads = 3 must be a multiple of num_key_value_heads = 2"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 2},
+            ": num_attention_heads = 3 must be a multiple of num_key_value_heads = 2",
+        ),
         ({"max_position_embeddings": -1}, ": max_position_embeddings = -1: must be"),
         ({"eos_token_id": "</s>"}, ": eos_token_id = '</s>': must be one token id"),
         ({"rope_parameters": 5}, ": "),
@@ -81,7 +88,9 @@ def test_shards_that_are_not_what_the_index_says(folder, tmp_path):
     with pytest.raises(ValueError, match=f"^{shards[1]}: "):
         load_policy(tmp_path / "shards", torch.float32)
     shards[1].unlink()
-    with pytest.raises(FileNotFoundError, match=f"lists {shards[1].name}, which {tmp_path / 'shards'} does not hold"):
+    with pytest.raises(
+        FileNotFoundError, match=f"lists {shards[1].name}, which {tmp_path / 'shards'} does not hold"
+    ):
         load_policy(tmp_path / "shards", torch.float32)
     edit(tmp_path / "shards/model.safetensors.index.json", weight_map=None)
     with pytest.raises(ValueError, match="index.json lacks the key 'weight_map'"):
@@ -106,7 +115,11 @@ def test_adapters_that_are_damaged(folder, tmp_path):
     policy = load_policy(folder, torch.float32)
     config, tensors = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(b"damaged")
-    for text, reason in (("[]", " must hold an object"), ('{"r": 4}', " lacks the key 'lora_alpha'"), ('{"r": null, "lora_alpha": 4}', ": float")):
+    for text, reason in (
+        ("[]", " must hold an object"),
+        ('{"r": 4}', " lacks the key 'lora_alpha'"),
+        ('{"r": null, "lora_alpha": 4}', ": float"),
+    ):
         config.write_text(text)
         with pytest.raises(ValueError, match=f"^{config}{reason}"):
             load_adapters(policy, tmp_path)

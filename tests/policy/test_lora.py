@@ -12,14 +12,26 @@ from paceline.policy.attention import PackedAttention
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import exported_tensors, load_policy, save_policy
-from paceline.policy.lora import AdaptedLinear, adapters_off, add_adapters, has_adapters, load_adapters, merge_adapters, save_adapters
+from paceline.policy.lora import (
+    AdaptedLinear,
+    adapters_off,
+    add_adapters,
+    has_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
 from paceline.types import Request, SamplingParams
 from tests.oracles import double_precision, small_model
 
 ALL = list(LoraConfig().targets)
 CASES = {
     "llama": ("llama", {}, ALL),
-    "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, ALL),
+    "llama-biases-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        ALL,
+    ),
     "qwen2-q-v": ("qwen2", {}, ["q_proj", "v_proj"]),
     "qwen3-k-up-down": ("qwen3", {}, ["k_proj", "up_proj", "down_proj"]),
 }
@@ -59,7 +71,9 @@ def test_a_peft_folder_in(case, tmp_path):
     family, changes, targets = CASES[case]
     base = small_model(family, **changes)
     base.save_pretrained(tmp_path / "base")
-    oracle = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")).double()
+    oracle = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+    ).double()
     for name, parameter in oracle.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.1)
@@ -75,7 +89,12 @@ def test_a_peft_folder_in(case, tmp_path):
     (ours * weights).sum().backward()
     (theirs * weights).sum().backward()
     expected = {n.replace(".default", ""): p.grad for n, p in oracle.named_parameters() if p.requires_grad}
-    adapters = [adapter for module in policy.modules() if isinstance(module, AdaptedLinear) for adapter in module.adapters.values()]
+    adapters = [
+        adapter
+        for module in policy.modules()
+        if isinstance(module, AdaptedLinear)
+        for adapter in module.adapters.values()
+    ]
     assert len(expected) == 2 * len(adapters) == sum(p.requires_grad for p in policy.parameters())
     for adapter in adapters:
         for kind, factor in (("A", adapter.A), ("B", adapter.B)):
@@ -132,11 +151,17 @@ def test_the_engine_samples_from_the_policy_that_learns():
     randomise(policy, seed=3)  # an update after the engine was made
     engine.update_weights(version=1)
     assert storages == {name: tensor.data_ptr() for name, tensor in exported_tensors(policy)}
-    requests = [Request(f"{i}", (3 + i, 5, 7), 11 * i, SamplingParams(max_tokens=25, ignore_eos=True)) for i in range(6)]
+    requests = [
+        Request(f"{i}", (3 + i, 5, 7), 11 * i, SamplingParams(max_tokens=25, ignore_eos=True))
+        for i in range(6)
+    ]
     engine.submit(requests)
 
     def apart(self: AdaptedLinear, x_TI: torch.Tensor) -> torch.Tensor:
-        parts = [x_TI @ self.base[a.start : a.stop].t() + self.scale * (x_TI @ a.A.t() @ a.B.t()) for a in self.adapters.values()]
+        parts = [
+            x_TI @ self.base[a.start : a.stop].t() + self.scale * (x_TI @ a.A.t() @ a.B.t())
+            for a in self.adapters.values()
+        ]
         return torch.cat(parts, -1) + (0 if self.bias is None else self.bias)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,7 +172,9 @@ def test_the_engine_samples_from_the_policy_that_learns():
             with torch.no_grad():
                 scores = logits(policy, tokens).log_softmax(-1)
             expected = scores[2:-1].gather(1, tokens[3:, None]).squeeze(1)
-            torch.testing.assert_close(torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-9
+            )
 
 
 def test_gradients_against_autograd_through_the_merge():
@@ -157,7 +184,10 @@ def test_gradients_against_autograd_through_the_merge():
     x = torch.randn(9, 48, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(9, module.weight.shape[0], dtype=torch.float64)
     (module(x) * weights).sum().backward()
-    ours = [x.grad, *(factor.grad for adapter in module.adapters.values() for factor in (adapter.A, adapter.B))]
+    ours = [
+        x.grad,
+        *(factor.grad for adapter in module.adapters.values() for factor in (adapter.A, adapter.B)),
+    ]
     leaves = [x.detach().requires_grad_()]
     merged = module.base.clone()
     for adapter in module.adapters.values():
@@ -173,11 +203,21 @@ def test_gradients_against_autograd_through_the_merge():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_hundred_merges_leave_no_trace(dtype):
     policy = small_decoder(dtype)
-    before = {name: parameter.clone() for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+    before = {
+        name: parameter.clone()
+        for name, parameter in policy.named_parameters()
+        if not parameter.requires_grad
+    }
     for seed in range(100):
         randomise(policy, seed)
-    changed = {name for name, tensor in before.items() if not torch.equal(tensor, dict(policy.named_parameters())[name])}
-    assert changed and all(name.endswith(("qkv.weight", "output.weight", "gate_up.weight", "down.weight")) for name in changed)
+    changed = {
+        name
+        for name, tensor in before.items()
+        if not torch.equal(tensor, dict(policy.named_parameters())[name])
+    }
+    assert changed and all(
+        name.endswith(("qkv.weight", "output.weight", "gate_up.weight", "down.weight")) for name in changed
+    )
     for name, parameter in policy.named_parameters():
         if name.endswith(".B"):
             parameter.data.zero_()
@@ -207,7 +247,10 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
 def test_experts_have_no_adapters(tmp_path):
     small_model("qwen3_moe").save_pretrained(tmp_path)
     policy = load_policy(tmp_path, torch.float64)
-    with pytest.raises(ConfigError, match="gate_proj, up_proj, down_proj cannot have adapters .* it has q_proj, k_proj, v_proj, o_proj"):
+    with pytest.raises(
+        ConfigError,
+        match="gate_proj, up_proj, down_proj cannot have adapters .* it has q_proj, k_proj, v_proj, o_proj",
+    ):
         add_adapters(policy, LoraConfig(rank=2), seed=0)
     add_adapters(policy, LoraConfig(rank=2, targets=["q_proj", "o_proj"]), seed=0)
     before = logits(policy, torch.arange(20))

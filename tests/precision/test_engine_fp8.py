@@ -30,7 +30,10 @@ def folders(tmp_path_factory):
 
 
 def make_engine(folder, precision="fp8+kv", **settings) -> Engine:
-    return Engine(load_policy(folder, torch.float32), EngineSettings(**{"max_running": 8, "kv_tokens": 2048, "precision": precision, **settings}))
+    return Engine(
+        load_policy(folder, torch.float32),
+        EngineSettings(**{"max_running": 8, "kv_tokens": 2048, "precision": precision, **settings}),
+    )
 
 
 def complete(engine, requests):
@@ -38,25 +41,38 @@ def complete(engine, requests):
     return {c.request.id: c for c in engine.completions()}
 
 
-@pytest.mark.parametrize("family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")])
+@pytest.mark.parametrize(
+    "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")]
+)
 def test_any_drafter_gives_the_same_bits(family, precision, folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     _, plain = run(folders[family], requests, precision=precision)
-    for drafter, count in ((RandomDrafter(), 4), (OracleDrafter(plain), 15), (HalfRightDrafter(plain), 5), (HistoryDrafter(bank_tokens=240), 3)):
-        _, done = run(folders[family], requests, [drafter], Strategy(drafter.name, count), precision=precision)
+    for drafter, count in (
+        (RandomDrafter(), 4),
+        (OracleDrafter(plain), 15),
+        (HalfRightDrafter(plain), 5),
+        (HistoryDrafter(bank_tokens=240), 3),
+    ):
+        _, done = run(
+            folders[family], requests, [drafter], Strategy(drafter.name, count), precision=precision
+        )
         assert bits(done) == bits(plain), drafter.name
 
 
 def test_bits_do_not_depend_on_batch_chunks_or_preemption(folders):
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     expected = bits(complete(make_engine(folders["qwen3"], max_running=1), requests))
-    assert bits(complete(make_engine(folders["qwen3"], max_running=12, prefill_tokens=7), requests)) == expected
+    assert (
+        bits(complete(make_engine(folders["qwen3"], max_running=12, prefill_tokens=7), requests)) == expected
+    )
     cramped = make_engine(folders["qwen3"], kv_tokens=112)
     assert bits(complete(cramped, requests)) == expected and cramped.preemptions > 0
     paced = make_engine(folders["qwen3"], kv_tokens=256)
     paced.pacer = FixedPacer(Strategy("history", 4), 1000)
     paced = Engine(paced.policy, paced.settings, drafters=[HistoryDrafter()], pacer=paced.pacer)
-    assert bits(complete(paced, random.Random(1).sample(requests, len(requests)))) == expected, "scales do not depend on the order of requests"
+    assert bits(complete(paced, random.Random(1).sample(requests, len(requests)))) == expected, (
+        "scales do not depend on the order of requests"
+    )
 
 
 def logprob_differences(engine, done) -> torch.Tensor:
@@ -64,7 +80,14 @@ def logprob_differences(engine, done) -> torch.Tensor:
     found = []
     for c in done.values():
         temperature = c.request.sampling.temperature or 1.0
-        sequence = TrainingSequence(c.request.prompt + c.tokens, len(c.request.prompt), (True,) * len(c.tokens), c.logprobs, 1.0, temperature)
+        sequence = TrainingSequence(
+            c.request.prompt + c.tokens,
+            len(c.request.prompt),
+            (True,) * len(c.tokens),
+            c.logprobs,
+            1.0,
+            temperature,
+        )
         (batch,) = micro_batches([sequence], 4096, engine.policy.device)
         with torch.no_grad():
             found.append((token_logprobs(engine.policy, batch)[0] - batch.rollout_logprobs_R).abs())
@@ -113,7 +136,9 @@ def test_an_update_requantises_and_recalibrates(folders):
     fresh = Engine(engine.policy, engine.settings)
     fresh.load_drafter_state(engine.drafter_state())
     fresh.update_weights(1)
-    assert torch.equal(fresh.reduced.kv.scales_L2H, engine.reduced.kv.scales_L2H), "a checkpoint carries the scales"
+    assert torch.equal(fresh.reduced.kv.scales_L2H, engine.reduced.kv.scales_L2H), (
+        "a checkpoint carries the scales"
+    )
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
 
 
@@ -142,7 +167,9 @@ def test_a_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypat
     monkeypatch.undo()
     other.load_drafter_state(engine.drafter_state())
     assert bits(complete(other, requests)) == bits(done), "a resumed run keeps the layer as it was"
-    assert other.take_stats().precision == replace(told, quantise_seconds=other.take_stats().precision.quantise_seconds), "and reports what it did"
+    assert other.take_stats().precision == replace(
+        told, quantise_seconds=other.take_stats().precision.quantise_seconds
+    ), "and reports what it did"
 
 
 def test_falling_back_in_the_middle_loses_nothing(folders):
@@ -155,18 +182,28 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
     for completion in engine.completions():
         done[completion.request.id] = completion
         if not started:
-            started = {s.request.id for s in engine.running.values()} | set(done) | {s.request.id for s in engine.scheduler.sequences if s.response}
+            started = (
+                {s.request.id for s in engine.running.values()}
+                | set(done)
+                | {s.request.id for s in engine.scheduler.sequences if s.response}
+            )
             engine.fall_back_to_base_precision()
             assert engine.precision == "bf16" and engine.attention_observer is None
     assert len(done) == len(requests) and engine.pool.used == 0
     later = set(done) - started
     assert len(later) >= 6 and all(done[name].tokens == plain[name].tokens for name in later)
-    assert all(torch.allclose(torch.tensor(done[n].logprobs), torch.tensor(plain[n].logprobs), atol=1e-5) for n in later)
+    assert all(
+        torch.allclose(torch.tensor(done[n].logprobs), torch.tensor(plain[n].logprobs), atol=1e-5)
+        for n in later
+    )
 
 
 def test_a_request_that_fitted_still_fits_after_falling_back(folders):
     """Between steps nothing is queued that could say how long requests are; in half the tokens the longest would be refused."""
-    requests = [replace(request, sampling=replace(request.sampling, max_tokens=50)) for request in grouped_requests(prompts=1, samples=2, longest=40)]
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_tokens=50))
+        for request in grouped_requests(prompts=1, samples=2, longest=40)
+    ]
     longest = max(len(request.prompt) for request in requests) + 50
     engine = make_engine(folders["qwen3"], kv_tokens=longest, request_tokens=longest)
     assert FinishReason.REFUSED not in {c.finish_reason for c in complete(engine, requests).values()}

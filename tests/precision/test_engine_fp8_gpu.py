@@ -11,13 +11,36 @@ from tests.engine.test_engine_gpu import bits, make_requests, run
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig("qwen3", 2048, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
 EXPERTS = DecoderConfig(
-    "qwen3_moe", 2048, 512, 1024, 3, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,),
-    num_experts=16, num_experts_per_token=4, expert_intermediate_size=256,
-)  # fmt: skip
+    "qwen3_moe",
+    2048,
+    512,
+    1024,
+    3,
+    8,
+    2,
+    64,
+    2048,
+    qk_norm=True,
+    eos_token_ids=(2,),
+    num_experts=16,
+    num_experts_per_token=4,
+    expert_intermediate_size=256,
+)
 
 
 def make_engine(policy: Decoder, **settings) -> Engine:
-    return Engine(policy, EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, "precision": "fp8+kv", **settings}))
+    return Engine(
+        policy,
+        EngineSettings(
+            **{
+                "max_running": 32,
+                "kv_tokens": 32768,
+                "deterministic": True,
+                "precision": "fp8+kv",
+                **settings,
+            }
+        ),
+    )
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])

@@ -6,7 +6,7 @@ import torch
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.rope_kv import rope_and_write_kv_reference
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.precision.kv_scales import MAX_ERROR, KVScales, attention_error
 
@@ -19,7 +19,11 @@ def observed(per_head: bool = False, batches: int = 5) -> tuple[KVScales, torch.
     amax = torch.zeros(batches, 3, 2, 2)
     for batch in range(batches):
         for layer in range(3):
-            q, k, v = torch.randn(40, 6, 16), torch.randn(40, 2, 16) * (layer + 1), torch.randn(40, 2, 16) * torch.tensor([1.0, 7.0])[:, None]
+            q, k, v = (
+                torch.randn(40, 6, 16),
+                torch.randn(40, 2, 16) * (layer + 1),
+                torch.randn(40, 2, 16) * torch.tensor([1.0, 7.0])[:, None],
+            )
             amax[batch, layer, 0], amax[batch, layer, 1] = k.abs().amax((0, 2)), v.abs().amax((0, 2))
             scales.observe(layer, q, k, v)
     return scales, amax
@@ -64,7 +68,9 @@ def test_outliers_in_a_key_channel_are_caught():
     assert scales.calibrate() == [2]
 
 
-def loud(tokens: int, keys: float = 1.0, values: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def loud(
+    tokens: int, keys: float = 1.0, values: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, 6, 16), torch.randn(tokens, 2, 16) * keys, torch.randn(tokens, 2, 16) * values
 
 
@@ -110,7 +116,9 @@ def test_validation_measures_what_the_cache_does():
     outs = []
     for dtype, scales in ((torch.float32, (None, None)), (E4M3, (k_scale, v_scale))):
         k_cache, v_cache = (torch.zeros(3, 16, kv_heads, dim, dtype=dtype) for _ in range(2))
-        rotated = rope_and_write_kv_reference(qkv, position, position, cos, sin, k_cache, v_cache, heads, None, None, 1e-6, *scales)
+        rotated = rope_and_write_kv_reference(
+            qkv, position, position, cos, sin, k_cache, v_cache, heads, None, None, 1e-6, *scales
+        )
         outs.append(attend_reference(rotated, position, table, k_cache, v_cache, *scales))
     measured = (outs[1] - outs[0]).norm() / outs[0].norm()
     torch.testing.assert_close(attention_error(q, k, v, k_scale, v_scale), measured, rtol=1e-4, atol=0)
@@ -132,6 +140,6 @@ def test_asking_whether_it_is_calibrated_does_not_touch_the_device():
     """The engine asks before every step, and must not wait for the steps it has launched."""
     scales, _ = observed()
     scales.calibrate()
-    with LiveBytes() as memory:
+    with MemoryTracker() as memory:
         assert scales.calibrated
     assert memory.peak == 0, "an operation ran"

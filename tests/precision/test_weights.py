@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.backends.base import WeightsNotFinite
+from paceline.backend import WeightsNotFinite
 from paceline.config import LoraConfig
 from paceline.kernels.fp8_format import BlockMatrix
 from paceline.kernels.fp8_quantise import quantise_blocks_reference
@@ -15,7 +15,21 @@ from paceline.policy.lora import add_adapters, merge_adapters
 from paceline.precision.weights import QuantisedWeights, quantised_parameters
 
 DENSE = DecoderConfig("qwen3", 97, 48, 80, 4, 6, 2, 16, 256, qk_norm=True)
-EXPERTS = DecoderConfig("qwen3_moe", 97, 48, 80, 3, 6, 2, 16, 256, qk_norm=True, num_experts=4, num_experts_per_token=2, expert_intermediate_size=40)
+EXPERTS = DecoderConfig(
+    "qwen3_moe",
+    97,
+    48,
+    80,
+    3,
+    6,
+    2,
+    16,
+    256,
+    qk_norm=True,
+    num_experts=4,
+    num_experts_per_token=2,
+    expert_intermediate_size=40,
+)
 
 
 @pytest.fixture
@@ -29,8 +43,11 @@ def test_exactly_the_projections_are_quantised():
     assert names == [f"layers.{i}.{kind}.weight" for i in range(4) for kind in kinds]
     names = [name for name, _ in quantised_parameters(Decoder(EXPERTS).initialise(0))]
     assert [n for n in names if n.startswith("layers.1.")] == [
-        "layers.1.attention.qkv.weight", "layers.1.attention.output.weight", "layers.1.feed_forward.gate_up", "layers.1.feed_forward.down",
-    ]  # fmt: skip
+        "layers.1.attention.qkv.weight",
+        "layers.1.attention.output.weight",
+        "layers.1.feed_forward.gate_up",
+        "layers.1.feed_forward.down",
+    ]
     assert not any(word in name for name in names for word in ("router", "norm", "embedding", "head"))
 
 
@@ -46,7 +63,10 @@ def test_ends_can_keep_the_policys_type(policy):
 def test_ends_that_leave_nothing_for_fp8_are_refused(layers, asked, most):
     """Such a rollout would call itself FP8."""
     policy = Decoder(replace(DENSE, num_layers=layers), device="meta")
-    with pytest.raises(ValueError, match=rf"rollout.base_precision_layers = {asked}: .* of {layers} layers.*the most is {most} "):
+    with pytest.raises(
+        ValueError,
+        match=rf"rollout.base_precision_layers = {asked}: .* of {layers} layers.*the most is {most} ",
+    ):
         quantised_parameters(policy, asked)
     assert quantised_parameters(policy, most)
 

@@ -11,7 +11,9 @@ from paceline.report.run_directory import RunDirectory
 
 @pytest.fixture
 def run(tmp_path) -> RunDirectory:
-    return RunDirectory.create(load_config(None, [f"run.root={tmp_path}", "run.name=run", "learning.algorithm=gspo"]), "default")
+    return RunDirectory.create(
+        load_config(None, [f"run.root={tmp_path}", "run.name=run", "learning.algorithm=gspo"]), "default"
+    )
 
 
 def test_the_recipe_is_replaced_as_a_whole(run, monkeypatch):
@@ -46,7 +48,9 @@ def test_an_empty_recipe_is_not_the_default_one(run, content):
 
 
 @pytest.mark.parametrize(
-    "harm", [b'{"step": 1, "ki', b"\xff\xfe", b"\x00" * 20, b"5", b"{}", b""], ids=["torn", "bytes", "nulls", "number", "empty", "blank"]
+    "harm",
+    [b'{"step": 1, "ki', b"\xff\xfe", b"\x00" * 20, b"5", b"{}", b""],
+    ids=["torn", "bytes", "nulls", "number", "empty", "blank"],
 )
 def test_one_damaged_line_costs_one_record_and_is_said(run, harm, caplog):
     for step in range(4):

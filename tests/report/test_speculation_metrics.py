@@ -2,14 +2,26 @@
 
 import pytest
 
-from paceline.backends.base import RolloutStats
 from paceline.pacing.strategy import PLAIN, Decision, Observation, Strategy
 from paceline.report.metrics import rollout_metrics, speculation_metrics
+from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 
 
-def observation(strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = (), proposed: int = 0) -> Observation:
-    return Observation(Decision(strategy), 4, 100.0, 0.25 if strategy.count else 0.0, 1.0, tokens, drafts, accepted_at, proposed=proposed)
+def observation(
+    strategy: Strategy, tokens: int, drafts: int = 0, accepted_at: tuple[int, ...] = (), proposed: int = 0
+) -> Observation:
+    return Observation(
+        Decision(strategy),
+        4,
+        100.0,
+        0.25 if strategy.count else 0.0,
+        1.0,
+        tokens,
+        drafts,
+        accepted_at,
+        proposed=proposed,
+    )
 
 
 def test_by_drafter_and_position():
@@ -25,13 +37,17 @@ def test_by_drafter_and_position():
     assert values["speculation/accept_length"] == pytest.approx(1 + 8 / 10)
     assert values["speculation/steps"] == 0.75
     assert values["speculation/eagle/accept_length"] == pytest.approx(1 + 7 / 6)
-    assert [values[f"speculation/eagle/accepted_{i}"] for i in (1, 2, 3)] == pytest.approx([4 / 6, 2 / 6, 1 / 6])
+    assert [values[f"speculation/eagle/accepted_{i}"] for i in (1, 2, 3)] == pytest.approx(
+        [4 / 6, 2 / 6, 1 / 6]
+    )
     assert values["speculation/history/accepted_1"] == 0.25 and "speculation/history/accepted_2" not in values
     assert values["time/drafting"] == 0.75 and values["time/verifying"] == 4.0
 
 
 def test_the_pool_of_graphs_is_reported_where_there_is_one():
-    completion = Completion(Request("train/1", (1, 2), 0, SamplingParams()), (3,), (-0.5,), FinishReason.STOP, ())
+    completion = Completion(
+        Request("train/1", (1, 2), 0, SamplingParams()), (3,), (-0.5,), FinishReason.STOP, ()
+    )
     groups = [Group("0", (Sample(completion, Score(1.0, True)),))]
     assert "memory/graph_pool_gb" not in rollout_metrics(groups, RolloutStats())
     assert rollout_metrics(groups, RolloutStats(graph_pool_bytes=480_000_000))["memory/graph_pool_gb"] == 0.48

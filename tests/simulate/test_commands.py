@@ -6,12 +6,23 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
 from paceline.simulate.svg import Line, line_chart
 
-SMALL = ["--gpus", "2", "--prompts", "4", "--samples", "4", "--lengths", "lognormal:200,0.8,4,1000", "--max-running", "16"]
+SMALL = [
+    "--gpus",
+    "2",
+    "--prompts",
+    "4",
+    "--samples",
+    "4",
+    "--lengths",
+    "lognormal:200,0.8,4,1000",
+    "--max-running",
+    "16",
+]
 
 
 def invoke(*arguments: str) -> str:
@@ -21,11 +32,29 @@ def invoke(*arguments: str) -> str:
 
 
 def test_flags_give_text_json_and_a_page(tmp_path):
-    said = invoke(*SMALL, "-k", "paced:3", "--train-drafter", "--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html"))
-    assert "measured" in said and "assumed" in said and "rollout" in said and "training the drafter wants" in said
+    said = invoke(
+        *SMALL,
+        "-k",
+        "paced:3",
+        "--train-drafter",
+        "--json",
+        str(tmp_path / "a.json"),
+        "--html",
+        str(tmp_path / "a.html"),
+    )
+    assert (
+        "measured" in said
+        and "assumed" in said
+        and "rollout" in said
+        and "training the drafter wants" in said
+    )
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["rollout_speedup"] > 1 and record["this"]["tokens"] == record["plain"]["tokens"]
-    assert {part["source"] for part in record["this"]["provenance"].values()} >= {"measured", "fitted", "assumed"}
+    assert {part["source"] for part in record["this"]["provenance"].values()} >= {
+        "measured",
+        "fitted",
+        "assumed",
+    }
     page = (tmp_path / "a.html").read_text()
     assert page.count("<svg") == 2 and "who says so" in page
 
@@ -37,7 +66,9 @@ def test_a_sweep_takes_several_words(tmp_path):
     longer = invoke(*SMALL, "-k", "0", "--sweep", "mean_length=100,400").splitlines()
     assert float(longer[2].split()[1]) > float(longer[1].split()[1]) > 0
     assert rows[0][4] == "1.00" and float(rows[2][4]) > 1
-    assert (tmp_path / "s.html").read_text().count("<svg") == 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
+    assert (tmp_path / "s.html").read_text().count(
+        "<svg"
+    ) == 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
 
 
 def test_a_recipe_is_a_starting_point():
@@ -72,16 +103,32 @@ def test_every_shipped_profile_loads_and_says_where_it_comes_from():
     assert set(shipped_profiles()) == {"h200", "h100", "a100", "b200", "gb200"}
     for name in shipped_profiles():
         hardware = load_hardware(name)
-        assert set(hardware.provenance) >= {"gemm_bf16", "attention", "other", "experts", "links", "training", "data_sheet"}
+        assert set(hardware.provenance) >= {
+            "gemm_bf16",
+            "attention",
+            "other",
+            "experts",
+            "links",
+            "training",
+            "data_sheet",
+        }
         assert name == "h200" or hardware.provenance["gemm_bf16"].source == "assumed"
-    assert load_hardware("b200").kernels.gemm_bf16.bandwidth > load_hardware("h200").kernels.gemm_bf16.bandwidth
+    assert (
+        load_hardware("b200").kernels.gemm_bf16.bandwidth > load_hardware("h200").kernels.gemm_bf16.bandwidth
+    )
 
 
 @pytest.mark.parametrize(
     "name, total, active",
-    [("qwen3-8b", 8.2e9, 7.6e9), ("qwen2.5-7b", 7.6e9, 7.1e9), ("qwen2.5-32b", 32.8e9, 32.0e9), ("llama-3.3-70b", 70.6e9, 69.5e9),
-     ("qwen3-30b-a3b", 30.5e9, 3.0e9), ("qwen3-235b-a22b", 235e9, 21.5e9)],
-)  # fmt: skip
+    [
+        ("qwen3-8b", 8.2e9, 7.6e9),
+        ("qwen2.5-7b", 7.6e9, 7.1e9),
+        ("qwen2.5-32b", 32.8e9, 32.0e9),
+        ("llama-3.3-70b", 70.6e9, 69.5e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.0e9),
+        ("qwen3-235b-a22b", 235e9, 21.5e9),
+    ],
+)
 def test_built_in_models_have_their_published_sizes(name, total, active):
     model = load_model(name)
     assert model.parameters == pytest.approx(total, rel=0.02)
@@ -89,10 +136,20 @@ def test_built_in_models_have_their_published_sizes(name, total, active):
 
 
 def test_config_json_of_models_the_engine_does_not_know():
-    mixtral = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
-               "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
+    mixtral = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     model = from_huggingface("mixtral", mixtral)
-    assert model.parameters == pytest.approx(46.7e9, rel=0.01) and model.active_parameters == pytest.approx(12.8e9, rel=0.02)
+    assert model.parameters == pytest.approx(46.7e9, rel=0.01) and model.active_parameters == pytest.approx(
+        12.8e9, rel=0.02
+    )
     assert from_huggingface("wrapped", {"text_config": mixtral}).parameters == model.parameters
     with pytest.raises(ValueError, match="kv_lora_rank"):
         from_huggingface("mla", mixtral | {"kv_lora_rank": 512})
@@ -102,6 +159,11 @@ def test_config_json_of_models_the_engine_does_not_know():
 
 def test_charts_hold_every_line():
     chart = line_chart(
-        "a < b", "x", "y", [Line("one", (1, 2, 4), (1.0, 2.0, 3.0)), Line("two", (1, 4), (3.0, 1.0), points=True)], log_x=True, level=1.0
+        "a < b",
+        "x",
+        "y",
+        [Line("one", (1, 2, 4), (1.0, 2.0, 3.0)), Line("two", (1, 4), (3.0, 1.0), points=True)],
+        log_x=True,
+        level=1.0,
     )
     assert chart.count("<polyline") == 1 and chart.count("<circle") == 2 and "a &lt; b" in chart

@@ -10,7 +10,14 @@ from paceline.simulate.deployment import ENGINES
 from paceline.simulate.fit import fit_attention, fit_experts, fit_gemm, fit_hardware, fit_rest
 from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, OtherCurve, load_hardware
 from paceline.simulate.least_squares import fit_positive
-from paceline.simulate.points import AttentionPoint, ExpertPoint, GemmPoint, RestPoint, load_measurements, write_measurements
+from paceline.simulate.points import (
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    RestPoint,
+    load_measurements,
+    write_measurements,
+)
 from paceline.simulate.predict import predict_attention, predict_experts, predict_gemm, predict_rest
 from paceline.simulate.validation import h200
 from paceline.simulate.validation.check import median_error, predictions, worst_error
@@ -38,18 +45,34 @@ def test_curves_are_recovered_from_points_they_made():
     gemms = [GemmPoint(m, ((n, k, 1),), 1.0) for n, k in shapes for m in (1, 16, 64, 200, 1000, 4000)]
     gemms = [dataclasses.replace(p, seconds=predict_gemm(kernels, p)) for p in gemms]
     gemm = fit_gemm(gemms, GemmCurve(1e-6, 1e12, 1e15, 5.0, 3.0))
-    attention = [AttentionPoint(32, 8, 128, (c,) * r, 1.0, q) for r in (1, 8, 64, 256) for c in (200, 3000, 20000) for q in (1, 8)]
+    attention = [
+        AttentionPoint(32, 8, 128, (c,) * r, 1.0, q)
+        for r in (1, 8, 64, 256)
+        for c in (200, 3000, 20000)
+        for q in (1, 8)
+    ]
     attention += [AttentionPoint(32, 8, 128, (0,), 1.0, 1, n) for n in (1000, 8000)]
     attention = [dataclasses.replace(p, seconds=predict_attention(kernels, p)) for p in attention]
     attend = fit_attention(attention, AttentionCurve(1e-6, 1e12, 1e-10, 1e14, 1e14), gemm)
-    rest = [RestPoint(t, 4096, 6144, 12288, 1.0) for t in (1, 64, 4096)] + [RestPoint(t, 0, 0, 0, 1.0, 150000) for t in (1, 64, 512)]
+    rest = [RestPoint(t, 4096, 6144, 12288, 1.0) for t in (1, 64, 4096)] + [
+        RestPoint(t, 0, 0, 0, 1.0, 150000) for t in (1, 64, 512)
+    ]
     rest = [dataclasses.replace(p, seconds=predict_rest(kernels, p)) for p in rest]
     experts = [ExpertPoint(r, 128, 8, 2048, 768, 1.0) for r in (1, 8, 64, 512, 4096)]
     experts = [dataclasses.replace(p, seconds=predict_experts(kernels, p)) for p in experts]
     fitted = dataclasses.replace(
-        kernels, gemm_bf16=gemm, attention=attend, other=fit_rest(rest, OtherCurve(1e-6, 1e12, 1e11)), experts=fit_experts(experts, gemm)
+        kernels,
+        gemm_bf16=gemm,
+        attention=attend,
+        other=fit_rest(rest, OtherCurve(1e-6, 1e12, 1e11)),
+        experts=fit_experts(experts, gemm),
     )
-    for points, predict in ((gemms, predict_gemm), (attention, predict_attention), (rest, predict_rest), (experts, predict_experts)):
+    for points, predict in (
+        (gemms, predict_gemm),
+        (attention, predict_attention),
+        (rest, predict_rest),
+        (experts, predict_experts),
+    ):
         assert all(abs(predict(fitted, p) / p.seconds - 1) < 0.01 for p in points), predict.__name__
 
 
@@ -57,7 +80,10 @@ def test_the_shipped_profile_is_the_fit_of_the_shipped_points():
     again = fit_hardware("h200", POINTS, H200.data_sheet, H200.links, H200.training)
     for part in ("gemm_bf16", "gemm_fp8", "attention", "other"):
         for field, value in dataclasses.asdict(getattr(H200.kernels, part)).items():
-            assert getattr(getattr(again.kernels, part), field) == pytest.approx(value, rel=1e-3), (part, field)
+            assert getattr(getattr(again.kernels, part), field) == pytest.approx(value, rel=1e-3), (
+                part,
+                field,
+            )
 
 
 def test_an_engines_overheads_are_those_its_two_points_give():
@@ -67,7 +93,9 @@ def test_an_engines_overheads_are_those_its_two_points_give():
 
 
 def test_held_out_decode_verify_and_rollout_times_are_within_the_aim():
-    own = [c for c in predictions(h200.step_section(H200, POINTS, "paceline").checks) if "prefill" not in c.what]
+    own = [
+        c for c in predictions(h200.step_section(H200, POINTS, "paceline").checks) if "prefill" not in c.what
+    ]
     assert len(own) >= 15
     assert median_error(own) < 0.10 and worst_error(own) < 0.20
     peers = predictions(h200.step_section(H200, POINTS, "vllm").checks)
@@ -81,7 +109,11 @@ def test_points_survive_writing(tmp_path):
 
 def test_a_profile_from_points_keeps_what_kernels_cannot_tell():
     """The device's name finds the data sheet; FP8 that was not measured again stays as it was."""
-    assert matching_profile("NVIDIA H200") == "h200" and matching_profile("NVIDIA GB200") == "gb200" and matching_profile("CPU") is None
+    assert (
+        matching_profile("NVIDIA H200") == "h200"
+        and matching_profile("NVIDIA GB200") == "gb200"
+        and matching_profile("CPU") is None
+    )
     bf16_only = dataclasses.replace(POINTS, gemms=tuple(p for p in POINTS.gemms if p.precision == "bf16"))
     profile = profile_from("again", bf16_only)
     assert profile.data_sheet == H200.data_sheet and profile.kernels.gemm_fp8 == H200.kernels.gemm_fp8

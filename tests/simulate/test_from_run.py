@@ -14,16 +14,34 @@ def run(tmp_path):
     folder = tmp_path / "a-run"
     (folder / "samples").mkdir(parents=True)
     config = Config.model_validate(
-        {"rollout": {"speculation": {"drafters": ["history"], "tokens": 3}, "prompts_per_step": 4, "samples_per_prompt": 4}}
+        {
+            "rollout": {
+                "speculation": {"drafters": ["history"], "tokens": 3},
+                "prompts_per_step": 4,
+                "samples_per_prompt": 4,
+            }
+        }
     )
     (folder / "config.yaml").write_text(dump_config(config))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 11):
-            record = {"step": step, "kind": "train", "time/rollout": 2.0, "time/learn": 1.0, "time/sync": 0.1, "rollout/tokens": 480,
-                      "rollout/length_mean": 30, "rollout/length_p95": 60, "speculation/accept_length": 2.5, "speculation/accepted": 0.5}  # fmt: skip
+            record = {
+                "step": step,
+                "kind": "train",
+                "time/rollout": 2.0,
+                "time/learn": 1.0,
+                "time/sync": 0.1,
+                "rollout/tokens": 480,
+                "rollout/length_mean": 30,
+                "rollout/length_p95": 60,
+                "speculation/accept_length": 2.5,
+                "speculation/accepted": 0.5,
+            }
             file.write(json.dumps(record) + "\n")
     for step in range(1, 11):
-        samples = [{"tokens": [0] * n, "request": {"prompt": [1] * 9}} for n in (10, 20, 30, 40, 20, 10, 30, 80)]
+        samples = [
+            {"tokens": [0] * n, "request": {"prompt": [1] * 9}} for n in (10, 20, 30, 40, 20, 10, 30, 80)
+        ]
         (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"samples": samples}) + "\n")
     return folder
 
@@ -39,7 +57,17 @@ def test_the_length_of_proposals_is_what_the_pacer_chose(run):
     """Not what drafters had to say: a step verifies its k tokens whether they were proposed or not."""
     rows = [("history:1", 10), ("plain", 500), ("history:2", 90)]
     records = [
-        {"step": 9, "strategy": name, "reason": "best", "context": 1, "expected": 1, "steps": 1, "rows": n, "tokens": n, "seconds": 1}
+        {
+            "step": 9,
+            "strategy": name,
+            "reason": "best",
+            "context": 1,
+            "expected": 1,
+            "steps": 1,
+            "rows": n,
+            "tokens": n,
+            "seconds": 1,
+        }
         for name, n in rows
     ]
     early = {**records[0], "step": 1, "strategy": "history:3"}
@@ -61,10 +89,14 @@ def test_longer_responses_and_a_better_drafter(run):
     better = what_if(facts, "h200", WhatIf(k="3", accept="0.95"))
     assert better.rollout_seconds < 2.0
     assert better.changed.scenario.speculation.acceptance.by_depth == (0.95,)
-    assert longer.changed.scenario.speculation.acceptance == facts.acceptance, "what was not changed stays measured"
+    assert longer.changed.scenario.speculation.acceptance == facts.acceptance, (
+        "what was not changed stays measured"
+    )
     assert better.changed.outcome.provenance["training"].source == "measured"
     moved = what_if(facts, "h200", WhatIf(hardware="b200"))
-    assert moved.changed.outcome.provenance["training"].source == "assumed", "another device's learning was not measured"
+    assert moved.changed.outcome.provenance["training"].source == "assumed", (
+        "another device's learning was not measured"
+    )
 
 
 def test_few_samples_leave_the_metrics(run):

@@ -15,23 +15,45 @@ from paceline.simulate.scenario import Scenario, simulate
 from paceline.simulate.workload import Lengths, Workload
 
 TINY = dataclasses.replace(
-    CPU, hidden=64, heads=4, kv_heads=2, head_dim=16, feed_forward=96, vocab=256, gemm_rows=(1, 32, 96), attention=CPU.attention[:8],
-    tokens=(1, 8, 32), experts=(4, 2, 64, 32), expert_rows=(1, 8, 32, 64), copies_bytes=1, repeats=1,
-)  # fmt: skip
+    CPU,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    feed_forward=96,
+    vocab=256,
+    gemm_rows=(1, 32, 96),
+    attention=CPU.attention[:8],
+    tokens=(1, 8, 32),
+    experts=(4, 2, 64, 32),
+    expert_rows=(1, 8, 32, 64),
+    copies_bytes=1,
+    repeats=1,
+)
 
 
 def test_calibrating_makes_a_profile_that_simulates(tmp_path):
     notes = []
     points = measure_kernels(torch.device("cpu"), TINY, notes.append, "2026-01-01")
-    assert len(points.gemms) == 15 and len(points.attention) == 11 and len(points.rest) == 6 and len(points.experts) == 4
+    assert (
+        len(points.gemms) == 15
+        and len(points.attention) == 11
+        and len(points.rest) == 6
+        and len(points.experts) == 4
+    )
     assert {p.use for p in points.gemms} == {"fit", "held-out"}
     assert all(p.seconds > 0 for p in (*points.gemms, *points.attention, *points.rest, *points.experts))
     write_hardware(profile_from("here", points), tmp_path / "here.json")
     hardware = load_hardware(str(tmp_path / "here.json"))
-    assert hardware.provenance["gemm_bf16"].source == "measured" and hardware.provenance["links"].source == "assumed"
+    assert (
+        hardware.provenance["gemm_bf16"].source == "measured"
+        and hardware.provenance["links"].source == "assumed"
+    )
     assert all(math.isfinite(report.worst) for report in fit_report(hardware, points))
     shape = dataclasses.replace(from_decoder_config("tiny", SHAPES["smollm2-135m"]), layers=2)
-    outcome = simulate(Scenario(hardware, shape, gpus=1, workload=Workload(2, 2, 8, Lengths(20, 0.5, 4, 64)), max_running=4))
+    outcome = simulate(
+        Scenario(hardware, shape, gpus=1, workload=Workload(2, 2, 8, Lengths(20, 0.5, 4, 64)), max_running=4)
+    )
     assert outcome.rollout_seconds > 0 and outcome.tokens == outcome.generated_tokens
 
 
@@ -41,7 +63,11 @@ def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
     bench = StepBench(_tiny_folder(), torch.device("cpu"), math.inf, notes.append)
     bench.decode([(2, 8, 0), (2, 8, 3)], seen=((2, 8, 0),))
     bench.rollout(3, 8, 20, 32)
-    assert [(p.rows, p.queries, p.prefill, p.use) for p in bench.steps] == [(2, 1, 0, "fit"), (2, 1, 8, "held-out"), (2, 4, 0, "held-out")]
+    assert [(p.rows, p.queries, p.prefill, p.use) for p in bench.steps] == [
+        (2, 1, 0, "fit"),
+        (2, 1, 8, "held-out"),
+        (2, 4, 0, "held-out"),
+    ]
     assert all(p.seconds > 0 for p in (*bench.steps, *bench.rollouts))
     bench.deadline = 0.0
     bench.decode([(2, 8, 0)])

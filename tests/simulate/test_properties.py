@@ -16,27 +16,50 @@ from paceline.simulate.workload import Lengths, Workload
 
 H200 = load_hardware("h200")
 RATES = [
-    ("gemm_bf16", "bandwidth"), ("gemm_bf16", "flops"), ("attention", "bandwidth"), ("attention", "flops"), ("attention", "prefill_flops"),
-    ("other", "bandwidth"), ("other", "sampler_elements_per_second"), ("experts", "bandwidth"), ("experts", "flops"),
-    ("links", "link_bandwidth"), ("links", "network_bandwidth"),
-]  # fmt: skip
-COSTS = [("gemm_bf16", "launch_seconds"), ("attention", "launch_seconds"), ("other", "layer_seconds"), ("links", "link_seconds")]
+    ("gemm_bf16", "bandwidth"),
+    ("gemm_bf16", "flops"),
+    ("attention", "bandwidth"),
+    ("attention", "flops"),
+    ("attention", "prefill_flops"),
+    ("other", "bandwidth"),
+    ("other", "sampler_elements_per_second"),
+    ("experts", "bandwidth"),
+    ("experts", "flops"),
+    ("links", "link_bandwidth"),
+    ("links", "network_bandwidth"),
+]
+COSTS = [
+    ("gemm_bf16", "launch_seconds"),
+    ("attention", "launch_seconds"),
+    ("other", "layer_seconds"),
+    ("links", "link_seconds"),
+]
 
 
 def changed(part: str, field: str, factor: float) -> Hardware:
     if part == "links":
-        return dataclasses.replace(H200, links=dataclasses.replace(H200.links, **{field: getattr(H200.links, field) * factor}))
+        return dataclasses.replace(
+            H200, links=dataclasses.replace(H200.links, **{field: getattr(H200.links, field) * factor})
+        )
     curve = getattr(H200.kernels, part)
     curve = dataclasses.replace(curve, **{field: getattr(curve, field) * factor})
     return dataclasses.replace(H200, kernels=dataclasses.replace(H200.kernels, **{part: curve}))
 
 
-def step_seconds(hardware: Hardware, model: str, split: Parallelism, rows: int, k: int, context: float) -> float:
+def step_seconds(
+    hardware: Hardware, model: str, split: Parallelism, rows: int, k: int, context: float
+) -> float:
     shape = load_model(model)
-    return StepCost(Deployment(hardware, shape, ENGINES["paceline"], Precision(), split), eagle(shape)).step(rows, k, context)
+    return StepCost(Deployment(hardware, shape, ENGINES["paceline"], Precision(), split), eagle(shape)).step(
+        rows, k, context
+    )
 
 
-MODELS = [("qwen3-8b", Parallelism(1, 1)), ("llama-3.3-70b", Parallelism(4, 1)), ("qwen3-30b-a3b", Parallelism(2, 8))]
+MODELS = [
+    ("qwen3-8b", Parallelism(1, 1)),
+    ("llama-3.3-70b", Parallelism(4, 1)),
+    ("qwen3-30b-a3b", Parallelism(2, 8)),
+]
 points = st.tuples(st.sampled_from(MODELS), st.integers(1, 512), st.integers(0, 7), st.integers(0, 40000))
 
 
@@ -68,9 +91,13 @@ def test_more_work_is_never_faster(point, more_rows, more_k, more_context):
 
 def scenario(**changes) -> Scenario:
     base = Scenario(
-        H200, load_model("qwen3-8b"), gpus=4, workload=Workload(8, 4, 64, Lengths(200, 1.0, 4, 2000)), max_running=16,
+        H200,
+        load_model("qwen3-8b"),
+        gpus=4,
+        workload=Workload(8, 4, 64, Lengths(200, 1.0, 4, 2000)),
+        max_running=16,
         speculation=Speculation((0, 1, 3), Acceptance((0.7,))),
-    )  # fmt: skip
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -84,7 +111,11 @@ def scenario(**changes) -> Scenario:
 )
 def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_tokens, lag):
     asked = scenario(
-        mode=mode, seed=seed, speculation=Speculation(k, Acceptance((0.8, 0.6))), kv_tokens=kv_tokens, lag=None if mode == "sync" else lag
+        mode=mode,
+        seed=seed,
+        speculation=Speculation(k, Acceptance((0.8, 0.6))),
+        kv_tokens=kv_tokens,
+        lag=None if mode == "sync" else lag,
     )
     outcome = simulate(asked)
     steps = asked.schedule.steps
@@ -101,11 +132,22 @@ def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_token
 def test_the_lag_is_a_bound_when_short_responses_overtake_long_ones_for_many_steps(lag):
     """Updates filled with short responses must not leave more long ones behind than later updates can take."""
     long_tail = Workload(16, 8, 64, Lengths(1000, 1.2, 4, 2000))
-    asked = scenario(mode="async", lag=lag, gpus=24, train_share=0.75, workload=long_tail, steps=10, max_running=64, speculation=Speculation())
+    asked = scenario(
+        mode="async",
+        lag=lag,
+        gpus=24,
+        train_share=0.75,
+        workload=long_tail,
+        steps=10,
+        max_running=64,
+        speculation=Speculation(),
+    )
     assert simulate(asked).max_lag == lag
 
 
-@pytest.mark.parametrize("changes", [dict(gpus=8), dict(speculation=Speculation((0, 1, 2, 3), Acceptance((0.9,))))])
+@pytest.mark.parametrize(
+    "changes", [dict(gpus=8), dict(speculation=Speculation((0, 1, 2, 3), Acceptance((0.9,))))]
+)
 def test_more_of_a_good_thing_is_not_slower(changes):
     assert simulate(scenario(**changes)).rollout_seconds <= simulate(scenario()).rollout_seconds * 1.001
 
@@ -122,9 +164,13 @@ def test_four_thousand_long_responses_on_thousands_of_devices_take_seconds():
 
     workload = Workload(256, 16, 512, Lengths(16384, 0.8, 64, 32768))
     asked = Scenario(
-        load_hardware("gb200"), load_model("qwen3-235b-a22b"), 4096, Parallelism(8, 8), workload=workload,
+        load_hardware("gb200"),
+        load_model("qwen3-235b-a22b"),
+        4096,
+        Parallelism(8, 8),
+        workload=workload,
         speculation=Speculation(tuple(range(8)), Acceptance((0.75,))),
-    )  # fmt: skip
+    )
     start = time.perf_counter()
     assert simulate(asked).tokens > 40e6
     assert time.perf_counter() - start < 30

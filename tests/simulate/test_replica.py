@@ -20,10 +20,15 @@ from paceline.simulate.step_cost import StepCost
 @pytest.fixture(scope="module")
 def cost() -> StepCost:
     model = load_model("qwen3-8b")
-    return StepCost(Deployment(load_hardware("h200"), model, ENGINES["paceline"], Precision(), Parallelism()), eagle(model))
+    return StepCost(
+        Deployment(load_hardware("h200"), model, ENGINES["paceline"], Precision(), Parallelism()),
+        eagle(model),
+    )
 
 
-def brute_force(cost: StepCost, lengths, prompt: int, group: int, k: int, gain: float, max_running: int, kv_tokens: int) -> tuple[float, int]:
+def brute_force(
+    cost: StepCost, lengths, prompt: int, group: int, k: int, gain: float, max_running: int, kv_tokens: int
+) -> tuple[float, int]:
     """(seconds, preemptions) of a rollout, one step at a time. Members of a group hold their prompt once."""
     table = cost.linear(max_running, k)
     waiting = [[n, 0.0, i // group] for i, n in enumerate(lengths)]  # length, done, group
@@ -65,7 +70,15 @@ def pairs_of(first: float, last: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "k, kv_tokens, max_running, group", [(0, 10**6, 8, 1), (3, 10**6, 64, 4), (0, 1200, 16, 1), (3, 1500, 16, 1), (0, 900, 16, 4), (3, 1100, 16, 8)]
+    "k, kv_tokens, max_running, group",
+    [
+        (0, 10**6, 8, 1),
+        (3, 10**6, 64, 4),
+        (0, 1200, 16, 1),
+        (3, 1500, 16, 1),
+        (0, 900, 16, 4),
+        (3, 1100, 16, 8),
+    ],
 )
 def test_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, group):
     rng = random.Random(k + kv_tokens)
@@ -74,7 +87,9 @@ def test_equals_a_simulation_of_every_step(cost, k, kv_tokens, max_running, grou
     replica = Replica(cost, speculation, max_running, kv_tokens)
     pipeline = Pipeline([replica], [lengths], group, 64, StageSeconds(), Schedule())
     pipeline.run()
-    seconds, preemptions = brute_force(cost, lengths, 64, group, k, speculation.accept_lengths[k], max_running, kv_tokens)
+    seconds, preemptions = brute_force(
+        cost, lengths, 64, group, k, speculation.accept_lengths[k], max_running, kv_tokens
+    )
     assert replica.totals.preemptions == preemptions
     assert preemptions > 0 or kv_tokens > 2000
     assert math.isclose(replica.clock, seconds, rel_tol=1e-9)
@@ -109,12 +124,19 @@ def test_a_draft_model_costs_its_own_steps(cost):
     """k passes of the smaller model beside one step of the target, its own cache read included."""
     small = make_drafter("qwen3-0.6b", cost.model)
     with_model = StepCost(cost.deployment, small)
-    alone = StepCost(Deployment(cost.deployment.hardware, load_model("qwen3-0.6b"), KERNELS_ALONE, Precision(), Parallelism()), small)
+    alone = StepCost(
+        Deployment(
+            cost.deployment.hardware, load_model("qwen3-0.6b"), KERNELS_ALONE, Precision(), Parallelism()
+        ),
+        small,
+    )
     rows, context, k = 8, 2000, 3
     drafting = with_model.step(rows, k, context) - verify_seconds(with_model, rows, k + 1, context)
     own = alone.step(rows, 0, context) - context * alone.linear(rows, 0).per_longest
     assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
-    assert verify_seconds(with_model, rows, k + 1, context) == pytest.approx(verify_seconds(cost, rows, k + 1, context), rel=1e-12)
+    assert verify_seconds(with_model, rows, k + 1, context) == pytest.approx(
+        verify_seconds(cost, rows, k + 1, context), rel=1e-12
+    )
 
 
 def test_a_cache_computed_again_is_work_and_not_idleness(cost):
@@ -126,7 +148,9 @@ def test_a_cache_computed_again_is_work_and_not_idleness(cost):
     replica.pause(before + 1.0, recompute=True)
     again = replica.clock - (before + 1.0)
     assert again > 0 and math.isclose(replica.totals.busy_seconds, before + again)
-    assert math.isclose(replica.totals.prefill_seconds, before + again) and replica.totals.prefill_tokens == 600
+    assert (
+        math.isclose(replica.totals.prefill_seconds, before + again) and replica.totals.prefill_tokens == 600
+    )
 
 
 def test_experts_of_several_attention_groups_exchange_instead_of_summing():
@@ -139,6 +163,10 @@ def test_experts_of_several_attention_groups_exchange_instead_of_summing():
 
     message = tokens * model.hidden * 2.0
     one_sum = model.layers * operators.all_reduce(hardware.links, 2, message)
-    exchange = model.expert_layers * operators.all_to_all(hardware.links, 8, message * model.experts_per_token / 2)
+    exchange = model.expert_layers * operators.all_to_all(
+        hardware.links, 8, message * model.experts_per_token / 2
+    )
     assert collectives(Parallelism(2, 2)) == pytest.approx(2 * one_sum)
-    assert model.expert_layers == model.layers and collectives(Parallelism(2, 8)) == pytest.approx(one_sum + 2 * exchange)
+    assert model.expert_layers == model.layers and collectives(Parallelism(2, 8)) == pytest.approx(
+        one_sum + 2 * exchange
+    )

@@ -22,7 +22,9 @@ def same_figures(made: str, written: str) -> bool:
         return False
     for ours, theirs in zip(NUMBER.findall(made), NUMBER.findall(written), strict=True):
         tolerance = 2.01 * 10.0 ** -len(theirs.partition(".")[2])
-        if float(ours.replace(",", "")) != pytest.approx(float(theirs.replace(",", "")), abs=tolerance, rel=1e-4):
+        if float(ours.replace(",", "")) != pytest.approx(
+            float(theirs.replace(",", "")), abs=tolerance, rel=1e-4
+        ):
             return False
     return True
 
@@ -34,14 +36,26 @@ def test_figures_are_compared_as_numbers():
 
 
 def test_the_page_in_docs_has_the_figures_of_this_model():
-    text, hardware, points = (DOCS / "simulator.md").read_text(), load_hardware("h200"), h200.shipped_measurements()
-    sections = [h200.step_section(hardware, points, "paceline"), h200.step_section(hardware, points, "vllm"), h200.kernel_section(hardware, points)]
+    text, hardware, points = (
+        (DOCS / "simulator.md").read_text(),
+        load_hardware("h200"),
+        h200.shipped_measurements(),
+    )
+    sections = [
+        h200.step_section(hardware, points, "paceline"),
+        h200.step_section(hardware, points, "vllm"),
+        h200.kernel_section(hardware, points),
+    ]
     sections += [published.nvidia_k_sweep(), published.tlt_batch_table()]
     for section in sections:
         for line in page.table(section.checks):
             name = line.split("|")[1]
-            candidates = [other for other in text.splitlines() if other.startswith("|") and other.split("|")[1] == name]
-            assert candidates, f"write docs/simulator.md again with `paceline simulate validate --write docs`: {line}"
+            candidates = [
+                other for other in text.splitlines() if other.startswith("|") and other.split("|")[1] == name
+            ]
+            assert candidates, (
+                f"write docs/simulator.md again with `paceline simulate validate --write docs`: {line}"
+            )
             assert any(same_figures(line, other) for other in candidates), (line, candidates)
 
 
@@ -50,8 +64,12 @@ def test_the_projection_is_reproduced_where_it_is_said_to_hold():
     assert worst_error([check for check in section.checks if "whole rollout" not in check.what]) < 0.15
     assert worst_error(list(section.checks)) < 0.25
     narrow = projection.cost_of(projection.Parallelism(8, 8))
-    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 4, 7, 5.0), "few requests wake further experts"
-    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 2048, 7, 5.0), "many make verification arithmetic"
+    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 4, 7, 5.0), (
+        "few requests wake further experts"
+    )
+    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 2048, 7, 5.0), (
+        "many make verification arithmetic"
+    )
 
 
 def test_the_graph_limit_is_the_term_that_the_sweep_of_draft_lengths_needs():

@@ -71,16 +71,38 @@ Other: {{ message.content }}
 {% endfor %}
     {% if add_generation_prompt %}
 Bot:{% endif %}"""
-TEMPLATES = {"indented": INDENTED, "chatml": CHATML, "llama": LLAMA, "alternating": ALTERNATING, "thinking": THINKING}
+TEMPLATES = {
+    "indented": INDENTED,
+    "chatml": CHATML,
+    "llama": LLAMA,
+    "alternating": ALTERNATING,
+    "thinking": THINKING,
+}
 
 USER = {"role": "user", "content": "2 + 2?"}
 CHATS = {
     "plain": [USER],
     "system": [{"role": "system", "content": "  terse  "}, USER],
-    "several": [USER, {"role": "assistant", "content": "<think>hm</think>\n\n4"}, {"role": "user", "content": ""}],
-    "odd text": [{"role": "user", "content": "<b>&amp; {{ bos_token }} {% raw %} \u00e4\u4e2d\U0001f600\n\n\t'quotes\" \\n"}],
+    "several": [
+        USER,
+        {"role": "assistant", "content": "<think>hm</think>\n\n4"},
+        {"role": "user", "content": ""},
+    ],
+    "odd text": [
+        {
+            "role": "user",
+            "content": "<b>&amp; {{ bos_token }} {% raw %} \u00e4\u4e2d\U0001f600\n\n\t'quotes\" \\n",
+        }
+    ],
     "reasoning": [USER, {"role": "assistant", "content": "4", "reasoning": "easy"}],
-    "tool call": [USER, {"role": "assistant", "content": "", "tool_calls": [{"name": "calc", "arguments": {"x": "<1>", "\u00fc": 2}}]}],
+    "tool call": [
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": "calc", "arguments": {"x": "<1>", "\u00fc": 2}}],
+        },
+    ],
 }
 
 
@@ -91,7 +113,9 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     # As Llama's does, it begins every text with <s>; a template that writes <s> itself must not get a second one.
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     return tokenizer
 
 
@@ -104,7 +128,11 @@ def save_folder(folder, template, as_file=False, as_list=False, added_token=Fals
         (folder / "chat_template.jinja").write_text(template)
         settings["chat_template"] = "the file wins"
     elif template is not None:
-        settings["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}] if as_list else template
+        settings["chat_template"] = (
+            [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+            if as_list
+            else template
+        )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -118,7 +146,9 @@ def test_renders_like_transformers(tmp_path, template, chat, generate):
     options = {"enable_thinking": False, "date_string": "today"}
     ours = ChatTemplate.from_folder(folder, options)
     try:
-        expected = reference.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=generate, **options)
+        expected = reference.apply_chat_template(
+            CHATS[chat], tokenize=False, add_generation_prompt=generate, **options
+        )
     except Exception:
         with pytest.raises(ConfigError, match="the policy's chat template refuses messages with roles"):
             ours.render(CHATS[chat], generate)
@@ -145,11 +175,15 @@ def test_prompt_tokens_equal_transformers(tmp_path, template):
     folder = save_folder(tmp_path / "policy", TEMPLATES[template])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
-    encoder = PromptEncoder(tokenizer, ChatTemplate.from_folder(folder), "Q: {prompt}", chat=True, system_prompt="terse")
+    encoder = PromptEncoder(
+        tokenizer, ChatTemplate.from_folder(folder), "Q: {prompt}", chat=True, system_prompt="terse"
+    )
     chat = [{"role": "system", "content": "terse"}, {"role": "user", "content": "Q: {x} 1 + 1?"}]
     expected = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert list(encoder.encode(Problem("a", "{x} 1 + 1?", "2"))) == expected
-    assert list(encoder.encode(Problem("a", tuple(chat), "2"))) == expected, "a chat's own system message stays"
+    assert list(encoder.encode(Problem("a", tuple(chat), "2"))) == expected, (
+        "a chat's own system message stays"
+    )
     plain = PromptEncoder(tokenizer, None, "Q: {prompt}")
     assert tokenizer.decode(plain.encode(Problem("a", "1 + 1?", "2"))) == "Q: 1 + 1?"
 
@@ -168,7 +202,11 @@ def test_follow_up_continues_the_conversation(tmp_path):
     expected = tokenizer.encode(whole, add_special_tokens=False).ids
     ended = (*response, end)
     assert [*prompt, *ended, *encoder.encode_observation(Observation((again,)), end)] == expected
-    assert [*prompt, *response, *encoder.encode_observation(Observation((again,)), response[-1])] == expected, "stopped by a text: the end is added"
+    assert [
+        *prompt,
+        *response,
+        *encoder.encode_observation(Observation((again,)), response[-1]),
+    ] == expected, "stopped by a text: the end is added"
 
 
 def test_missing_templates_and_system_prompts_say_what_to_do(tmp_path):

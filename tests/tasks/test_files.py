@@ -20,7 +20,10 @@ def write_parquet(path, rows):
 
 
 def sums(count, start=0):
-    return [{"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}", "level": n % 3} for n in range(start, start + count)]
+    return [
+        {"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}", "level": n % 3}
+        for n in range(start, start + count)
+    ]
 
 
 def verl_row(n):
@@ -40,17 +43,24 @@ def refused(path, **settings):
 
 def test_columns_pattern_and_extras(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", sums(40))
-    config = DataConfig(path=path, prompt_column="question", answer_pattern=r"####\s*(.+)", held_out_share=0.25)
+    config = DataConfig(
+        path=path, prompt_column="question", answer_pattern=r"####\s*(.+)", held_out_share=0.25
+    )
     task = FileProblems(config, seed=0)
     everything = {p.prompt: p for p in (*task.train, *task.held_out)}
     assert len(everything) == 40 and 3 <= len(task.held_out) <= 18
-    assert everything["7 + 1?"].answer == "8" and everything["7 + 1?"].extra == {"answer": "so\n#### 8", "level": 1}
+    assert everything["7 + 1?"].answer == "8" and everything["7 + 1?"].extra == {
+        "answer": "so\n#### 8",
+        "level": 1,
+    }
 
 
 def test_split_is_stable_under_appending_and_differs_by_seed(tmp_path):
     config = DataConfig(path="x", prompt_column="question")
     first = read_problems(tmp_path.joinpath(write_jsonl(tmp_path / "a.jsonl", sums(500))), config, "path")
-    more = read_problems(tmp_path.joinpath(write_jsonl(tmp_path / "b.jsonl", sums(100, 1000) + sums(500))), config, "path")
+    more = read_problems(
+        tmp_path.joinpath(write_jsonl(tmp_path / "b.jsonl", sums(100, 1000) + sums(500))), config, "path"
+    )
 
     def held_out(problems, seed=0):
         return {p.prompt for p in problems if is_held_out(p, 0.1, seed)}
@@ -59,13 +69,19 @@ def test_split_is_stable_under_appending_and_differs_by_seed(tmp_path):
     assert 30 <= len(before) <= 75
     assert before == held_out(more) & {p.prompt for p in first}
     assert before != held_out(first, seed=1)
-    assert {p.id for p in first} <= {p.id for p in more}, "ids, hence request seeds, do not depend on the place in the file"
-    assert held_out(first) <= {p.prompt for p in first if is_held_out(p, 0.2, 0)}, "a larger share keeps what was held out"
+    assert {p.id for p in first} <= {p.id for p in more}, (
+        "ids, hence request seeds, do not depend on the place in the file"
+    )
+    assert held_out(first) <= {p.prompt for p in first if is_held_out(p, 0.2, 0)}, (
+        "a larger share keeps what was held out"
+    )
 
 
 def test_a_second_file_is_held_out_and_its_rows_are_not_trained_on(tmp_path, caplog):
     config = DataConfig(
-        path=write_jsonl(tmp_path / "a.jsonl", sums(10)), held_out_path=write_jsonl(tmp_path / "b.jsonl", sums(5, 8)), prompt_column="question"
+        path=write_jsonl(tmp_path / "a.jsonl", sums(10)),
+        held_out_path=write_jsonl(tmp_path / "b.jsonl", sums(5, 8)),
+        prompt_column="question",
     )
     task = FileProblems(config, seed=0)
     assert [p.prompt for p in task.train] == [f"{n} + 1?" for n in range(8)] and len(task.held_out) == 5
@@ -85,19 +101,26 @@ def test_verl_files_work_as_they_are(tmp_path, suffix):
     assert problems[4].prompt == ({"role": "user", "content": "4 + 1?"},) and problems[4].answer == "5"
     assert problems[4].extra["data_source"] == "sums" and problems[4].extra["extra_info"] == {"index": 4}
     assert problems[3].prompt[1] == {"role": "assistant", "content": "hm", "name": "bot"}
-    assert "name" not in problems[4].prompt[0], "parquet fills missing keys with null; templates must not see them"
+    assert "name" not in problems[4].prompt[0], (
+        "parquet fills missing keys with null; templates must not see them"
+    )
 
 
 def test_parquet_and_jsonl_give_the_same_problems(tmp_path):
     write_parquet(tmp_path / "a.parquet", sums(20))
     config = DataConfig(path="x", prompt_column="question")
     write_jsonl(tmp_path / "a.jsonl", sums(20))
-    assert read_problems(tmp_path / "a.parquet", config, "path") == read_problems(tmp_path / "a.jsonl", config, "path")
+    assert read_problems(tmp_path / "a.parquet", config, "path") == read_problems(
+        tmp_path / "a.jsonl", config, "path"
+    )
 
 
 def test_answers_that_are_not_text(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}", "answer": n} for n in (1, 2.5)])
-    assert [p.answer for p in read_problems(tmp_path / "a.jsonl", DataConfig(path=path), "path")] == ["1", "2.5"]
+    assert [p.answer for p in read_problems(tmp_path / "a.jsonl", DataConfig(path=path), "path")] == [
+        "1",
+        "2.5",
+    ]
 
 
 def test_errors_name_the_row_and_the_way_out(tmp_path):
@@ -105,9 +128,16 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
     assert "task.data.path is empty" in refused("")
     assert "there is no such file" in refused(path)
     write_jsonl(path, [{"question": "?", "answer": "1"}])
-    assert refused(path) == f"{path}:1 has no value in task.data.prompt_column = 'prompt'; its columns are question, answer"
-    assert "finds no group in the answer '1'" in refused(path, prompt_column="question", answer_pattern="####(.*)")
-    assert "no held-out problems among the 1 rows" in refused(path, prompt_column="question", held_out_share=0.01)
+    assert (
+        refused(path)
+        == f"{path}:1 has no value in task.data.prompt_column = 'prompt'; its columns are question, answer"
+    )
+    assert "finds no group in the answer '1'" in refused(
+        path, prompt_column="question", answer_pattern="####(.*)"
+    )
+    assert "no held-out problems among the 1 rows" in refused(
+        path, prompt_column="question", held_out_share=0.01
+    )
     write_jsonl(path, [{"prompt": ["not a message"], "answer": "1"}])
     assert "must be text or a list of messages" in refused(path)
     path.write_text('{"prompt": "a", "answer": "1"}\n\nnot json\n')

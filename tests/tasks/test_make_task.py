@@ -16,10 +16,12 @@ GYM_OPTIONS = "task.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digi
 
 # In the style of GSM8K, written for this test.
 ROWS = [
-    {"question": f"Ann has {a} pears and buys {b} bags of {c}. How many pears does she have?",
-     "answer": f"She buys {b}*{c} = <<{b}*{c}={b * c}>>{b * c} pears.\nThen she has {a}+{b * c}.\n#### {a + b * c:,}"}
+    {
+        "question": f"Ann has {a} pears and buys {b} bags of {c}. How many pears does she have?",
+        "answer": f"She buys {b}*{c} = <<{b}*{c}={b * c}>>{b * c} pears.\nThen she has {a}+{b * c}.\n#### {a + b * c:,}",
+    }
     for a, b, c in [(3, 2, 5), (1200, 4, 25), (7, 1, 9), (0, 3, 3), (10, 10, 10), (5, 6, 7)]
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -50,21 +52,39 @@ def refused(open_task, *arguments):
 
 
 def needs_gym():
-    return pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'")
+    return pytest.importorskip(
+        "reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'"
+    )
 
 
 def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
     for name, rows in (("train", ROWS[:4]), ("test", ROWS[4:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = open_task("gsm8k", f"task.data.path={tmp_path}/train.jsonl", f"task.data.held_out_path={tmp_path}/test.jsonl")
+    task = open_task(
+        "gsm8k", f"task.data.path={tmp_path}/train.jsonl", f"task.data.held_out_path={tmp_path}/test.jsonl"
+    )
     assert [p.answer for p in task.train] == ["13", "1,300", "16", "9"] and len(task.held_out) == 2
     prompt = byte_tokenizer().decode(task.prompts.encode(task.train[0]), skip_special_tokens=False)
     assert prompt.startswith("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nAnn has 3 pears")
     assert prompt.endswith("<|im_start|>assistant\n")
-    scores = score(task, task.train[1], "4*25 = 100\n#### 1300", "#### $1,300.00 pears", "it is 1300", "#### 1300\nor\n#### 7", "")
-    assert [s.correct for s in scores] == [True, True, False, False, False] and scores[0].components == {"correct": 1.0}
-    assert not score(task, task.train[1], "#### 1300", truncated=True)[0].correct, "cut off: it may have gone on"
-    assert all(score(task, p, p.extra["answer"])[0].correct for p in task.train), "the given solutions are right"
+    scores = score(
+        task,
+        task.train[1],
+        "4*25 = 100\n#### 1300",
+        "#### $1,300.00 pears",
+        "it is 1300",
+        "#### 1300\nor\n#### 7",
+        "",
+    )
+    assert [s.correct for s in scores] == [True, True, False, False, False] and scores[0].components == {
+        "correct": 1.0
+    }
+    assert not score(task, task.train[1], "#### 1300", truncated=True)[0].correct, (
+        "cut off: it may have gone on"
+    )
+    assert all(score(task, p, p.extra["answer"])[0].correct for p in task.train), (
+        "the given solutions are right"
+    )
     assert "task.data.path is empty" in refused(open_task, "gsm8k")
 
 
@@ -77,20 +97,42 @@ def test_reasoning_gym_by_name_and_options(open_task):
     assert len(task.train) == 20 and len(set(prompts)) == 30
     options = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     again, other = (ReasoningGymProblems("chain_sum", options, seed, 20, 10) for seed in (0, 1))
-    assert prompts == [p.prompt for p in (*again.train, *again.held_out)] != [p.prompt for p in (*other.train, *other.held_out)]
+    assert (
+        prompts
+        == [p.prompt for p in (*again.train, *again.held_out)]
+        != [p.prompt for p in (*other.train, *other.held_out)]
+    )
     for problem in task.train:
         terms = problem.prompt.partition(": ")[2].removesuffix(" =")
-        right, padded, silent = score(task, problem, f"I see.\nAnswer: {eval(terms)}", f"Answer: {eval(terms)} or maybe another", str(eval(terms)))
+        right, padded, silent = score(
+            task,
+            problem,
+            f"I see.\nAnswer: {eval(terms)}",
+            f"Answer: {eval(terms)} or maybe another",
+            str(eval(terms)),
+        )
         assert right.reward == 1.0 and right.correct and not padded.correct and silent.reward == 0.0
     assert score(task, task.train[0], f"Answer: {task.train[0].answer}", truncated=True)[0].reward == 0.0
 
 
 def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
     needs_gym()
-    task = open_task(None, "task.name=reasoning-gym", "task.dataset=prime_factorization", "task.train_problems=2", "task.eval_problems=1")
+    task = open_task(
+        None,
+        "task.name=reasoning-gym",
+        "task.dataset=prime_factorization",
+        "task.train_problems=2",
+        "task.eval_problems=1",
+    )
     junk, right = score(task, task.train[0], "((", task.train[0].answer)
     assert junk.reward == 0.0 and junk.components["failed/verifier/error"] == 1.0 and right.correct
-    task = open_task(None, "task.name=reasoning-gym", "task.dataset=countdown", "task.train_problems=2", "task.eval_problems=1")
+    task = open_task(
+        None,
+        "task.name=reasoning-gym",
+        "task.dataset=countdown",
+        "task.train_problems=2",
+        "task.eval_problems=1",
+    )
     assert score(task, task.train[0], "junk")[0].reward == 0.0, "the package itself pays 0.01 to 0.05"
 
 
@@ -98,7 +140,9 @@ def test_chain_sum_recipe(open_task):
     needs_gym()
     task = open_task("chain-sum")
     problem = task.train[0]
-    assert [s.correct for s in score(task, problem, f"That is {problem.answer}.", f"{problem.answer} or 99")] == [True, False]
+    assert [
+        s.correct for s in score(task, problem, f"That is {problem.answer}.", f"{problem.answer} or 99")
+    ] == [True, False]
 
 
 def test_reasoning_gym_mistakes_name_the_way_out(open_task):
@@ -114,9 +158,13 @@ def test_reasoning_gym_mistakes_name_the_way_out(open_task):
 
 def test_missing_packages_name_the_extra(open_task, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # importing it now fails
-    assert "pip install 'paceline[reasoning]'" in refused(open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum")
+    assert "pip install 'paceline[reasoning]'" in refused(
+        open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum"
+    )
     monkeypatch.setitem(make.EXTRAS, "math-verify", ("no_such_package", "math"))
-    assert "pip install 'paceline[math]'" in refused(open_task, None, "task.rewards=[{function: math-verify}]")
+    assert "pip install 'paceline[math]'" in refused(
+        open_task, None, "task.rewards=[{function: math-verify}]"
+    )
 
 
 def test_recipes_that_cannot_work():
@@ -125,22 +173,44 @@ def test_recipes_that_cannot_work():
             parse_config({"task": task})
         return str(caught.value)
 
-    assert "task.dataset does not apply to task.name = 'running-sums', only to reasoning-gym" in explain(dataset="chain_sum")
-    assert "task.train_problems does not apply to task.name = 'file'" in explain(name="file", train_problems=5, rewards=[{"function": "exact"}])
+    assert "task.dataset does not apply to task.name = 'running-sums', only to reasoning-gym" in explain(
+        dataset="chain_sum"
+    )
+    assert "task.train_problems does not apply to task.name = 'file'" in explain(
+        name="file", train_problems=5, rewards=[{"function": "exact"}]
+    )
     assert "needs task.dataset" in explain(name="reasoning-gym")
     assert "needs task.rewards, such as" in explain(name="file")
     assert "must contain {prompt}" in explain(prompt_format="no")
-    assert "must be one of running-sums, calculator, reasoning-gym, file. Did you mean 'reasoning-gym'?" in explain(name="reasoning_gym")
+    assert (
+        "must be one of running-sums, calculator, reasoning-gym, file. Did you mean 'reasoning-gym'?"
+        in explain(name="reasoning_gym")
+    )
 
 
 def test_more_mistakes(open_task, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    file = ["task.name=file", f"task.data.path={tmp_path}/a.jsonl", "task.data.prompt_column=question", "task.data.held_out_share=0.5"]
-    assert "has no verifier of its own; use exact" in refused(open_task, None, *file, "task.rewards=[{function: task}]")
-    assert "must be one of calculator, module:function" in refused(open_task, None, "task.turns.step=calculater")
-    assert "'exact' takes one response at a time" in refused(open_task, None, "task.rewards=[{function: exact, batch: true}]")
-    assert "is a coroutine; a tool must be" in refused(open_task, None, "task.turns.step=tests.tasks.reward_examples:judge")
+    file = [
+        "task.name=file",
+        f"task.data.path={tmp_path}/a.jsonl",
+        "task.data.prompt_column=question",
+        "task.data.held_out_share=0.5",
+    ]
+    assert "has no verifier of its own; use exact" in refused(
+        open_task, None, *file, "task.rewards=[{function: task}]"
+    )
+    assert "must be one of calculator, module:function" in refused(
+        open_task, None, "task.turns.step=calculater"
+    )
+    assert "'exact' takes one response at a time" in refused(
+        open_task, None, "task.rewards=[{function: exact, batch: true}]"
+    )
+    assert "is a coroutine; a tool must be" in refused(
+        open_task, None, "task.turns.step=tests.tasks.reward_examples:judge"
+    )
     assert "leaves no training prompts" in refused(open_task, None, "task.max_prompt_tokens=1")
     assert "set task.chat=true" in refused(open_task, None, "task.system_prompt=x")
-    assert "neither whole, answer-line nor a regular expression" in refused(open_task, None, "task.extract=(unclosed")
+    assert "neither whole, answer-line nor a regular expression" in refused(
+        open_task, None, "task.extract=(unclosed"
+    )
     assert "with a group around the answer" in refused(open_task, None, "task.extract=answer_line")

@@ -19,7 +19,9 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_overri
 from tests.tasks.test_chat import byte_tokenizer
 
 EXAMPLES = "tests.tasks.reward_examples"
-SLEEP = os.environ["TEST_SLEEP"] = f"1000.{os.getpid()}"  # how processes that a reward starts are told from other people's
+SLEEP = os.environ["TEST_SLEEP"] = (
+    f"1000.{os.getpid()}"  # how processes that a reward starts are told from other people's
+)
 PROBLEM = Problem("p", "?", "4", {"data_source": "sums", "extra_info": {"index": 7}})
 
 
@@ -42,7 +44,11 @@ def children() -> set[int]:
 
 
 def sleepers() -> list[int]:
-    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _read(p) == f"sleep\0{SLEEP}\0".encode()]
+    return [
+        int(p.parent.name)
+        for p in Path("/proc").glob("[0-9]*/cmdline")
+        if _read(p) == f"sleep\0{SLEEP}\0".encode()
+    ]
 
 
 def _read(path: Path) -> bytes:
@@ -67,7 +73,12 @@ def scoring(tmp_path):
     opened = []
 
     def open_scoring(*rewards: dict, **settings):
-        config = TaskConfig(rewards=[RewardConfig(**reward) for reward in rewards], train_problems=1, eval_problems=1, **settings)
+        config = TaskConfig(
+            rewards=[RewardConfig(**reward) for reward in rewards],
+            train_problems=1,
+            eval_problems=1,
+            **settings,
+        )
         opened.append(make_task(config, byte_tokenizer(), tmp_path))
         return opened[-1].scoring
 
@@ -100,7 +111,9 @@ def test_what_functions_are_told_and_may_return(scoring, tmp_path):
 
 
 def test_builtin_scorers_count_only_what_ended(scoring):
-    rewards = scoring({"function": "last-number"}, {"function": f"{EXAMPLES}:length", "weight": 0.5}, extract="answer-line")
+    rewards = scoring(
+        {"function": "last-number"}, {"function": f"{EXAMPLES}:length", "weight": 0.5}, extract="answer-line"
+    )
     assert [s.reward for s in score(rewards, "Answer: 4", "4", None)] == [1 + 4.5, 0.5, 0.0]
     cut = score(rewards, "Answer: 4", truncated=True)[0]
     assert (cut.reward, cut.correct) == (4.5, False), "a user's function decides for itself about truncation"
@@ -109,15 +122,31 @@ def test_builtin_scorers_count_only_what_ended(scoring):
 
 
 def test_a_reward_that_raises_gets_its_score_and_is_counted(scoring, caplog):
-    rewards = scoring({"function": f"{EXAMPLES}:raises", "failed_score": -1}, {"function": f"{EXAMPLES}:exits"}, {"function": f"{EXAMPLES}:length"})
+    rewards = scoring(
+        {"function": f"{EXAMPLES}:raises", "failed_score": -1},
+        {"function": f"{EXAMPLES}:exits"},
+        {"function": f"{EXAMPLES}:length"},
+    )
     scores = score(rewards, "ab", "abc")
     assert [s.reward for s in scores] == [1.0, 2.0] and not scores[0].correct
-    assert scores[0].components == {"raises": -1.0, "failed/raises/error": 1.0, "exits": 0.0, "failed/exits/error": 1.0, "length": 2.0}
-    assert caplog.text.count("RuntimeError: no such luck") == 1 and "reward_examples.py" in caplog.text, "said once, counted always"
+    assert scores[0].components == {
+        "raises": -1.0,
+        "failed/raises/error": 1.0,
+        "exits": 0.0,
+        "failed/exits/error": 1.0,
+        "length": 2.0,
+    }
+    assert caplog.text.count("RuntimeError: no such luck") == 1 and "reward_examples.py" in caplog.text, (
+        "said once, counted always"
+    )
 
 
 def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
-    rewards = scoring({"function": f"{EXAMPLES}:hangs", "time_limit": 0.5}, {"function": f"{EXAMPLES}:dies"}, reward_workers=2)
+    rewards = scoring(
+        {"function": f"{EXAMPLES}:hangs", "time_limit": 0.5},
+        {"function": f"{EXAMPLES}:dies"},
+        reward_workers=2,
+    )
     before = time.monotonic()
     scores = score(rewards, "hang", "fine", "hang", "fine")
     assert [s.components["hangs"] for s in scores] == [0.0, 1.0, 0.0, 1.0]
@@ -129,7 +158,12 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
 
 @pytest.mark.parametrize("text", ["nan", "none", "text"])
 def test_scores_that_are_no_numbers_are_failures(scoring, text):
-    assert score(scoring({"function": f"{EXAMPLES}:not_a_number"}), text)[0].components["failed/not_a_number/error"] == 1.0
+    assert (
+        score(scoring({"function": f"{EXAMPLES}:not_a_number"}), text)[0].components[
+            "failed/not_a_number/error"
+        ]
+        == 1.0
+    )
 
 
 def test_workers_are_reused_and_cheap(scoring):
@@ -141,14 +175,20 @@ def test_workers_are_reused_and_cheap(scoring):
 
 
 def test_batched_rewards_see_the_group(scoring):
-    rewards = scoring({"function": f"{EXAMPLES}:rank_by_length", "batch": True}, {"function": f"{EXAMPLES}:too_few", "batch": True})
+    rewards = scoring(
+        {"function": f"{EXAMPLES}:rank_by_length", "batch": True},
+        {"function": f"{EXAMPLES}:too_few", "batch": True},
+    )
     scores = score(rewards, "aaa", "a", None, "aa")
     assert [s.components.get("rank_by_length") for s in scores] == [2.0, 0.0, None, 1.0]
     assert scores[0].components["failed/too_few/error"] == 1.0 and scores[2].components == {}
 
 
 def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
-    rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 2}, {"function": f"{EXAMPLES}:judge_group", "batch": True})
+    rewards = scoring(
+        {"function": f"{EXAMPLES}:judge", "time_limit": 2},
+        {"function": f"{EXAMPLES}:judge_group", "batch": True},
+    )
     score(rewards, "warm")
     before = time.monotonic()
     scores = score(rewards, *["abcde"] * 60)
@@ -156,8 +196,10 @@ def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
     assert all(s.components == {"judge": 0.5, "judge_group": 5.0} for s in scores)
     scores = score(rewards, "hang", "raise", "a")
     assert [sorted(s.components) for s in scores] == [
-        ["failed/judge/timeout", "judge", "judge_group"], ["failed/judge/error", "judge", "judge_group"], ["judge", "judge_group"],
-    ]  # fmt: skip
+        ["failed/judge/timeout", "judge", "judge_group"],
+        ["failed/judge/error", "judge", "judge_group"],
+        ["judge", "judge_group"],
+    ]
 
 
 def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
@@ -192,7 +234,10 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
     assert "ended while importing (exit status 3)" in refused(f"{tmp_path}/bad.py:f")
     with pytest.raises(ConfigError, match="names length, length must differ"):
         parse_config({"task": {"rewards": [{"function": f"{EXAMPLES}:length"}] * 2}})
-    with pytest.raises(ConfigError, match=r"task.rewards.0.wieght: there is no such key. Did you mean 'task.rewards.0.weight'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"task.rewards.0.wieght: there is no such key. Did you mean 'task.rewards.0.weight'",
+    ):
         parse_config({"task": {"rewards": [{"function": "exact", "wieght": 1}]}})
 
 
@@ -216,7 +261,14 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
     )
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    process = subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=root,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     worker = int(process.stdout.readline())
     assert _read(Path(f"/proc/{worker}/cmdline"))
     if ending == "kill":
@@ -227,14 +279,23 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and (_read(Path(f"/proc/{worker}/cmdline")) or sleepers()):
         time.sleep(0.05)
-    assert not _read(Path(f"/proc/{worker}/cmdline")) and not sleepers(), "the worker, and what its reward had started"
+    assert not _read(Path(f"/proc/{worker}/cmdline")) and not sleepers(), (
+        "the worker, and what its reward had started"
+    )
 
 
 def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
     """It hangs on some responses and kills its process on others; the same samples fail in the same way every time."""
     policy = make_tiny_policy(tmp_path / "policy")
-    extra = ["task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]", "task.eval_problems=2", "rollout.prompts_per_step=2"]
-    runs = [train(load_config(None, [*tiny_overrides(policy, tmp_path, name, steps=2), *extra])) for name in ("a", "b")]
+    extra = [
+        "task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]",
+        "task.eval_problems=2",
+        "rollout.prompts_per_step=2",
+    ]
+    runs = [
+        train(load_config(None, [*tiny_overrides(policy, tmp_path, name, steps=2), *extra]))
+        for name in ("a", "b")
+    ]
     metrics = comparable_metrics(runs[0].summary.run)
     assert all(run.finished for run in runs) and metrics == comparable_metrics(runs[1].summary.run)
     trained = [m for m in metrics if m["kind"] == "train"]
@@ -244,11 +305,19 @@ def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
 
 
 def test_failures_reach_the_metrics(scoring):
-    from paceline.backends.base import RolloutStats
+    from paceline.stats import RolloutStats
     from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams
 
-    scores = score(scoring({"function": f"{EXAMPLES}:not_a_number"}, {"function": f"{EXAMPLES}:length"}), "nan", "none")
+    scores = score(
+        scoring({"function": f"{EXAMPLES}:not_a_number"}, {"function": f"{EXAMPLES}:length"}), "nan", "none"
+    )
     request = Request("r", (1,), 0, SamplingParams())
-    group = Group("p", tuple(Sample(Completion(request, (1,), (0.0,), FinishReason.STOP, ()), s) for s in scores))
+    group = Group(
+        "p", tuple(Sample(Completion(request, (1,), (0.0,), FinishReason.STOP, ()), s) for s in scores)
+    )
     metrics = rollout_metrics([group], RolloutStats())
-    assert metrics["reward/failures"] == 2 and metrics["reward/failed/not_a_number/error"] == 1.0 and metrics["reward/length"] == 3.5
+    assert (
+        metrics["reward/failures"] == 2
+        and metrics["reward/failed/not_a_number/error"] == 1.0
+        and metrics["reward/length"] == 3.5
+    )

@@ -18,7 +18,9 @@ def test_problems_are_unique_disjoint_and_reproducible():
     prompts = [p.prompt for p in (*task.train, *task.held_out)]
     assert len(task.train) == 128 and len(task.held_out) == 512 and len(set(prompts)) == 640
     assert all(p.answer == str(total_of(p.prompt)) for p in task.train)
-    assert prompts == [p.prompt for p in (*RunningSums(0, 128, 512).train, *RunningSums(0, 128, 512).held_out)]
+    assert prompts == [
+        p.prompt for p in (*RunningSums(0, 128, 512).train, *RunningSums(0, 128, 512).held_out)
+    ]
     assert prompts != [p.prompt for p in RunningSums(1, 128, 512).train]
 
 
@@ -29,9 +31,18 @@ def test_lengths_have_a_long_tail():
 
 @pytest.mark.parametrize(
     "response, truncated, correct",
-    [("#25", False, True), ("a9:9;b8:17;c8:25;#25", False, True), ("#24", False, False), ("#25", True, False),
-     ("#25;", False, False), ("25", False, False), ("#025", False, False), ("", False, False), ("#1#25", False, True)],
-)  # fmt: skip
+    [
+        ("#25", False, True),
+        ("a9:9;b8:17;c8:25;#25", False, True),
+        ("#24", False, False),
+        ("#25", True, False),
+        ("#25;", False, False),
+        ("25", False, False),
+        ("#025", False, False),
+        ("", False, False),
+        ("#1#25", False, True),
+    ],
+)
 def test_score(response, truncated, correct):
     task = RunningSums(0, 1, 1)
     problem = draw_problem(random.Random(0)).__class__(id="x", prompt="a9b8c8=", answer="25")
@@ -62,7 +73,9 @@ def test_tokenizer_round_trip(tmp_path):
 def test_order_resumes_anywhere():
     problems = RunningSums(0, 10, 1).train
     whole = ProblemOrder(problems, seed=3).take(45)
-    assert sorted(p.id for p in whole[10:20]) == sorted(p.id for p in problems), "every epoch visits each problem once"
+    assert sorted(p.id for p in whole[10:20]) == sorted(p.id for p in problems), (
+        "every epoch visits each problem once"
+    )
     assert whole[:10] != whole[10:20]
     for start in (0, 7, 10, 31):
         assert ProblemOrder(problems, 3, position=start).take(14) == whole[start : start + 14]

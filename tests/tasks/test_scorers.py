@@ -30,11 +30,26 @@ def test_extract(response, how, answer):
 @pytest.mark.parametrize(
     "text, number",
     [
-        ("it is 18", "18"), ("$1,200.50.", "1200.50"), ("7-3", "3"), ("7 - 3", "3"), ("= -4", "-4"), ("(-4)", "-4"), ("x=-4", "-4"),
-        ("-$5", "-5"), ("1,234,567 eggs", "1234567"), ("1, 2", "2"), ("3 and 4.", "4"), ("18%", "18"), ("about 2kg", "2"),
-        ("\u22125", "-5"), ("#### 42", "42"), ("0.5", "0.5"), ("12,3456", "3456"), ("2-$3", "3"),
+        ("it is 18", "18"),
+        ("$1,200.50.", "1200.50"),
+        ("7-3", "3"),
+        ("7 - 3", "3"),
+        ("= -4", "-4"),
+        ("(-4)", "-4"),
+        ("x=-4", "-4"),
+        ("-$5", "-5"),
+        ("1,234,567 eggs", "1234567"),
+        ("1, 2", "2"),
+        ("3 and 4.", "4"),
+        ("18%", "18"),
+        ("about 2kg", "2"),
+        ("\u22125", "-5"),
+        ("#### 42", "42"),
+        ("0.5", "0.5"),
+        ("12,3456", "3456"),
+        ("2-$3", "3"),
     ],
-)  # fmt: skip
+)
 def test_last_number_is_found(text, number):
     assert find_last_number(text) == Decimal(number)
 
@@ -46,7 +61,11 @@ def test_no_number():
 def test_exact_and_last_number():
     assert exact(" 4\n", "4") == 1.0 and exact("4.0", "4") == 0.0 and exact(None, "4") == 0.0
     assert last_number("So $1,200.00", "a 3, then #### 1200") == 1.0
-    assert last_number("1200 or 3", "1200") == 0.0 and last_number(None, "1") == 0.0 and last_number("x", "1") == 0.0
+    assert (
+        last_number("1200 or 3", "1200") == 0.0
+        and last_number(None, "1") == 0.0
+        and last_number("x", "1") == 0.0
+    )
     assert last_number("9" * 100_000, "1") == 0.0
     with pytest.raises(ValueError, match="holds no number"):
         last_number("1", "blue")
@@ -71,7 +90,9 @@ def test_math_verify(response, answer, score):
 
 
 def test_reasoning_gym_verifier_is_guarded():
-    gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'")
+    gym = pytest.importorskip(
+        "reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'"
+    )
     from paceline.tasks.rewards.gym_verifier import verify
 
     entry = gym.create_dataset("gcd", seed=1, size=1)[0]

@@ -5,15 +5,15 @@ import time
 import pytest
 import torch
 
-from paceline.backends.base import RolloutStats
-from paceline.backends.native import make_native
-from paceline.backends.reference import ReferenceBackend
 from paceline.config import RewardConfig, RolloutConfig, TaskConfig, TurnsConfig, load_config
+from paceline.engine.factory import make_native
+from paceline.engine.reference import ReferenceBackend
 from paceline.loop import train
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.rollout import GroupSampler
+from paceline.rollout.sampler import GroupSampler
+from paceline.stats import RolloutStats
 from paceline.tasks.base import Done, Observation, Problem, Turn
 from paceline.tasks.calculator import calculate, step
 from paceline.tasks.make import make_task
@@ -35,10 +35,16 @@ def make_sampler(policy_folder):
 
     def make(backend="native", tool="echo_twice", stop=(";", "a"), **rollout):
         policy, tokenizer = load_policy(policy_folder, torch.float32), load_tokenizer(policy_folder)
-        config = TaskConfig(turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=8, eval_problems=1)
+        config = TaskConfig(
+            turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=8, eval_problems=1
+        )
         task = make_task(config, tokenizer, policy_folder)
         settings = RolloutConfig(max_running=16, **rollout)
-        engine = ReferenceBackend(policy, 16, tokenizer) if backend == "reference" else make_native(policy, settings, 4096, tokenizer)
+        engine = (
+            ReferenceBackend(policy, 16, tokenizer)
+            if backend == "reference"
+            else make_native(policy, settings, 4096, tokenizer)
+        )
         opened.append(GroupSampler(engine, task, tokenizer, run_seed=5))
         return opened[-1]
 
@@ -48,8 +54,12 @@ def make_sampler(policy_folder):
 
 
 def completions_of(sampler, samples=4, max_tokens=60, **sampling):
-    groups = sampler.sample(sampler.task.train, Purpose.TRAIN, 1, samples, SamplingParams(max_tokens=max_tokens, **sampling))
-    return [sample.completion for group in groups for sample in group.samples], [s.score for g in groups for s in g.samples]
+    groups = sampler.sample(
+        sampler.task.train, Purpose.TRAIN, 1, samples, SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+    return [sample.completion for group in groups for sample in group.samples], [
+        s.score for g in groups for s in g.samples
+    ]
 
 
 def test_merged_completions_have_the_observations_between_sampled_segments(make_sampler):
@@ -62,10 +72,17 @@ def test_merged_completions_have_the_observations_between_sampled_segments(make_
         assert spans[0][0] == 0 and spans[-1][1] == len(completion.tokens) == len(completion.logprobs)
         assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
         observed = [s for s in completion.segments if not s.sampled]
-        assert [sampler.tokenizer.decode(completion.tokens[s.start : s.stop]) for s in observed] == ["1;", "2;"][: len(observed)]
+        assert [sampler.tokenizer.decode(completion.tokens[s.start : s.stop]) for s in observed] == [
+            "1;",
+            "2;",
+        ][: len(observed)]
         for token_sampled, logprob in zip(completion.loss_mask, completion.logprobs, strict=True):
             assert (logprob < 0) if token_sampled else (logprob == 0.0)
-        assert len(completion.tokens) <= 60 and completion.segments[-1].sampled and not completion.request.continues
+        assert (
+            len(completion.tokens) <= 60
+            and completion.segments[-1].sampled
+            and not completion.request.continues
+        )
 
 
 def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
@@ -77,7 +94,9 @@ def test_each_turn_is_what_a_fresh_request_gives(make_sampler):
     for c in completions:
         for n, s in enumerate(s for s in c.segments if s.sampled):
             sampling = SamplingParams(max_tokens=60 - s.start, stop=(";", "a"))
-            request = Request(f"{c.request.id}#{n}", c.request.prompt + c.tokens[: s.start], c.request.seed, sampling)
+            request = Request(
+                f"{c.request.id}#{n}", c.request.prompt + c.tokens[: s.start], c.request.seed, sampling
+            )
             fresh.submit([request])
             wanted[request.id] = c.tokens[s.start : s.stop]
     assert {c.request.id: c.tokens for c in fresh.completions()} == wanted
@@ -113,7 +132,9 @@ def test_the_budget_covers_observations(make_sampler):
     completions, _ = completions_of(make_sampler(), max_tokens=4)
     assert all(c.truncated for c in completions), "the tool would answer twice, and there is no room for that"
     assert all(len(c.tokens) <= 4 and c.segments[-1].sampled for c in completions)
-    assert any(c.truncated and len(c.tokens) < 4 for c in completions), "a turn without room for a response is not begun"
+    assert any(c.truncated and len(c.tokens) < 4 for c in completions), (
+        "a turn without room for a response is not begun"
+    )
 
 
 def test_top_logprobs_stay_aligned(make_sampler):
@@ -124,7 +145,11 @@ def test_top_logprobs_stay_aligned(make_sampler):
 
 @pytest.mark.parametrize(
     "tool, message",
-    [("broken_tool", "out of order"), ("wrong_tool", "must return Observation or Done"), ("garbled_tool", "must be text or messages")],
+    [
+        ("broken_tool", "out of order"),
+        ("wrong_tool", "must return Observation or Done"),
+        ("garbled_tool", "must be text or messages"),
+    ],
 )
 def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, caplog, tool, message):
     completions, scores = completions_of(make_sampler(tool=tool))
@@ -150,13 +175,17 @@ class Script:
             others_done = not any(texts for name, texts in self.texts.items() if name not in self.slow)
             ready = [r for r in self.requests if others_done or r.id not in self.slow]
             if not ready:
-                assert time.monotonic() < deadline, "the continuation was not submitted while another sample was still running"
+                assert time.monotonic() < deadline, (
+                    "the continuation was not submitted while another sample was still running"
+                )
                 time.sleep(0.01)
                 continue
             request = ready[0]
             self.requests.remove(request)
             tokens = tuple(self.tokenizer.encode(self.texts[request.id].pop(0), add_special_tokens=False).ids)
-            yield Completion(request, tokens, (-1.0,) * len(tokens), FinishReason.STOP, (Segment(0, len(tokens), 3),))
+            yield Completion(
+                request, tokens, (-1.0,) * len(tokens), FinishReason.STOP, (Segment(0, len(tokens), 3),)
+            )
 
     def pause(self):
         self.paused = True
@@ -172,7 +201,9 @@ class Script:
 
 
 def calculator_task(folder, **settings):
-    return make_task(TaskConfig(name="calculator", train_problems=4, eval_problems=1, **settings), byte_tokenizer(), folder)
+    return make_task(
+        TaskConfig(name="calculator", train_problems=4, eval_problems=1, **settings), byte_tokenizer(), folder
+    )
 
 
 def test_calculator_streams_while_others_run(tmp_path):
@@ -180,7 +211,11 @@ def test_calculator_streams_while_others_run(tmp_path):
     problem = task.train[0]
     question = problem.prompt.removeprefix("What is ").removesuffix("?")
     texts = {
-        "train/1/0/0": ["Let me see. <calc>1/0</calc>", f"<calc>{question}</calc>", f"So\nAnswer: {problem.answer}"],
+        "train/1/0/0": [
+            "Let me see. <calc>1/0</calc>",
+            f"<calc>{question}</calc>",
+            f"So\nAnswer: {problem.answer}",
+        ],
         "train/1/0/1": ["Answer: 1"],
     }
     backend = Script(byte_tokenizer(), texts, slow={"train/1/0/1"})
@@ -188,12 +223,20 @@ def test_calculator_streams_while_others_run(tmp_path):
     right, wrong = sampler.sample([problem], Purpose.TRAIN, 1, 2, SamplingParams(max_tokens=200))[0].samples
     sampler.close()
     text = byte_tokenizer().decode(right.completion.tokens)
-    assert text == f"Let me see. <calc>1/0</calc> error: Fraction(1, 0)\n<calc>{question}</calc> = {problem.answer}\nSo\nAnswer: {problem.answer}"
+    assert (
+        text
+        == f"Let me see. <calc>1/0</calc> error: Fraction(1, 0)\n<calc>{question}</calc> = {problem.answer}\nSo\nAnswer: {problem.answer}"
+    )
     assert right.score.correct and not wrong.score.correct
     assert backend.seen[0].sampling.stop == ("</calc>",) and backend.seen[0].hold
     second, third = backend.seen[2:]
-    assert second.continues == third.continues == second.id == "train/1/0/0" and second.seed == backend.seen[0].seed
-    assert byte_tokenizer().decode(third.prompt) == problem.prompt + text.removesuffix(f"So\nAnswer: {problem.answer}")
+    assert (
+        second.continues == third.continues == second.id == "train/1/0/0"
+        and second.seed == backend.seen[0].seed
+    )
+    assert byte_tokenizer().decode(third.prompt) == problem.prompt + text.removesuffix(
+        f"So\nAnswer: {problem.answer}"
+    )
     assert third.sampling.max_tokens == 200 - (len(third.prompt) - len(backend.seen[0].prompt))
     assert backend.aborted == set(texts) and not backend.paused
 
@@ -221,36 +264,84 @@ def test_tools_may_answer_with_chat_messages(tmp_path):
     task = calculator_task(folder, turns=turns, chat=True)
     backend = Script(byte_tokenizer(), {"train/1/0/0": ["five<|im_end|>", "Answer: 4<|im_end|>"]})
     sampler = GroupSampler(backend, task, byte_tokenizer(), 0)
-    sample = sampler.sample([Problem("p", "2+2?", "4")], Purpose.TRAIN, 1, 1, SamplingParams(max_tokens=200))[0].samples[0]
+    sample = sampler.sample([Problem("p", "2+2?", "4")], Purpose.TRAIN, 1, 1, SamplingParams(max_tokens=200))[
+        0
+    ].samples[0]
     sampler.close()
-    whole = byte_tokenizer().decode(sample.completion.request.prompt + sample.completion.tokens, skip_special_tokens=False)
-    chat = [("system", "Be kind"), ("user", "2+2?"), ("assistant", "five"), ("user", "Sure?"), ("assistant", "Answer: 4")]
-    assert whole == "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in chat).removesuffix("\n")
+    whole = byte_tokenizer().decode(
+        sample.completion.request.prompt + sample.completion.tokens, skip_special_tokens=False
+    )
+    chat = [
+        ("system", "Be kind"),
+        ("user", "2+2?"),
+        ("assistant", "five"),
+        ("user", "Sure?"),
+        ("assistant", "Answer: 4"),
+    ]
+    assert whole == "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in chat).removesuffix(
+        "\n"
+    )
     assert sample.score.correct
 
 
 def test_a_run_with_turns_learns_and_repeats_itself(policy_folder, tmp_path):
-    extra = [f"task.turns.step={EXAMPLES}:echo_twice", "task.turns.stop=[';', 'a']", f"task.rewards=[{{function: '{EXAMPLES}:length'}}]"]
-    runs = [train(load_config(None, [*tiny_overrides(policy_folder, tmp_path, name, steps=2), *extra])).summary.run for name in ("a", "b")]
+    extra = [
+        f"task.turns.step={EXAMPLES}:echo_twice",
+        "task.turns.stop=[';', 'a']",
+        f"task.rewards=[{{function: '{EXAMPLES}:length'}}]",
+    ]
+    runs = [
+        train(
+            load_config(None, [*tiny_overrides(policy_folder, tmp_path, name, steps=2), *extra])
+        ).summary.run
+        for name in ("a", "b")
+    ]
     # How many steps the engine takes depends on when the tool answers; what is sampled and learned does not.
     timing = ("rollout/decode_steps", "rollout/tail_steps", "speculation/")
-    metrics, again = ([{k: v for k, v in m.items() if not k.startswith(timing)} for m in comparable_metrics(run)] for run in runs)
+    metrics, again = (
+        [{k: v for k, v in m.items() if not k.startswith(timing)} for m in comparable_metrics(run)]
+        for run in runs
+    )
     assert metrics == again
     trained = [m for m in metrics if m["kind"] == "train"]
     assert all(m["policy/skipped"] == 0 for m in trained)
-    assert all(m["policy/largest_logprob_delta"] < 1e-4 for m in trained), "observations are outside the comparison, hence the loss"
+    assert all(m["policy/largest_logprob_delta"] < 1e-4 for m in trained), (
+        "observations are outside the comparison, hence the loss"
+    )
 
 
 @pytest.mark.parametrize(
     "expression, result",
-    [("47 * 86", "4042"), ("1/4", "0.25"), ("1/3", "0.3333333333"), ("-(2+3)*2", "-10"), ("7 // 2 + 7 % 2", "4"), ("0.1+0.2", "0.3"), (" 10 ", "10")],
+    [
+        ("47 * 86", "4042"),
+        ("1/4", "0.25"),
+        ("1/3", "0.3333333333"),
+        ("-(2+3)*2", "-10"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("0.1+0.2", "0.3"),
+        (" 10 ", "10"),
+    ],
 )
 def test_calculate(expression, result):
     assert calculate(expression) == result
 
 
 @pytest.mark.parametrize(
-    "expression", ["", "2**9", "__import__('os')", "a+1", "1;2", "9" * 201, "1+", "9" * 39 + "*99", "1e999", "1j", "True", "'a'*9"]
+    "expression",
+    [
+        "",
+        "2**9",
+        "__import__('os')",
+        "a+1",
+        "1;2",
+        "9" * 201,
+        "1+",
+        "9" * 39 + "*99",
+        "1e999",
+        "1j",
+        "True",
+        "'a'*9",
+    ],
 )
 def test_calculate_refuses(expression):
     with pytest.raises(ValueError):

@@ -46,22 +46,31 @@ class AcceptancePoint:
         return asdict(self)
 
 
-def bench_acceptance(policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int) -> AcceptancePoint:
+def bench_acceptance(
+    policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int
+) -> AcceptancePoint:
     """`tokens` proposed per step in the engine. The requests must not truncate."""
     completions, shared = _run(policy, draft, requests, tokens, Verify.SHARED_NOISE)
     _, rejection = _run(policy, draft, requests, tokens, Verify.REJECTION)
     if not len(shared) or not len(rejection):
-        raise ValueError("every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer tokens")
+        raise ValueError(
+            "every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer tokens"
+        )
     columns = _expected(policy, draft, completions)
     tv, shared_chance, greedy = columns.mean(1).tolist()
     bound = float(((1 - columns[0]) / (1 + columns[0])).mean())
     return AcceptancePoint(
-        columns.shape[1], tv, 1 - tv, shared_chance, bound, greedy,
+        columns.shape[1],
+        tv,
+        1 - tv,
+        shared_chance,
+        bound,
+        greedy,
         realised_rejection=_realised(rejection, tokens),
         realised_shared_noise=_realised(shared, tokens),
         accept_length_rejection=float(rejection.mean()),
         accept_length_shared_noise=float(shared.mean()),
-    )  # fmt: skip
+    )
 
 
 def _realised(gains: torch.Tensor, tokens: int) -> float:
@@ -69,12 +78,21 @@ def _realised(gains: torch.Tensor, tokens: int) -> float:
     return float((gains - 1).sum() / gains.clamp(max=tokens).sum())
 
 
-def _run(policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int, verify: Verify) -> tuple[list[Completion], torch.Tensor]:
+def _run(
+    policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int, verify: Verify
+) -> tuple[list[Completion], torch.Tensor]:
     """What was written, and how many tokens each step but the last of every response gave."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests)
     running = min(64, len(requests))
-    settings = EngineSettings(max_running=running, kv_tokens=running * (longest + 64), max_length=longest, verify=verify)
-    engine = Engine(policy, settings, drafters=[DraftModel(draft)], pacer=FixedPacer(Strategy(DraftModel.name, tokens), running))
+    settings = EngineSettings(
+        max_running=running, kv_tokens=running * (longest + 64), max_length=longest, verify=verify
+    )
+    engine = Engine(
+        policy,
+        settings,
+        drafters=[DraftModel(draft)],
+        pacer=FixedPacer(Strategy(DraftModel.name, tokens), running),
+    )
     gains: dict[str, list[int]] = {request.id: [] for request in requests}
 
     def note(sequences: list[Sequence], lengths: np.ndarray, gained: np.ndarray) -> None:
@@ -85,7 +103,9 @@ def _run(policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: in
     engine.outcomes.observer = note
     engine.submit(requests)
     completions = list(engine.completions())
-    return completions, torch.tensor([new for steps in gains.values() for new in steps[:-1]], dtype=torch.float64)
+    return completions, torch.tensor(
+        [new for steps in gains.values() for new in steps[:-1]], dtype=torch.float64
+    )
 
 
 @torch.inference_mode()
@@ -94,10 +114,16 @@ def _expected(policy: Decoder, draft: Decoder, completions: list[Completion]) ->
     parts, chunk = [], max(1, PASS_LOGITS // policy.config.vocab_size)
     for completion in completions:
         batch = pack([training_sequence(completion)], policy.device)
-        states = [model(batch.tokens_T, batch.attention.positions_T, batch.attention)[batch.predictors_R] for model in (policy, draft)]
+        states = [
+            model(batch.tokens_T, batch.attention.positions_T, batch.attention)[batch.predictors_R]
+            for model in (policy, draft)
+        ]
         temperature = completion.request.sampling.temperature or 1.0
         for p_RE, q_RE in zip(*(state.split(chunk) for state in states), strict=True):
-            p_RV, q_RV = ((model.logits(x).double() / temperature).softmax(-1) for model, x in ((policy, p_RE), (draft, q_RE)))
+            p_RV, q_RV = (
+                (model.logits(x).double() / temperature).softmax(-1)
+                for model, x in ((policy, p_RE), (draft, q_RE))
+            )
             tv_R = 0.5 * (p_RV - q_RV).abs().sum(-1)
             greedy_R = p_RV.gather(1, q_RV.argmax(-1, keepdim=True)).squeeze(1)
             parts.append(torch.stack((tv_R, shared_noise_agreement(p_RV, q_RV), greedy_R)))

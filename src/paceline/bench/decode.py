@@ -25,7 +25,7 @@ class NoDrafter(Drafter):
     max_tokens = 15
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        self.seat.proposals_SK.fill_(-1)
+        self.context.proposals_SK.fill_(-1)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,23 @@ def bench_decode(
     longest = max(batches)
     kv_tokens = longest * (prompt_tokens + new_tokens + 64)
     settings = EngineSettings(
-        max_running=longest, kv_tokens=kv_tokens, max_length=prompt_tokens + new_tokens + 2, deterministic=deterministic, precision=precision
+        max_running=longest,
+        kv_tokens=kv_tokens,
+        max_length=prompt_tokens + new_tokens + 2,
+        deterministic=deterministic,
+        precision=precision,
     )
     engine = Engine(policy, settings, drafters=[NoDrafter()])
-    return [_measure(engine, batch, count, prompt_tokens, new_tokens, repeats) for batch in batches for count in proposals]
+    return [
+        _measure(engine, batch, count, prompt_tokens, new_tokens, repeats)
+        for batch in batches
+        for count in proposals
+    ]
 
 
-def _measure(engine: Engine, batch: int, proposals: int, prompt_tokens: int, new_tokens: int, repeats: int) -> DecodePoint:
+def _measure(
+    engine: Engine, batch: int, proposals: int, prompt_tokens: int, new_tokens: int, repeats: int
+) -> DecodePoint:
     engine.pacer = FixedPacer(Strategy(NoDrafter.name, proposals), batch) if proposals else None
     first = _seconds(engine, batch, prompt_tokens, new_tokens + 1)
     steps, prefills = [], []
@@ -71,7 +81,9 @@ def _measure(engine: Engine, batch: int, proposals: int, prompt_tokens: int, new
         steps.append((_seconds(engine, batch, prompt_tokens, new_tokens + 1) - short) / new_tokens * 1e3)
     step = Spread.of(steps)
     memory = torch.cuda.max_memory_allocated() / 1e9 if engine.policy.device.type == "cuda" else 0.0
-    return DecodePoint(batch, proposals, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory)
+    return DecodePoint(
+        batch, proposals, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory
+    )
 
 
 def _seconds(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.types import Completion, Request
 
 MIX = 0x2545F4914F6CDD1D  # an odd 62-bit constant: a multiplicative hash over the integers modulo 2^64
@@ -19,7 +19,9 @@ class OracleDrafter(Drafter):
     name = "oracle"
     max_tokens = 15
 
-    def __init__(self, requests: Sequence[Request], acceptance: Sequence[float], weight_bytes: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, requests: Sequence[Request], acceptance: Sequence[float], weight_bytes: int = 0, seed: int = 0
+    ) -> None:
         """`acceptance` by depth, the last one repeated."""
         self.acceptance = [*acceptance, *[acceptance[-1]] * (self.max_tokens - len(acceptance))]
         self.number = {request.id: i for i, request in enumerate(requests)}
@@ -27,10 +29,12 @@ class OracleDrafter(Drafter):
         self.weight_bytes = weight_bytes
         self.seed = seed
 
-    def bind(self, seat: Seat) -> None:
-        super().bind(seat)
-        slots, device = seat.rows.length.shape[0], seat.rows.length.device
-        self.answers_NW = torch.zeros(len(self.number), self.longest + self.max_tokens + 1, dtype=torch.int64, device=device)
+    def bind(self, context: DrafterContext) -> None:
+        super().bind(context)
+        slots, device = context.rows.length.shape[0], context.rows.length.device
+        self.answers_NW = torch.zeros(
+            len(self.number), self.longest + self.max_tokens + 1, dtype=torch.int64, device=device
+        )
         self.request_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.prompt_length_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.level_K = torch.tensor([int(a * LEVELS) for a in self.acceptance], device=device)
@@ -40,7 +44,9 @@ class OracleDrafter(Drafter):
     def learn(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
             tokens = torch.tensor(completion.tokens, dtype=torch.int64)
-            self.answers_NW[self.number[completion.request.id], : len(tokens)] = tokens.to(self.answers_NW.device)
+            self.answers_NW[self.number[completion.request.id], : len(tokens)] = tokens.to(
+                self.answers_NW.device
+            )
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.request_S[slot] = self.number[request.id]
@@ -51,11 +57,15 @@ class OracleDrafter(Drafter):
             for _ in range(count):
                 self.weights.sum(dtype=torch.float32)
         request_R1 = self.request_S[slots_R].unsqueeze(1)
-        at_RK = (self.seat.rows.length[slots_R] - self.prompt_length_S[slots_R]).unsqueeze(1) + self.offset_K[:count]
+        at_RK = (self.context.rows.length[slots_R] - self.prompt_length_S[slots_R]).unsqueeze(
+            1
+        ) + self.offset_K[:count]
         right_RK = self.answers_NW[request_R1, at_RK.clamp(0, self.answers_NW.shape[1] - 1)]
         # Whether a position is hard does not depend on when it is proposed, so acceptance at each depth is what was asked for.
         mixed_RK = (request_R1 * 1_000_003 + at_RK * 8_191 + self.seed) * MIX
         mixed_RK = (mixed_RK ^ (mixed_RK >> 29)) * MIX
         level_RK = (mixed_RK >> 33) & (LEVELS - 1)
-        wrong_RK = (right_RK + 1) % self.seat.policy.config.vocab_size
-        self.seat.proposals_SK[slots_R, :count] = torch.where(level_RK < self.level_K[:count], right_RK, wrong_RK)
+        wrong_RK = (right_RK + 1) % self.context.policy.config.vocab_size
+        self.context.proposals_SK[slots_R, :count] = torch.where(
+            level_RK < self.level_K[:count], right_RK, wrong_RK
+        )

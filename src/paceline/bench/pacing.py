@@ -113,19 +113,25 @@ def bench_pacing(
             after_plain(done.values())
         drafts, trials = list(stats.drafts.values()), [row for row in trace if row.decision.reason == "trial"]
         point = PacingPoint(
-            name, seconds - capturing, capturing, len(stats.running),
+            name,
+            seconds - capturing,
+            capturing,
+            len(stats.running),
             1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
             sum(done[i].tokens == reference[i].tokens for i in reference) / len(reference),
-            engine.runner.memory.pool_bytes / 1e9, len(engine.runner.captured) + len(engine.runner.captured_drafts),
+            engine.runner.memory.pool_bytes / 1e9,
+            len(engine.runner.captured) + len(engine.runner.captured_drafts),
             sum(row.steps for row in trials) / len(stats.running),
             sum(row.seconds for row in trials) / sum(row.seconds for row in trace),
             stages(trace),
-        )  # fmt: skip
+        )
         points.append(point)
         progress(point)
 
     engine.pacer = FixedPacer(PLAIN)
-    engine.submit([replace(request, sampling=replace(request.sampling, max_tokens=1)) for request in requests])
+    engine.submit(
+        [replace(request, sampling=replace(request.sampling, max_tokens=1)) for request in requests]
+    )
     assert sum(1 for _ in engine.completions()) == len(requests)
     run("plain", FixedPacer(PLAIN))
     for strategy in fixed:

@@ -5,11 +5,11 @@ import random
 import time
 from dataclasses import asdict, dataclass
 
-from paceline.backends.base import RolloutStats
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.decoder import Decoder
+from paceline.stats import RolloutStats
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Lengths:
                 return cls(tuple(max(int(low), min(int(high), int(x))) for x in drawn))
         except ValueError:
             pass
-        raise ValueError(f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:512,1.0,16,4096")
+        raise ValueError(
+            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:512,1.0,16,4096"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class RolloutPoint:
     preemptions: int
     decode_steps: int
     tail_seconds: float  # with at most an eighth of the requests still running
-    step_ms_by_running: dict[int, float]  # mean step time with at most this many running, and more than the next smaller
+    step_ms_by_running: dict[
+        int, float
+    ]  # mean step time with at most this many running, and more than the next smaller
 
     def record(self) -> dict:
         return asdict(self)
@@ -64,7 +68,11 @@ def bench_rollout(
     longest = max(lengths.values)
     kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
     settings = EngineSettings(
-        max_running=max_running, kv_tokens=kv_tokens, max_length=prompt_tokens + longest + 2, deterministic=deterministic, precision=precision
+        max_running=max_running,
+        kv_tokens=kv_tokens,
+        max_length=prompt_tokens + longest + 2,
+        deterministic=deterministic,
+        precision=precision,
     )
     engine = Engine(policy, settings)
     requests = bench_requests(list(lengths.values), prompt_tokens, policy.config.vocab_size)
@@ -81,11 +89,23 @@ def bench_rollout(
     stats = engine.take_stats()
     # A rollout too long to be run twice counts from its first run, without what capturing graphs took.
     spread = Spread.of(seconds[1:] or [seconds[0] - (engine.runner.capture_seconds - captured)])
-    tail = sum(s for s, running in zip(stats.step_seconds, stats.running, strict=True) if running * 8 <= len(requests))
+    tail = sum(
+        s
+        for s, running in zip(stats.step_seconds, stats.running, strict=True)
+        if running * 8 <= len(requests)
+    )
     return RolloutPoint(
-        len(requests), tokens, longest, spread, tokens / spread.median, seconds[0], engine.preemptions, len(stats.running), tail,
+        len(requests),
+        tokens,
+        longest,
+        spread,
+        tokens / spread.median,
+        seconds[0],
+        engine.preemptions,
+        len(stats.running),
+        tail,
         _step_ms_by_running(stats),
-    )  # fmt: skip
+    )
 
 
 def _step_ms_by_running(stats: RolloutStats) -> dict[int, float]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.backends.drafters import make_drafter
 from paceline.config import Config
+from paceline.device import prepare_device
+from paceline.drafting.factory import make_drafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
@@ -18,7 +19,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import open_policy, policy_folder, prepare_device, widened_from
+from paceline.session import open_policy, policy_folder, widened_from
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
@@ -29,7 +30,9 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
     folder, _, wide = model.partition("@")
     if not Path(folder).is_dir():
-        raise ValueError(f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder")
+        raise ValueError(
+            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder"
+        )
     if wide:
         return load_widened(folder, wide, dtype, device)
     return load_policy(model, dtype, device)
@@ -46,16 +49,27 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
 
 
 def recipe_engine(
-    config: Config, policy: Decoder, requests: list[Request], max_running: int, drafter: str = "none", verify: str = "shared-noise"
+    config: Config,
+    policy: Decoder,
+    requests: list[Request],
+    max_running: int,
+    drafter: str = "none",
+    verify: str = "shared-noise",
 ) -> Engine:
     """With room for the requests."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
-    room = max_running * (longest + RESERVED_STEPS * (MAX_QUERY + 1))  # what is reserved ahead for the deepest drafts, too
-    settings = EngineSettings(max_running, room, max_length=longest, deterministic=config.rollout.deterministic, verify=verify)
+    room = max_running * (
+        longest + RESERVED_STEPS * (MAX_QUERY + 1)
+    )  # what is reserved ahead for the deepest drafts, too
+    settings = EngineSettings(
+        max_running, room, max_length=longest, deterministic=config.rollout.deterministic, verify=verify
+    )
     drafters = []
     if drafter != "none":
         tokenizer = load_tokenizer(policy_folder(config.policy.path))
-        drafters = [make_drafter(drafter, policy, config.rollout.speculation, widened_from(config), tokenizer)]
+        drafters = [
+            make_drafter(drafter, policy, config.rollout.speculation, widened_from(config), tokenizer)
+        ]
     return Engine(policy, settings, drafters=drafters)
 
 
@@ -72,10 +86,16 @@ def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed
     requests = []
     for i, length in enumerate(lengths):
         prompt = tuple(rng.randrange(vocab_size) for _ in range(prompt_tokens))
-        requests.append(Request(str(i), prompt, rng.getrandbits(62), SamplingParams(max_tokens=length, ignore_eos=True)))
+        requests.append(
+            Request(str(i), prompt, rng.getrandbits(62), SamplingParams(max_tokens=length, ignore_eos=True))
+        )
     return requests
 
 
 def describe(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "dtype": "bfloat16" if device.type == "cuda" else "float32"}
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "dtype": "bfloat16" if device.type == "cuda" else "float32",
+    }

@@ -47,7 +47,9 @@ def requests_for(batch: int, rounds: int) -> int:
     return max(batch * rounds, MIN_REQUESTS)
 
 
-def choose_long(engine: Engine, candidates: list[Request], count: int, strategy: Strategy = PLAIN) -> list[Request]:
+def choose_long(
+    engine: Engine, candidates: list[Request], count: int, strategy: Strategy = PLAIN
+) -> list[Request]:
     """Those whose responses are longest, longest first."""
     if len(candidates) < count:
         raise ValueError(f"{count} requests are wanted; there are {len(candidates)} to choose from")
@@ -58,12 +60,21 @@ def choose_long(engine: Engine, candidates: list[Request], count: int, strategy:
 
 
 def bench_speculation(
-    alone: Engine, engines: list[Engine], candidates: list[Request], batches: list[int], strategies: list[Strategy], repeats: int, rounds: int
+    alone: Engine,
+    engines: list[Engine],
+    candidates: list[Request],
+    batches: list[int],
+    strategies: list[Strategy],
+    repeats: int,
+    rounds: int,
 ) -> Iterator[SpeculationPoint]:
     """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they
     verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
     unused = [_kept_apart(engine.drafter_state()) for engine in engines]
-    most, strategies = requests_for(max(batches), rounds), [strategy for strategy in strategies if strategy.count]
+    most, strategies = (
+        requests_for(max(batches), rounds),
+        [strategy for strategy in strategies if strategy.count],
+    )
     long = choose_long(alone, candidates, most)
     long_by = {}  # where tokens depend on proposals; those of a drafter that remembers depend on the batch too, so there this is a guess
     for i, engine in enumerate(engines):
@@ -80,7 +91,13 @@ def bench_speculation(
                 if not _same_tokens(engine):
                     name = f"{name} {engine.settings.verify}"
                 requests = long_by.get((i, strategy), long)[:count]
-                yield _point(batch, name, _runs(engine, state, requests, batch, strategy, repeats), plain, _same_tokens(engine))
+                yield _point(
+                    batch,
+                    name,
+                    _runs(engine, state, requests, batch, strategy, repeats),
+                    plain,
+                    _same_tokens(engine),
+                )
 
 
 def _same_tokens(engine: Engine) -> bool:
@@ -110,32 +127,53 @@ def _kept_apart(state: DrafterState) -> DrafterState:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def _runs(engine: Engine, unused: DrafterState, requests: list[Request], batch: int, strategy: Strategy, repeats: int) -> list[_Run]:
+def _runs(
+    engine: Engine,
+    unused: DrafterState,
+    requests: list[Request],
+    batch: int,
+    strategy: Strategy,
+    repeats: int,
+) -> list[_Run]:
     """`unused`: the drafters' state before they saw any of the requests."""
     _generate(engine, requests[:batch], batch, RecordingPacer(strategy))  # compiles and captures
     return [_run(engine, unused, requests, batch, strategy) for _ in range(repeats)]
 
 
-def _run(engine: Engine, unused: DrafterState, requests: list[Request], batch: int, strategy: Strategy) -> _Run:
+def _run(
+    engine: Engine, unused: DrafterState, requests: list[Request], batch: int, strategy: Strategy
+) -> _Run:
     engine.load_drafter_state(unused)
     pacer = RecordingPacer(strategy)
     completions = _generate(engine, requests, batch, pacer)
     # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a token.
     smaller = max((bucket for bucket in engine.buckets if bucket < batch), default=0)
-    whole = [o for o in pacer.observations if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running]
+    whole = [
+        o
+        for o in pacer.observations
+        if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running
+    ]
     full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
-        raise ValueError(f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this batch, or it does not fit")
+        raise ValueError(
+            f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this batch, or it does not fit"
+        )
     step = statistics.median(o.seconds for o in full)
     accept_length = sum(o.tokens for o in full) / sum(o.running for o in full)
     drafts = sum(o.drafts for o in full)
-    accepted_at = tuple(sum(o.accepted_at[i] for o in full) / drafts for i in range(strategy.count)) if drafts else ()
+    accepted_at = (
+        tuple(sum(o.accepted_at[i] for o in full) / drafts for i in range(strategy.count)) if drafts else ()
+    )
     draft_share = sum(o.draft_seconds for o in full) / sum(o.seconds for o in full)
-    return _Run(step * 1e3, draft_share, accept_length, accepted_at, batch * accept_length / step, completions)
+    return _Run(
+        step * 1e3, draft_share, accept_length, accepted_at, batch * accept_length / step, completions
+    )
 
 
-def _generate(engine: Engine, requests: list[Request], batch: int, pacer: RecordingPacer) -> dict[str, Completion]:
+def _generate(
+    engine: Engine, requests: list[Request], batch: int, pacer: RecordingPacer
+) -> dict[str, Completion]:
     """A batch at a time, so that prefills come before its steps and not between them."""
     engine.pacer = pacer
     done = {}
@@ -145,13 +183,27 @@ def _generate(engine: Engine, requests: list[Request], batch: int, pacer: Record
     return done
 
 
-def _point(batch: int, name: str, runs: list[_Run], plain: list[_Run], same_tokens: bool = True) -> SpeculationPoint:
-    speed, reference = Spread.of([run.tokens_per_second for run in runs]), Spread.of([run.tokens_per_second for run in plain])
+def _point(
+    batch: int, name: str, runs: list[_Run], plain: list[_Run], same_tokens: bool = True
+) -> SpeculationPoint:
+    speed, reference = (
+        Spread.of([run.tokens_per_second for run in runs]),
+        Spread.of([run.tokens_per_second for run in plain]),
+    )
     expected, last = plain[0].completions, runs[-1]
     identical = None
     if same_tokens:
-        identical = statistics.mean(completion.tokens == expected[id].tokens for id, completion in last.completions.items())
+        identical = statistics.mean(
+            completion.tokens == expected[id].tokens for id, completion in last.completions.items()
+        )
     return SpeculationPoint(
-        batch, name, Spread.of([run.step_ms for run in runs]), last.draft_share, last.accept_length, last.accepted_at, speed,
-        speed.median / reference.median, identical,
-    )  # fmt: skip
+        batch,
+        name,
+        Spread.of([run.step_ms for run in runs]),
+        last.draft_share,
+        last.accept_length,
+        last.accepted_at,
+        speed,
+        speed.median / reference.median,
+        identical,
+    )

@@ -35,7 +35,11 @@ class Certificate:
         decided = []
         for check in checks:
             if check.p_value is not None:
-                values = {**vars(check), "adjusted": adjusted[id(check)], "passed": adjusted[id(check)] >= ALPHA}
+                values = {
+                    **vars(check),
+                    "adjusted": adjusted[id(check)],
+                    "passed": adjusted[id(check)] >= ALPHA,
+                }
                 check = Check(**values)
             decided.append(check)
         return cls(subject, settings, tuple(decided), seconds)
@@ -43,22 +47,44 @@ class Certificate:
     @property
     def passed(self) -> bool:
         """Without a single frequency that could be tested there is nothing to certify."""
-        return all(check.passed for check in self.checks if check.promised) and any(check.p_value is not None for check in self.checks)
+        return all(check.passed for check in self.checks if check.promised) and any(
+            check.p_value is not None for check in self.checks
+        )
 
     def table(self) -> str:
         width = max(len(check.name) for check in self.checks)
         lines = [f"{self.subject}: {', '.join(f'{key} {value}' for key, value in self.settings.items())}", ""]
         for check in self.checks:
             word = "noted" if not check.promised else "ok" if check.passed else "FAILED"
-            p_value = "" if check.p_value is None else f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
+            p_value = (
+                ""
+                if check.p_value is None
+                else f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
+            )
             lines.append(f"{word:<7}{check.name:<{width}}  {p_value}{check.detail}")
         failed = sum(1 for check in self.checks if check.promised and not check.passed)
-        why = f"{failed} of {len(self.checks)} checks" if failed else "no frequency could be tested; take more samples or a policy that is less sure"
+        why = (
+            f"{failed} of {len(self.checks)} checks"
+            if failed
+            else "no frequency could be tested; take more samples or a policy that is less sure"
+        )
         verdict = "PASSED" if self.passed else f"FAILED: {why}"
-        return "\n".join([*lines, "", f"{verdict} ({self.seconds:.0f} s; a sound backend fails once in {1 / ALPHA:.0f} times)"])
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{verdict} ({self.seconds:.0f} s; a sound backend fails once in {1 / ALPHA:.0f} times)",
+            ]
+        )
 
     def json(self) -> str:
-        record = {"subject": self.subject, "passed": self.passed, "alpha": ALPHA, "settings": self.settings, "seconds": self.seconds}
+        record = {
+            "subject": self.subject,
+            "passed": self.passed,
+            "alpha": ALPHA,
+            "settings": self.settings,
+            "seconds": self.seconds,
+        }
         return json.dumps({**record, "checks": [asdict(check) for check in self.checks]}, indent=2) + "\n"
 
 

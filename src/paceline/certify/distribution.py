@@ -21,7 +21,9 @@ from paceline.types import Completion, SamplingParams
 RANKS = 32
 PASS_TOKENS = 4096
 PASS_LOGITS = 1 << 25  # held at once
-APART = 2.0  # how far two logits move apart, over the standard deviation of what moved a context's; few go beyond
+APART = (
+    2.0  # how far two logits move apart, over the standard deviation of what moved a context's; few go beyond
+)
 ALONE_APART = 6.0  # with a single copy, which shows too little of what may happen: hardly any of thousands
 
 
@@ -40,14 +42,19 @@ class Pass:
     def logits(self, policy: Policy) -> torch.Tensor:
         """After each of the contexts."""
         packed = PackedAttention([len(text) for text in self.texts], policy.device)
-        tokens_T, places_N = (torch.tensor(x, device=policy.device) for x in ([token for text in self.texts for token in text], self.places))
+        tokens_T, places_N = (
+            torch.tensor(x, device=policy.device)
+            for x in ([token for text in self.texts for token in text], self.places)
+        )
         return policy.logits(policy(tokens_T, packed.positions_T, packed)[places_N])
 
 
 def passes(policy: Policy, texts: dict[tuple[int, ...], int]) -> Iterator[Pass]:
     """Texts with the length of their prompt: wanted is every context from the prompt on."""
     waiting = sorted(texts, key=len)
-    per_pass = max(1, min(PASS_TOKENS // len(waiting[-1]), PASS_LOGITS // (policy.config.vocab_size * len(waiting[-1]))))
+    per_pass = max(
+        1, min(PASS_TOKENS // len(waiting[-1]), PASS_LOGITS // (policy.config.vocab_size * len(waiting[-1])))
+    )
     for start in range(0, len(waiting), per_pass):
         part = Pass(waiting[start : start + per_pass], [], [])
         first = 0
@@ -97,11 +104,20 @@ def expected_tokens(
             context_of.append(contexts.setdefault(prompt + completion.tokens[:place], len(contexts)))
             places.append(place)
             tokens.append(token)
-    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(policy, shaken, texts, contexts, sampling, tolerance)
+    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(
+        policy, shaken, texts, contexts, sampling, tolerance
+    )
     context_N, token_N = torch.tensor(context_of), torch.tensor(tokens)
     is_token_NR = order_CR[context_N] == token_N.unsqueeze(1)
     observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_CR.shape[1])
-    return Expected(probabilities_CB[context_N], observed_N, certain_C[context_N], torch.tensor(places), context_N, shaken_CSB[context_N])
+    return Expected(
+        probabilities_CB[context_N],
+        observed_N,
+        certain_C[context_N],
+        torch.tensor(places),
+        context_N,
+        shaken_CSB[context_N],
+    )
 
 
 def _by_rank(
@@ -127,13 +143,18 @@ def _by_rank(
             other_NV = part.logits(other).to(logits_NV)
             tolerance_N = torch.maximum(tolerance_N, apart(len(shaken)) * (other_NV - logits_NV).std(-1))
             shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
-        order_CR[wanted], probabilities_CB[wanted] = order_NR.cpu(), _binned(p_NV, order_NR, sampling).double().cpu()
+        order_CR[wanted], probabilities_CB[wanted] = (
+            order_NR.cpu(),
+            _binned(p_NV, order_NR, sampling).double().cpu(),
+        )
         certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()
     return order_CR, probabilities_CB, certain_C, shaken_CSB
 
 
 def _sampled(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    return sampled_distribution(logits_NV, _temperatures(logits_NV, sampling), _truncation(sampling, len(logits_NV), logits_NV.device))
+    return sampled_distribution(
+        logits_NV, _temperatures(logits_NV, sampling), _truncation(sampling, len(logits_NV), logits_NV.device)
+    )
 
 
 def _temperatures(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -143,18 +164,24 @@ def _temperatures(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Te
 def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     top_NR = p_NV.gather(1, order_NR)
     rest_N1 = (1 - top_NR.sum(1, keepdim=True)).clamp(min=0)
-    if order_NR.shape[1] == p_NV.shape[1] or sampling.truncates:  # what rounding leaves there must not pass for a possible token
+    if (
+        order_NR.shape[1] == p_NV.shape[1] or sampling.truncates
+    ):  # what rounding leaves there must not pass for a possible token
         rest_N1 = torch.where(rest_N1 < 1e-6, 0.0, rest_N1)
     return torch.cat((top_NR, rest_N1), 1)
 
 
-def _truncation(sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None) -> Truncation | None:
+def _truncation(
+    sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None
+) -> Truncation | None:
     """As scaled logits that moved so far would see it: the mass p of the first tokens changes by p (1 - p) of that, a ratio by all of it."""
     if not sampling.truncates:
         return None
     moved_N = torch.zeros(rows, dtype=torch.float64, device=device) if moved_N is None else moved_N.double()
     top_p_N = sampling.top_p * (1 + moved_N * (1 - sampling.top_p))
-    return Truncation(torch.tensor(sampling.top_k, device=device).expand(rows), top_p_N, sampling.min_p * (1 + moved_N))
+    return Truncation(
+        torch.tensor(sampling.top_k, device=device).expand(rows), top_p_N, sampling.min_p * (1 + moved_N)
+    )
 
 
 def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: torch.Tensor) -> torch.Tensor:
@@ -164,10 +191,18 @@ def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: tor
         return ordered_N2[:, 0] - ordered_N2[:, 1] > tolerance_N
     if not sampling.truncates:
         return torch.ones_like(logits_NV[:, 0], dtype=torch.bool)
-    scaled_NV, tolerance_N = scaled_logits(logits_NV, _temperatures(logits_NV, sampling)), tolerance_N / sampling.temperature
+    scaled_NV, tolerance_N = (
+        scaled_logits(logits_NV, _temperatures(logits_NV, sampling)),
+        tolerance_N / sampling.temperature,
+    )
     logsumexp_N = row_logsumexp(scaled_NV)
-    cuts = (_truncation(sampling, len(scaled_NV), scaled_NV.device, moved_N) for moved_N in (None, -tolerance_N, tolerance_N))
-    kept_NV, *others = (kept_tokens(scaled_NV, logsumexp_N, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0] for cut in cuts)
+    cuts = (
+        _truncation(sampling, len(scaled_NV), scaled_NV.device, moved_N)
+        for moved_N in (None, -tolerance_N, tolerance_N)
+    )
+    kept_NV, *others = (
+        kept_tokens(scaled_NV, logsumexp_N, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0] for cut in cuts
+    )
     last_kept_N = scaled_NV.masked_fill(~kept_NV, torch.inf).amin(1)
     first_dropped_N = scaled_NV.masked_fill(kept_NV, -torch.inf).amax(1)
     return (last_kept_N - first_dropped_N > tolerance_N) & (others[0] == others[1]).all(1)

@@ -21,7 +21,11 @@ from paceline.types import Request, SamplingParams
 COPIES = 8  # of the oracle, shaken
 CALIBRATION_TOKENS = 4096  # the engine measures no more than this
 KV_MARGIN = 1.05  # of a scale over what was measured
-SCALE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative; bf16 measures in bf16
+SCALE_TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.05,
+}  # relative; bf16 measures in bf16
 
 
 class Fp8Subject(NativeSubject):
@@ -38,9 +42,18 @@ class Fp8Subject(NativeSubject):
     ) -> None:
         self.prompts = _up_to(prompts, CALIBRATION_TOKENS)
         engine = Engine(policy, replace(settings, max_running=64, kv_tokens=KV_TOKENS))
-        Opened(engine).run([Request(str(i), prompt, i, SamplingParams(max_tokens=1)) for i, prompt in enumerate(self.prompts)])
+        Opened(engine).run(
+            [
+                Request(str(i), prompt, i, SamplingParams(max_tokens=1))
+                for i, prompt in enumerate(self.prompts)
+            ]
+        )
         self.calibrated = engine.drafter_state()  # of the precision alone: nobody drafts
-        self.recipe = Fp8Recipe(settings.base_precision_layers, engine.reduced.cache_scales_L2H, frozenset(engine.reduced.kv_base_layers))
+        self.recipe = Fp8Recipe(
+            settings.base_precision_layers,
+            engine.reduced.cache_scales_L2H,
+            frozenset(engine.reduced.kv_base_layers),
+        )
         super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
         self.shaken = [self.exact_policy.shaken(seed) for seed in range(COPIES)]
 
@@ -56,8 +69,12 @@ class Fp8Subject(NativeSubject):
         """The recipe, without the engine's code: the largest magnitude over the prompts x 1.05 / 448."""
         largest: list[torch.Tensor] = []
         attention = PackedAttention([len(prompt) for prompt in self.prompts], self.policy.device)
-        attention.observe = lambda layer, q_THD, k_THD, v_THD: largest.append(torch.stack((k_THD, v_THD)).abs().amax((1, 3)))
-        tokens_T = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.policy.device)
+        attention.observe = lambda layer, q_THD, k_THD, v_THD: largest.append(
+            torch.stack((k_THD, v_THD)).abs().amax((1, 3))
+        )
+        tokens_T = torch.tensor(
+            [token for prompt in self.prompts for token in prompt], device=self.policy.device
+        )
         widest(self.policy)(tokens_T, attention.positions_T, attention)
         largest_L2H = torch.stack(largest)
         if not self.settings.kv_scales_per_head:

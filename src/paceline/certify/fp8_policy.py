@@ -73,46 +73,83 @@ class Fp8Policy:
     def _weights_of(self, index: int) -> dict[str, torch.Tensor]:
         layer = self.policy.layers[index]
         experts = isinstance(layer.feed_forward, ExpertFeedForward)
-        gate_up, down = ((m if experts else m.weight) for m in (layer.feed_forward.gate_up, layer.feed_forward.down))
-        own = {"qkv": layer.attention.qkv.weight, "output": layer.attention.output.weight, "gate_up": gate_up, "down": down}
-        return {name: (in_blocks(weight.detach()) if self.in_fp8[index] else weight.detach()).to(self.wide) for name, weight in own.items()}
+        gate_up, down = (
+            (m if experts else m.weight) for m in (layer.feed_forward.gate_up, layer.feed_forward.down)
+        )
+        own = {
+            "qkv": layer.attention.qkv.weight,
+            "output": layer.attention.output.weight,
+            "gate_up": gate_up,
+            "down": down,
+        }
+        return {
+            name: (in_blocks(weight.detach()) if self.in_fp8[index] else weight.detach()).to(self.wide)
+            for name, weight in own.items()
+        }
 
     # -- the forward pass -------------------------------------------------------------------------------------------
 
-    def __call__(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, replay: RouterReplay | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        replay: RouterReplay | None = None,
+    ) -> torch.Tensor:
         assert replay is None, "the FP8 policy routes for itself"
         x_TE = self.policy.embedding(tokens_T).to(self.wide)
         for index, layer in enumerate(self.policy.layers):
-            normed_TE = self._handed_over(self._norm(x_TE, layer.attention_norm), positions_T, index, "attention_norm")
-            x_TE = self._rounded(x_TE + self._attention(index, layer.attention, normed_TE, positions_T, attend))
-            normed_TE = self._handed_over(self._norm(x_TE, layer.feed_forward_norm), positions_T, index, "feed_forward_norm")
-            feed_forward = self._experts if isinstance(layer.feed_forward, ExpertFeedForward) else self._feed_forward
+            normed_TE = self._handed_over(
+                self._norm(x_TE, layer.attention_norm), positions_T, index, "attention_norm"
+            )
+            x_TE = self._rounded(
+                x_TE + self._attention(index, layer.attention, normed_TE, positions_T, attend)
+            )
+            normed_TE = self._handed_over(
+                self._norm(x_TE, layer.feed_forward_norm), positions_T, index, "feed_forward_norm"
+            )
+            feed_forward = (
+                self._experts if isinstance(layer.feed_forward, ExpertFeedForward) else self._feed_forward
+            )
             x_TE = self._rounded(x_TE + feed_forward(index, layer.feed_forward, normed_TE, positions_T))
         return self._rounded(self._norm(x_TE, self.policy.norm))
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden_TE, self.head_VE)
 
-    def _attention(self, index: int, module: Attention, x_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        qkv_THD = self._linear(index, "qkv", x_TE, positions_T, module.qkv.bias).unflatten(-1, (-1, module.head_dim))
+    def _attention(
+        self, index: int, module: Attention, x_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        qkv_THD = self._linear(index, "qkv", x_TE, positions_T, module.qkv.bias).unflatten(
+            -1, (-1, module.head_dim)
+        )
         q, k, v = qkv_THD.split((module.heads, module.kv_heads, module.kv_heads), dim=1)
         if module.q_norm is not None:
             q, k = self._norm(q, module.q_norm), self._norm(k, module.k_norm)
         rope_T2R = self.policy.rope_table[positions_T]
         rotated_THD = rotate(torch.cat((q, k), dim=1), rope_T2R)
-        q, k = self._handed_over(rotated_THD, positions_T, index, "rope").split((module.heads, module.kv_heads), dim=1)
+        q, k = self._handed_over(rotated_THD, positions_T, index, "rope").split(
+            (module.heads, module.kv_heads), dim=1
+        )
         if self.recipe.kv_scales_L2H is not None and index not in self.recipe.kv_base_layers:
-            k, v = (_scaled(x, scale_H.unsqueeze(1)) for x, scale_H in zip((k, v), self.recipe.kv_scales_L2H[index], strict=True))
+            k, v = (
+                _scaled(x, scale_H.unsqueeze(1))
+                for x, scale_H in zip((k, v), self.recipe.kv_scales_L2H[index], strict=True)
+            )
         depth = module.head_dim + int(positions_T.max()) + 1
         out_TE = self._handed_over(attend(index, q, k, v).flatten(1), positions_T, index, "attention", depth)
         return self._linear(index, "output", out_TE, positions_T, module.output.bias)
 
-    def _feed_forward(self, index: int, module: torch.nn.Module, x_TE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(
+        self, index: int, module: torch.nn.Module, x_TE: torch.Tensor, positions_T: torch.Tensor
+    ) -> torch.Tensor:
         gate, up = self._linear(index, "gate_up", x_TE, positions_T, module.gate_up.bias).chunk(2, dim=-1)
         inner_TF = self._handed_over(F.silu(gate) * up, positions_T, index, "swiglu")
         return self._linear(index, "down", inner_TF, positions_T, module.down.bias)
 
-    def _experts(self, index: int, module: ExpertFeedForward, x_TE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def _experts(
+        self, index: int, module: ExpertFeedForward, x_TE: torch.Tensor, positions_T: torch.Tensor
+    ) -> torch.Tensor:
         scores_TX = F.linear(x_TE, module.router.weight.to(self.wide))
         weights_TK, experts_TK = scores_TX.softmax(-1).topk(module.experts_per_token)
         if module.normalise:
@@ -122,28 +159,42 @@ class Fp8Policy:
         for expert in experts_TK.unique().tolist():
             token_S, choice_S = (experts_TK == expert).nonzero(as_tuple=True)
             positions_S = positions_T[token_S]
-            gate, up = self._linear(index, "gate_up", x_TE[token_S], positions_S, expert=expert).chunk(2, dim=-1)
+            gate, up = self._linear(index, "gate_up", x_TE[token_S], positions_S, expert=expert).chunk(
+                2, dim=-1
+            )
             inner_SF = self._handed_over(F.silu(gate) * up, positions_S, index, "swiglu")
             out_SE = self._linear(index, "down", inner_SF, positions_S, expert=expert)
             out_TE.index_add_(0, token_S, out_SE * weights_TK[token_S, choice_S].unsqueeze(1))
         return self._rounded(out_TE)
 
     def _linear(
-        self, index: int, name: str, x_TK: torch.Tensor, positions_T: torch.Tensor, bias_N: torch.Tensor | None = None, expert: int | None = None
+        self,
+        index: int,
+        name: str,
+        x_TK: torch.Tensor,
+        positions_T: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        expert: int | None = None,
     ) -> torch.Tensor:
         weight = self.weights[index][name]
-        out_TN = F.linear(in_groups(x_TK) if self.in_fp8[index] else x_TK, weight if expert is None else weight[expert])
+        out_TN = F.linear(
+            in_groups(x_TK) if self.in_fp8[index] else x_TK, weight if expert is None else weight[expert]
+        )
         out_TN = self._handed_over(out_TN, positions_T, index, name, x_TK.shape[1])
         return out_TN if bias_N is None else self._rounded(out_TN + bias_N.to(self.wide))
 
     def _norm(self, x: torch.Tensor, module: RMSNorm) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * module.weight.to(self.wide)
 
-    def _handed_over(self, x: torch.Tensor, positions_T: torch.Tensor, index: int, place: str, depth: int = 1) -> torch.Tensor:
+    def _handed_over(
+        self, x: torch.Tensor, positions_T: torch.Tensor, index: int, place: str, depth: int = 1
+    ) -> torch.Tensor:
         """In the policy's type; a shaken copy moves it first."""
         if self.seed is not None:
             error = arithmetic_error(place, depth, self.device, self.recipe.kv_scales_L2H is not None)
-            generator = torch.Generator(self.device).manual_seed((self.seed << 20) + index * len(PLACES) + PLACES.index(place))
+            generator = torch.Generator(self.device).manual_seed(
+                (self.seed << 20) + index * len(PLACES) + PLACES.index(place)
+            )
             shape = int(positions_T.max()) + 1, *x.shape[1:]
             noise = 2 * torch.rand(shape, generator=generator, dtype=self.wide, device=self.device) - 1
             x = x + error * noise[positions_T] * (x.abs() + x.pow(2).mean(-1, keepdim=True).sqrt())
@@ -174,7 +225,9 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
     """A weight `[..., N, K]` as a product in FP8 sees it, in float64."""
     width, depth = weight.shape[-2:]
     padded = F.pad(weight.double(), (0, -depth % GROUP, 0, -width % GROUP))
-    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))  # [..., blocks of N, 128, blocks of K, 128]
+    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(
+        -3, (-1, GROUP)
+    )  # [..., blocks of N, 128, blocks of K, 128]
     scaled = _scaled(blocks, _scale(blocks.abs().amax((-3, -1), keepdim=True)))
     return scaled.flatten(-4, -3).flatten(-2, -1)[..., :width, :depth]
 

@@ -10,22 +10,24 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from paceline.backends.drafters import make_drafter
-from paceline.backends.native import make_pacer
-from paceline.backends.reference import ReferenceBackend
 from paceline.certify.certificate import Check
 from paceline.certify.subject import Opened, Policy
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.factory import make_drafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.factory import make_pacer
+from paceline.engine.reference import ReferenceBackend
 from paceline.engine.sampling import Verify
 from paceline.engine.sequence import Sequence as EngineSequence
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Decision, FixedPacer, Moment, Observation, Pacer, Strategy
 from paceline.policy.decoder import Decoder
 
-DISTURBANCE = 0.2  # of a disturbed copy's matrices, in their own standard deviations: accepted often, rejected often
+DISTURBANCE = (
+    0.2  # of a disturbed copy's matrices, in their own standard deviations: accepted often, rejected often
+)
 KV_TOKENS = 65536
 DRAFTERS = ("history", "eagle", "draft_model")
 MakeDrafter = Callable[[], Drafter]
@@ -75,7 +77,13 @@ class NativeSubject:
 
     def _pacer(self, drafters: list[Drafter], tokens: int, max_running: int) -> Pacer:
         if self.adaptive:
-            pacer = make_pacer(SpeculationConfig(pacing="adaptive", tokens=tokens), drafters, max_running, seed=0, shape=self.policy.config)
+            pacer = make_pacer(
+                SpeculationConfig(pacing="adaptive", tokens=tokens),
+                drafters,
+                max_running,
+                seed=0,
+                shape=self.policy.config,
+            )
             # A certificate is over before a trial has been earned, and is after changes, not after speed.
             return AdaptivePacer(replace(pacer.settings, trial_share=1.0, catch_up={}))
         return FixedPacer(Strategy(drafters[0].name, tokens), max_running)
@@ -125,7 +133,9 @@ class ReferenceSubject:
         return []
 
 
-def drafter_maker(name: str, policy: Decoder, settings: SpeculationConfig, tokenizer: Tokenizer | None = None) -> MakeDrafter:
+def drafter_maker(
+    name: str, policy: Decoder, settings: SpeculationConfig, tokenizer: Tokenizer | None = None
+) -> MakeDrafter:
     """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter need be there."""
     if name == "disturbed":
         model = disturbed(policy)

@@ -22,22 +22,43 @@ PARITY_LIMITS = {torch.float64: (1e-8, 1e-9), torch.float32: (1e-3, 1e-5), torch
 BATCH_TOKENS = 4096
 LAST_DIGITS = 1e-5  # of a logprob whose logits were summed in float32
 CONTESTED = (0.02, 0.98)  # probabilities between which a logprob says something about the logits
-FARTHER_LIMIT = 1 / 5  # of the contested tokens; one in nine is expected, and fewer where the worst prompts are left out
+FARTHER_LIMIT = (
+    1 / 5
+)  # of the contested tokens; one in nine is expected, and fewer where the worst prompts are left out
 
 
-def check_logprobs(subject: Subject, completions: list[Completion], name: str, tell_distance: bool = False) -> list[Check]:
+def check_logprobs(
+    subject: Subject, completions: list[Completion], name: str, tell_distance: bool = False
+) -> list[Check]:
     """`name` says where "logprobs of ..." goes. Truncated samples too, since what is compared is the full vocabulary's logprob."""
     texts = _texts(completions)
-    rollout_R = torch.tensor([logprob for text in texts for logprob in text.rollout_logprobs], dtype=torch.float64)
+    rollout_R = torch.tensor(
+        [logprob for text in texts for logprob in text.rollout_logprobs], dtype=torch.float64
+    )
     if not subject.shaken:
         difference_R = rollout_R - _logprobs(subject.policy, texts)
-        return [_learner_check(difference_R, PARITY_LIMITS[subject.policy.dtype], name.format("logprobs of a learner"))]
+        return [
+            _learner_check(
+                difference_R, PARITY_LIMITS[subject.policy.dtype], name.format("logprobs of a learner")
+            )
+        ]
     exact_R = _logprobs(subject.exact_policy, texts)
     spread_R = torch.stack([(_logprobs(other, texts) - exact_R).abs() for other in subject.shaken]).amax(0)
-    checks = [_fp8_check(rollout_R, exact_R, spread_R, texts, len(subject.shaken), name.format("logprobs of the FP8 policy"))]
+    checks = [
+        _fp8_check(
+            rollout_R,
+            exact_R,
+            spread_R,
+            texts,
+            len(subject.shaken),
+            name.format("logprobs of the FP8 policy"),
+        )
+    ]
     if tell_distance:
         learner_R = _logprobs(subject.policy, texts)
-        told = f"rollout: {_apart(rollout_R - learner_R)}; the FP8 policy itself: {_apart(exact_R - learner_R)}"
+        told = (
+            f"rollout: {_apart(rollout_R - learner_R)}; the FP8 policy itself: {_apart(exact_R - learner_R)}"
+        )
         checks.append(Check(name.format("distance to the learner"), None, told, promised=False))
     return checks
 
@@ -49,7 +70,12 @@ def _learner_check(difference_R: torch.Tensor, limits: tuple[float, float], name
 
 
 def _fp8_check(
-    rollout_R: torch.Tensor, exact_R: torch.Tensor, spread_R: torch.Tensor, texts: list[TrainingSequence], copies: int, name: str
+    rollout_R: torch.Tensor,
+    exact_R: torch.Tensor,
+    spread_R: torch.Tensor,
+    texts: list[TrainingSequence],
+    copies: int,
+    name: str,
 ) -> Check:
     difference_R = rollout_R - exact_R
     contested_R = (exact_R.exp() > CONTESTED[0]) & (exact_R.exp() < CONTESTED[1])
@@ -57,10 +83,14 @@ def _fp8_check(
         contested_R[:] = True
     farther_R = ~(difference_R.abs() <= spread_R + LAST_DIGITS)  # true for NaN
     by_prompt: dict[tuple[int, ...], dict[tuple, bool]] = {}
-    for (prompt, context), contested, farther in zip(_places(texts), contested_R.tolist(), farther_R.tolist(), strict=True):
+    for (prompt, context), contested, farther in zip(
+        _places(texts), contested_R.tolist(), farther_R.tolist(), strict=True
+    ):
         if contested:
             by_prompt.setdefault(prompt, {})[context] = farther
-    found = sorted((list(tokens.values()) for tokens in by_prompt.values()), key=lambda tokens: sum(tokens) / len(tokens))
+    found = sorted(
+        (list(tokens.values()) for tokens in by_prompt.values()), key=lambda tokens: sum(tokens) / len(tokens)
+    )
     left_out = max(len(found) // 4, min(1, len(found) - 1))
     share = _share(found[: len(found) - left_out])
     detail = (
@@ -80,7 +110,12 @@ def _apart(difference_R: torch.Tensor) -> str:
 
 @torch.inference_mode()
 def _logprobs(policy: Policy, texts: list[TrainingSequence]) -> torch.Tensor:
-    return torch.cat([token_logprobs(policy, batch)[0].double().cpu() for batch in micro_batches(texts, BATCH_TOKENS, policy.device)])
+    return torch.cat(
+        [
+            token_logprobs(policy, batch)[0].double().cpu()
+            for batch in micro_batches(texts, BATCH_TOKENS, policy.device)
+        ]
+    )
 
 
 def _texts(completions: Sequence[Completion]) -> list[TrainingSequence]:
@@ -90,8 +125,19 @@ def _texts(completions: Sequence[Completion]) -> list[TrainingSequence]:
         prompt, temperature = completion.request.prompt, completion.request.sampling.temperature or 1.0
         if completion.tokens:
             logprobs = completion.logprobs
-            texts.append(TrainingSequence(prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), logprobs, 0.0, temperature))
-    return [text for part in cut(list(dict.fromkeys(texts)), BATCH_TOKENS) for text in part]  # what is equal once
+            texts.append(
+                TrainingSequence(
+                    prompt + completion.tokens,
+                    len(prompt),
+                    tuple(completion.loss_mask),
+                    logprobs,
+                    0.0,
+                    temperature,
+                )
+            )
+    return [
+        text for part in cut(list(dict.fromkeys(texts)), BATCH_TOKENS) for text in part
+    ]  # what is equal once
 
 
 def _places(texts: list[TrainingSequence]) -> Iterator[tuple[tuple[int, ...], tuple]]:

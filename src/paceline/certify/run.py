@@ -5,7 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.certify.certificate import Certificate, Check
-from paceline.certify.checks import check_equality, check_frequencies, describe, mixed_requests, sampling_requests
+from paceline.certify.checks import (
+    check_equality,
+    check_frequencies,
+    describe,
+    mixed_requests,
+    sampling_requests,
+)
 from paceline.certify.parity import check_logprobs
 from paceline.certify.subject import LOGIT_TOLERANCE, Subject, rounded_copies
 from paceline.certify.uncertainty import measure
@@ -20,8 +26,12 @@ class Plan:
     samples: int = 3000
     fewer: int = 250
     further: tuple[SamplingParams, ...] = (
-        SamplingParams(0.7), SamplingParams(1.5), SamplingParams(1.0, top_k=5), SamplingParams(1.2, top_p=0.9), SamplingParams(0.0),
-    )  # fmt: skip
+        SamplingParams(0.7),
+        SamplingParams(1.5),
+        SamplingParams(1.0, top_k=5),
+        SamplingParams(1.2, top_p=0.9),
+        SamplingParams(0.0),
+    )
     mixed: int = 36  # completions for equality and parity
     mixed_tokens: int = 32
     seed: int = 0
@@ -33,7 +43,11 @@ QUICK = Plan(samples=300, fewer=100, further=(SamplingParams(1.5, top_k=5),), mi
 
 
 def certify(
-    subject: Subject, prompts: Sequence[tuple[int, ...]], plan: Plan, settings: dict[str, str], say: Callable[[str], None] = lambda _: None
+    subject: Subject,
+    prompts: Sequence[tuple[int, ...]],
+    plan: Plan,
+    settings: dict[str, str],
+    say: Callable[[str], None] = lambda _: None,
 ) -> Certificate:
     start = time.perf_counter()
     requests = mixed_requests(prompts, plan.mixed, plan.mixed_tokens, plan.seed)
@@ -55,7 +69,9 @@ def certify(
     length = (subject.tokens + 1) * (PACED_STEPS if subject.adaptive else 1) if subject.tokens else 4
     for kind in (SamplingParams(1.0), *plan.further):
         say(f"frequencies, {describe(kind)}")
-        checks += check_logprobs(subject, opened.run(sampling_requests(prompts, kind, plan.seed)), f"{describe(kind)}: {{}}")
+        checks += check_logprobs(
+            subject, opened.run(sampling_requests(prompts, kind, plan.seed)), f"{describe(kind)}: {{}}"
+        )
         sampling = replace(kind, max_tokens=length, ignore_eos=True)
         samples = plan.samples if kind == SamplingParams(1.0) else plan.fewer if kind.temperature else 10
         checks += check_frequencies(subject, opened, contexts, samples, sampling, plan.seed, tolerance)

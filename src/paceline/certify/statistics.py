@@ -34,39 +34,75 @@ class FrequencyTest:
 
 
 def test_frequencies(
-    probabilities_NB: torch.Tensor, observed_N: torch.Tensor, stratum_N: torch.Tensor | None = None, shaken_NSB: torch.Tensor | None = None
+    probabilities_NB: torch.Tensor,
+    observed_N: torch.Tensor,
+    stratum_N: torch.Tensor | None = None,
+    shaken_NSB: torch.Tensor | None = None,
 ) -> FrequencyTest:
     """`observed_N` is each token's bin. Strata are tested each for itself and their statistics added; they must be known before the token."""
     probabilities_NB = probabilities_NB.double()
-    shaken_SNB = probabilities_NB.new_zeros(0, *probabilities_NB.shape) if shaken_NSB is None else shaken_NSB.double().transpose(0, 1)
+    shaken_SNB = (
+        probabilities_NB.new_zeros(0, *probabilities_NB.shape)
+        if shaken_NSB is None
+        else shaken_NSB.double().transpose(0, 1)
+    )
     ruled_out_NB = probabilities_NB <= 0
     impossible_N = ruled_out_NB.gather(1, observed_N.unsqueeze(1)).squeeze(1)
-    explained = UNSEEN + ROUNDING_MARGIN * float((shaken_SNB * ruled_out_NB).sum((1, 2)).max()) if shaken_SNB.numel() else 0.0
+    explained = (
+        UNSEEN + ROUNDING_MARGIN * float((shaken_SNB * ruled_out_NB).sum((1, 2)).max())
+        if shaken_SNB.numel()
+        else 0.0
+    )
     statistic, degrees, shift_S = 0.0, 0, probabilities_NB.new_zeros(len(shaken_SNB))
     possible = (~impossible_N).nonzero().flatten()
-    strata = [possible] if stratum_N is None else [possible[stratum_N[possible] == s] for s in stratum_N[possible].unique()]
+    strata = (
+        [possible]
+        if stratum_N is None
+        else [possible[stratum_N[possible] == s] for s in stratum_N[possible].unique()]
+    )
     for index in strata:
-        part_statistic, part_degrees, part_shift_S = _chi_square(probabilities_NB[index], observed_N[index], shaken_SNB[:, index])
-        statistic, degrees, shift_S = statistic + part_statistic, degrees + part_degrees, shift_S + part_shift_S
+        part_statistic, part_degrees, part_shift_S = _chi_square(
+            probabilities_NB[index], observed_N[index], shaken_SNB[:, index]
+        )
+        statistic, degrees, shift_S = (
+            statistic + part_statistic,
+            degrees + part_degrees,
+            shift_S + part_shift_S,
+        )
     shift = ROUNDING_MARGIN * float(shift_S.max()) if len(shift_S) else 0.0
     frequencies, ruled_out = _chi_square_tail(statistic, degrees, shift), int(impossible_N.sum())
     p_value = min(1.0, 2 * frequencies, 2 * _poisson_tail(ruled_out, explained)) if ruled_out else frequencies
     top_N = probabilities_NB[:, 0]
     tokens = len(observed_N)
     top, deviation = float((observed_N == 0).double().mean()), float((top_N * (1 - top_N)).sum().sqrt())
-    return FrequencyTest(statistic, degrees, p_value, tokens, top, float(top_N.mean()), 5 * deviation / max(1, tokens), ruled_out, explained, shift)
+    return FrequencyTest(
+        statistic,
+        degrees,
+        p_value,
+        tokens,
+        top,
+        float(top_N.mean()),
+        5 * deviation / max(1, tokens),
+        ruled_out,
+        explained,
+        shift,
+    )
 
 
 test_frequencies.__test__ = False  # not one of pytest's
 
 
-def _chi_square(probabilities_NB: torch.Tensor, observed_N: torch.Tensor, shaken_SNB: torch.Tensor) -> tuple[float, int, torch.Tensor]:
+def _chi_square(
+    probabilities_NB: torch.Tensor, observed_N: torch.Tensor, shaken_SNB: torch.Tensor
+) -> tuple[float, int, torch.Tensor]:
     """The statistic, its degrees of freedom, and its noncentrality under each shaken copy."""
     pools_B = _pools((probabilities_NB * (1 - probabilities_NB)).sum(0))
     count = int(pools_B.max()) + 1
     if count < 2:
         return 0.0, 0, torch.zeros(len(shaken_SNB), dtype=torch.float64)
-    pooled_NP = torch.zeros(len(observed_N), count, dtype=torch.float64).index_add_(1, pools_B, probabilities_NB)
+    pooled_NP = torch.zeros(len(observed_N), count, dtype=torch.float64).index_add_(
+        1, pools_B, probabilities_NB
+    )
     # Bins add up to the number of tokens, so the last one says nothing new.
     pooled_NP, expected_P = pooled_NP[:, :-1], pooled_NP.sum(0)[:-1]
     difference_P = torch.bincount(pools_B[observed_N], minlength=count).double()[:-1] - expected_P
@@ -101,7 +137,9 @@ def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0)
     tails_J = torch.special.gammaincc(degrees / 2 + more_J, torch.full_like(more_J, statistic / 2))
     if not half:
         return float(tails_J)
-    weights_J = (more_J * torch.tensor(half, dtype=torch.float64).log() - half - torch.lgamma(more_J + 1)).exp()
+    weights_J = (
+        more_J * torch.tensor(half, dtype=torch.float64).log() - half - torch.lgamma(more_J + 1)
+    ).exp()
     return float((weights_J * tails_J).sum())
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.backends.base import Backend
+from paceline.backend import Backend
 from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import Fp8Policy
 from paceline.pacing.strategy import Strategy
@@ -24,7 +24,9 @@ class Opened:
 
     backend: Backend
     step_starts: dict[str, list[int]] = field(default_factory=dict)
-    strategies: list[list[Strategy]] = field(default_factory=list)  # of the steps of each run, where a pacer chose them
+    strategies: list[list[Strategy]] = field(
+        default_factory=list
+    )  # of the steps of each run, where a pacer chose them
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions in the requests' order; one that was refused is an error."""

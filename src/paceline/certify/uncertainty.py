@@ -20,7 +20,9 @@ class Place:
     prompt: tuple[int, ...]
     context: tuple[int, ...]
     entropy: float
-    moved: tuple[float, ...]  # by each shaken copy: the standard deviation, over the vocabulary, of what it did to the logits
+    moved: tuple[
+        float, ...
+    ]  # by each shaken copy: the standard deviation, over the vocabulary, of what it did to the logits
 
     @property
     def most_moved(self) -> float:
@@ -33,7 +35,11 @@ class Uncertainty:
 
     def moved(self, share: float) -> float:
         """Over contexts and copies."""
-        return float(torch.tensor([moved for place in self.places for moved in place.moved], dtype=torch.float64).quantile(share))
+        return float(
+            torch.tensor(
+                [moved for place in self.places for moved in place.moved], dtype=torch.float64
+            ).quantile(share)
+        )
 
     @property
     def tolerance(self) -> float:
@@ -59,8 +65,13 @@ class Uncertainty:
 
 @torch.inference_mode()
 def measure(subject: Subject, completions: Sequence[Completion]) -> Uncertainty:
-    texts = {completion.request.prompt + completion.tokens: len(completion.request.prompt) for completion in completions}
-    prompts = {text[:end]: text[:length] for text, length in texts.items() for end in range(length, len(text) + 1)}
+    texts = {
+        completion.request.prompt + completion.tokens: len(completion.request.prompt)
+        for completion in completions
+    }
+    prompts = {
+        text[:end]: text[:length] for text, length in texts.items() for end in range(length, len(text) + 1)
+    }
     places = []
     for part in passes(subject.exact_policy, texts):
         logits_NV = part.logits(subject.exact_policy)

@@ -21,13 +21,48 @@ from paceline.config.recipe import (
     parse_config,
     shipped_recipes,
 )
-from paceline.config.rollout import DRAFTER_FOLDERS, FRESH, OnlineDrafterConfig, RolloutConfig, SentinelConfig, SpeculationConfig
+from paceline.config.rollout import (
+    DRAFTER_FOLDERS,
+    FRESH,
+    OnlineDrafterConfig,
+    RolloutConfig,
+    SentinelConfig,
+    SpeculationConfig,
+)
 from paceline.config.section import ConfigError, Section
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
 
 __all__ = [
-    "ALGORITHM_DEFAULTS", "CORRECTION_PRESETS", "DRAFTER_FOLDERS", "FRESH", "RECIPES", "RESUME_MAY_CHANGE", "CheckpointConfig", "Config",
-    "ConfigError", "CorrectionConfig", "DataConfig", "EvalConfig", "LearningConfig", "LoraConfig", "OnlineDrafterConfig", "PolicyConfig",
-    "ReportConfig", "RewardConfig", "RolloutConfig", "RunConfig", "Section", "SentinelConfig", "SpeculationConfig", "TaskConfig", "TurnsConfig",
-    "changed_keys", "dump_config", "learning_notes", "load_config", "parse_config", "rollout_notes", "shipped_recipes",
-]  # fmt: skip
+    "ALGORITHM_DEFAULTS",
+    "CORRECTION_PRESETS",
+    "DRAFTER_FOLDERS",
+    "FRESH",
+    "RECIPES",
+    "RESUME_MAY_CHANGE",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "CorrectionConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LearningConfig",
+    "LoraConfig",
+    "OnlineDrafterConfig",
+    "PolicyConfig",
+    "ReportConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "SentinelConfig",
+    "SpeculationConfig",
+    "TaskConfig",
+    "TurnsConfig",
+    "changed_keys",
+    "dump_config",
+    "learning_notes",
+    "load_config",
+    "parse_config",
+    "rollout_notes",
+    "shipped_recipes",
+]

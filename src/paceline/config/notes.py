@@ -10,23 +10,41 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
     drafters = rollout.speculation.drafters
     if rollout.backend != "reference" or not drafters:
         return []
-    return [f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' never speculates; rollout.backend=native does"]
+    return [
+        f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' never speculates; rollout.backend=native does"
+    ]
 
 
 def learning_notes(learning: LearningConfig) -> list[str]:
     """Keys that depart from what the algorithm or the preset stands for: meant, or left over in a recipe that spells out every key."""
     choices = (
         ("learning", "algorithm", learning, ALGORITHM_DEFAULTS[learning.algorithm]),
-        ("learning.correction", "preset", learning.correction, CORRECTION_PRESETS[learning.correction.preset]),
+        (
+            "learning.correction",
+            "preset",
+            learning.correction,
+            CORRECTION_PRESETS[learning.correction.preset],
+        ),
     )
     return [note for choice in choices if (note := _departures(*choice))]
 
 
 def _departures(section: str, choice: str, settings: Section, stands_for: dict[str, object]) -> str:
-    own = {key: (getattr(settings, key), tuple(value) if isinstance(value, list) else value) for key, value in stands_for.items()}
-    others = ", ".join(f"{key} = {_shown(value)} instead of {_shown(usual)}" for key, (value, usual) in own.items() if value != usual)
+    own = {
+        key: (getattr(settings, key), tuple(value) if isinstance(value, list) else value)
+        for key, value in stands_for.items()
+    }
+    others = ", ".join(
+        f"{key} = {_shown(value)} instead of {_shown(usual)}"
+        for key, (value, usual) in own.items()
+        if value != usual
+    )
     name = f"{section}.{choice} = {getattr(settings, choice)!r}"
-    return f"{name}: the recipe itself says {others}; leave these keys out to have the {choice}'s own" if others else ""
+    return (
+        f"{name}: the recipe itself says {others}; leave these keys out to have the {choice}'s own"
+        if others
+        else ""
+    )
 
 
 def _shown(value: object) -> object:

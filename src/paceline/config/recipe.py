@@ -29,13 +29,17 @@ class RunConfig(Section):
     seed: int = 0
     steps: int = Field(40, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one"
+    )
 
 
 class EvalConfig(Section):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     samples: int = Field(1, ge=1, description="samples per problem (avg@n)")
-    pass_k: list[int] = Field(default_factory=list, description="k of each pass@k to report; at most `samples`")
+    pass_k: list[int] = Field(
+        default_factory=list, description="k of each pass@k to report; at most `samples`"
+    )
     temperature: float = Field(1.0, ge=0.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(288, ge=1)
@@ -80,9 +84,18 @@ class Config(Section):
 
 # What may differ between a run and its resumption: everything else would make the two halves incomparable.
 RESUME_MAY_CHANGE = (
-    "run.steps", "run.root", "run.name", "run.threads", "eval.every", "checkpoint.every", "checkpoint.keep",
-    "report.tensorboard", "report.wandb", "report.samples_per_step", "learning.micro_batch_tokens",
-)  # fmt: skip
+    "run.steps",
+    "run.root",
+    "run.name",
+    "run.threads",
+    "eval.every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "report.tensorboard",
+    "report.wandb",
+    "report.samples_per_step",
+    "learning.micro_batch_tokens",
+)
 
 # Keys whose values stand for a group of other keys, which lie in the same section.
 CHOICES = {
@@ -142,7 +155,9 @@ def _recipe_path(recipe: str) -> Path:
         return path
     near = difflib.get_close_matches(recipe, shipped_recipes(), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"recipe {recipe!r} is neither a file nor a shipped recipe ({', '.join(shipped_recipes())}).{hint}")
+    raise ConfigError(
+        f"recipe {recipe!r} is neither a file nor a shipped recipe ({', '.join(shipped_recipes())}).{hint}"
+    )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -151,7 +166,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections ({', '.join(Config.model_fields)}), not a {type(tree).__name__}")
+        raise ConfigError(
+            f"{path} must hold sections ({', '.join(Config.model_fields)}), not a {type(tree).__name__}"
+        )
     return tree
 
 
@@ -168,11 +185,15 @@ def _parse_scalar(text: str) -> Any:
 def _split(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4")
+        raise ConfigError(
+            f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4"
+        )
     try:
         return key, _parse_scalar(value)
     except yaml.YAMLError:
-        raise ConfigError(f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in quotes") from None
+        raise ConfigError(
+            f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in quotes"
+        ) from None
 
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:

@@ -30,8 +30,12 @@ class Acceptance:
 
     steps: float = 0.0
     tokens: int = 0
-    accepted_at: list[float] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
-    tried_at: list[float] = field(default_factory=list)  # drafts whose first i tokens were, and whose response went on
+    accepted_at: list[float] = field(
+        default_factory=list
+    )  # drafts whose first i + 1 tokens were all accepted
+    tried_at: list[float] = field(
+        default_factory=list
+    )  # drafts whose first i tokens were, and whose response went on
 
     @property
     def accept_length(self) -> float:
@@ -56,7 +60,12 @@ class Measured:
 
 @torch.no_grad()
 def measure_acceptance(
-    policy: Decoder, head: EagleHead, completions: Sequence[Completion], depth: int, known: int = 0, micro_batch_tokens: int = 0
+    policy: Decoder,
+    head: EagleHead,
+    completions: Sequence[Completion],
+    depth: int,
+    known: int = 0,
+    micro_batch_tokens: int = 0,
 ) -> Measured:
     """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
     shared, rejection = Acceptance.nothing(depth), Acceptance.nothing(depth)
@@ -65,7 +74,9 @@ def measure_acceptance(
         batch = pack([training_sequence(completion) for completion in part], policy.device)
         lengths = [len(completion.tokens) for completion in part]
         shared_RK, rejection_RK = _chances(policy, head, batch, part, depth)
-        for shared_NK, rejection_NK in zip(shared_RK.split(lengths), rejection_RK.split(lengths), strict=True):
+        for shared_NK, rejection_NK in zip(
+            shared_RK.split(lengths), rejection_RK.split(lengths), strict=True
+        ):
             walk(shared_NK.tolist(), known, shared)
             walk(rejection_NK.tolist(), known, rejection)
     return Measured(shared, rejection, len(completions))
@@ -85,10 +96,14 @@ def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Co
     return parts
 
 
-def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _chances(
+    policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`[R, K]` by start and step, for both rules: row r is the draft whose first token is response token r."""
     device = batch.tokens_T.device
-    temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[batch.sequence_R]
+    temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[
+        batch.sequence_R
+    ]
     seed_R = torch.tensor([c.request.seed for c in completions], device=device)[batch.sequence_R]
     hidden_TE, captured = teacher_states(policy, batch, head.config.captured_layers)
     shared_RK, rejection_RK = torch.zeros(2, len(seed_R), depth, dtype=torch.float64, device=device)
@@ -98,15 +113,24 @@ def _chances(policy: Decoder, head: EagleHead, batch: MicroBatch, completions: S
             predictors = batch.predictors_R[tokens]
             places = batch.attention.positions_T[predictors] + 1
             shared, rejection = accepted(
-                head, policy.logits(hidden_TE[predictors]), head.logits(x_RE[tokens]), batch.targets_R[tokens],
-                temperature_R[tokens], gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
-            )  # fmt: skip
+                head,
+                policy.logits(hidden_TE[predictors]),
+                head.logits(x_RE[tokens]),
+                batch.targets_R[tokens],
+                temperature_R[tokens],
+                gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
+            )
             shared_RK[tokens - step, step], rejection_RK[tokens - step, step] = shared, rejection
     return shared_RK, rejection_RK
 
 
 def accepted(
-    head: EagleHead, logits_RV: torch.Tensor, draft_RD: torch.Tensor, token_R: torch.Tensor, temperature_R: torch.Tensor, noise_RD: torch.Tensor
+    head: EagleHead,
+    logits_RV: torch.Tensor,
+    draft_RD: torch.Tensor,
+    token_R: torch.Tensor,
+    temperature_R: torch.Tensor,
+    noise_RD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chance that each token is drafted and accepted, for both rules; at temperature 0 they are the same."""
     greedy_R = temperature_R == 0
@@ -114,7 +138,9 @@ def accepted(
     scores_RD = draft_RD / scale_R1 + torch.where(greedy_R.unsqueeze(-1), 0.0, noise_RD)
     shared_R = (head.draft_to_target[scores_RD.argmax(-1)] == token_R).double()
     logp_R = (logits_RV / scale_R1).log_softmax(-1).gather(-1, token_R.unsqueeze(-1)).squeeze(-1)
-    full_RV = torch.full_like(logits_RV, -torch.inf).index_copy(1, head.draft_to_target, (draft_RD / scale_R1).log_softmax(-1).to(logits_RV.dtype))
+    full_RV = torch.full_like(logits_RV, -torch.inf).index_copy(
+        1, head.draft_to_target, (draft_RD / scale_R1).log_softmax(-1).to(logits_RV.dtype)
+    )
     logq_R = full_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1)
     rejection_R = (logq_R - logp_R).clamp(max=0.0).exp().double()
     return shared_R, torch.where(greedy_R, shared_R, rejection_R)

@@ -1,6 +1,6 @@
 """What a drafter is.
 
-    seated         ──▶ bind(seat)             once: the policy, the rows, where proposals go
+    seated         ──▶ bind(context)             once: the policy, the rows, where proposals go
     prompt runs    ──▶ observe_prefill        device: the policy's hidden states, for a drafter that follows them
     request enters ──▶ observe_enter          host: which prompt, which slot
     each step      ──▶ propose(slots, k)      device: k tokens per row into the proposals, no host involved
@@ -23,13 +23,15 @@ from paceline.types import Request
 
 
 @dataclass(frozen=True)
-class Seat:
+class DrafterContext:
     """What a drafter sees of the engine it drafts for."""
 
     policy: Decoder
     rows: RowTensors
     proposals_SK: torch.Tensor
-    probabilities_SKV: torch.Tensor | None  # what each proposal was drawn from; None: nobody asks (see `has_probabilities`)
+    probabilities_SKV: (
+        torch.Tensor | None
+    )  # what each proposal was drawn from; None: nobody asks (see `has_probabilities`)
     num_blocks: int  # of the paged pool; a drafter's own cache uses the same block numbers
     deterministic: bool
     request_tokens: int  # the longest that a prompt and its response are expected to be
@@ -63,16 +65,18 @@ class Drafter:
     max_tokens: int  # the longest proposal it can make
     captured_layers: tuple[int, ...] = ()  # not empty: it follows the policy, and sees its prefills and steps
     needs_catch_up = False  # it must look at rows that ran without it before it can propose for them
-    # It has probabilities, and leaves them in the seat's buffer for `verify: rejection` where there is one: entry i is what proposal i was
+    # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is one: entry i is what proposal i was
     # drawn from, with the sampling noise of its own position (`sampling.py` does both). Other drafters' proposals count as certain,
     # which is exact too and accepts less.
     has_probabilities = False
     token_bytes = 0  # of a cache of its own, per token of the paged pool
     head: nn.Module | None = None  # what can be trained, in the very storage that proposals are computed from
-    shape: DecoderConfig | None = None  # of its layers, if it has any: what a draft holds of the GPU follows from it
+    shape: DecoderConfig | None = (
+        None  # of its layers, if it has any: what a draft holds of the GPU follows from it
+    )
 
-    def bind(self, seat: Seat) -> None:
-        self.seat = seat
+    def bind(self, context: DrafterContext) -> None:
+        self.context = context
 
     def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor | None:
         """One line per chunk; the line of a prompt's last chunk is handed to `observe_enter`."""

@@ -8,7 +8,7 @@ that ran without it, it catches up by a batched prefill, which the switch pays.
 import numpy as np
 import torch
 
-from paceline.drafting.base import Seat
+from paceline.drafting.base import DrafterContext
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.sampling import sample_draft
 from paceline.kernels.draft_step import gather_draft
@@ -30,21 +30,23 @@ class DraftModel(CachedDrafter):
         config = self.shape = policy.config
         self.token_bytes = token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, policy.dtype)
 
-    def bind(self, seat: Seat) -> None:
-        self.seat = seat
-        if self.policy.config.vocab_size != seat.policy.config.vocab_size:
-            sizes = f"{self.policy.config.vocab_size} tokens and the policy {seat.policy.config.vocab_size}"
+    def bind(self, context: DrafterContext) -> None:
+        self.context = context
+        if self.policy.config.vocab_size != context.policy.config.vocab_size:
+            sizes = (
+                f"{self.policy.config.vocab_size} tokens and the policy {context.policy.config.vocab_size}"
+            )
             raise ValueError(f"the draft model has {sizes}; they must share a tokenizer")
-        self.cache = KVCache(self.policy.config, seat.num_blocks, self.policy.dtype, self.policy.device)
-        self.forward = PagedForward(self.policy, self.cache, seat.deterministic)
-        self.cached_S = torch.zeros_like(seat.rows.length)  # leading tokens that are in the cache
+        self.cache = KVCache(self.policy.config, context.num_blocks, self.policy.dtype, self.policy.device)
+        self.forward = PagedForward(self.policy, self.cache, context.deterministic)
+        self.cached_S = torch.zeros_like(context.rows.length)  # leading tokens that are in the cache
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.cached_S[slot] = 0
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
         """Siblings share the blocks of their prompt, so what one of them fills is filled for all."""
-        rows, device = self.seat.rows, self.policy.device
+        rows, device = self.context.rows, self.policy.device
         index = torch.tensor(slots, device=device)
         tables = rows.block_table[index].cpu().numpy()
         tokens = rows.tokens[index, : max(lengths)].cpu().numpy()
@@ -56,7 +58,10 @@ class DraftModel(CachedDrafter):
                 start = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
             for block in range(start // BLOCK_SIZE, length // BLOCK_SIZE):
                 filled[int(tables[line, block])] = BLOCK_SIZE
-            chunks += [(line, first, min(first + CATCH_UP_TOKENS, length)) for first in range(start, length, CATCH_UP_TOKENS)]
+            chunks += [
+                (line, first, min(first + CATCH_UP_TOKENS, length))
+                for first in range(start, length, CATCH_UP_TOKENS)
+            ]
         while chunks:
             batch = [chunks.pop(0)]
             while chunks and sum(end - first for _, first, end in [*batch, chunks[0]]) <= CATCH_UP_TOKENS:
@@ -68,15 +73,19 @@ class DraftModel(CachedDrafter):
         lines = np.array([line for line, _, _ in chunks])
         positions = np.concatenate([np.arange(first, end) for _, first, end in chunks])
         owner = np.concatenate([np.full(end - first, line) for line, first, end in chunks])
-        cache_slots = tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        cache_slots = (
+            tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        )
         boundaries = np.cumsum([0, *(end - first for _, first, end in chunks)])
         contexts = np.array([first for _, first, _ in chunks])
-        known = np.minimum(positions, self.forward.max_position)  # a draft model may end before the policy does
+        known = np.minimum(
+            positions, self.forward.max_position
+        )  # a draft model may end before the policy does
         arrays = tokens[owner, positions], known, cache_slots, tables[lines], boundaries, contexts
         self.forward.prefill(*(torch.from_numpy(array).to(self.policy.device) for array in arrays))
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        rows = self.seat.rows
+        rows = self.context.rows
         walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         # A row of one token has none before it, so nothing of it attends here; what catching up stored of it is right and stays.
@@ -86,10 +95,15 @@ class DraftModel(CachedDrafter):
         hidden_RE, proposed = hidden_TE.unflatten(0, (-1, 2))[:, 1], []
         for column in range(count):
             if column > 0:
-                place = walk.positions_CR[column + 1].unsqueeze(1), walk.cache_slots_CR[column + 1].unsqueeze(1)
-                hidden_RE, _ = self.forward.decode(proposed[-1].unsqueeze(1), *place, table_RB, walk.context_CR[column + 1])
+                place = (
+                    walk.positions_CR[column + 1].unsqueeze(1),
+                    walk.cache_slots_CR[column + 1].unsqueeze(1),
+                )
+                hidden_RE, _ = self.forward.decode(
+                    proposed[-1].unsqueeze(1), *place, table_RB, walk.context_CR[column + 1]
+                )
             logits_RV = self.forward.logits(hidden_RE.contiguous())
-            proposed.append(sample_draft(logits_RV, self.seat, slots_R, walk, column, truncates))
-        self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
+            proposed.append(sample_draft(logits_RV, self.context, slots_R, walk, column, truncates))
+        self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]

@@ -12,7 +12,7 @@ strategy write it, which costs one projection, so speculation can begin at any m
 
 import torch
 
-from paceline.drafting.base import Seat, TargetPrefill, TargetStep
+from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.sampling import sample_draft
@@ -37,14 +37,16 @@ class EagleDrafter(CachedDrafter):
         self.captured_layers = head.config.captured_layers
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
 
-    def bind(self, seat: Seat) -> None:
-        self.seat = seat
-        layer, device, dtype = self.head.config.layer, seat.policy.device, seat.policy.dtype
-        self.head.config.check_against(seat.policy.config)
-        self.cache = KVCache(layer, seat.num_blocks, dtype, device)
+    def bind(self, context: DrafterContext) -> None:
+        self.context = context
+        layer, device, dtype = self.head.config.layer, context.policy.device, context.policy.dtype
+        self.head.config.check_against(context.policy.config)
+        self.cache = KVCache(layer, context.num_blocks, dtype, device)
         self.cos_PC, self.sin_PC = (self.head.rope_table[:, i].contiguous() for i in (0, 1))
         self.max_position = len(self.cos_PC) - 1
-        self.features_SE = torch.zeros(len(seat.rows.length), layer.hidden_size, dtype=dtype, device=device)
+        self.features_SE = torch.zeros(
+            len(context.rows.length), layer.hidden_size, dtype=dtype, device=device
+        )
         self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
 
     # -- following the policy -------------------------------------------------------------------------------------
@@ -55,20 +57,35 @@ class EagleDrafter(CachedDrafter):
         return features_TE[prefill.last_S]
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
-        if handover is not None:  # none: a prompt of one token, or nothing was left to prefill; one poor proposal follows
+        if (
+            handover is not None
+        ):  # none: a prompt of one token, or nothing was left to prefill; one poor proposal follows
             self.features_SE[slot] = handover
 
     def observe_step(self, step: TargetStep) -> None:
         queries = step.queries
         features_TE = self._features(step.captured)
         # Entries behind a sample that was not kept are wrong, and are written again before anything attends to them.
-        self._write_entries(features_TE, step.sampled_RQ.flatten(), queries.positions_RQ.flatten(), queries.cache_slots_RQ.flatten())
-        keep_last(features_TE, step.slots_R, queries.context_R, self.seat.rows.length, self.features_SE)
+        self._write_entries(
+            features_TE,
+            step.sampled_RQ.flatten(),
+            queries.positions_RQ.flatten(),
+            queries.cache_slots_RQ.flatten(),
+        )
+        keep_last(features_TE, step.slots_R, queries.context_R, self.context.rows.length, self.features_SE)
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
-        return self._linear(torch.cat([captured[i] for i in self.captured_layers], dim=-1), self.head.fc.weight)
+        return self._linear(
+            torch.cat([captured[i] for i in self.captured_layers], dim=-1), self.head.fc.weight
+        )
 
-    def _write_entries(self, features_TE: torch.Tensor, following_T: torch.Tensor, positions_T: torch.Tensor, cache_slots_T: torch.Tensor) -> None:
+    def _write_entries(
+        self,
+        features_TE: torch.Tensor,
+        following_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        cache_slots_T: torch.Tensor,
+    ) -> None:
         attention = self.head.attention
         queries = attention.heads * attention.head_dim
         kv = self._linear(self._inputs(features_TE, following_T), attention.qkv.weight[queries:])
@@ -77,16 +94,16 @@ class EagleDrafter(CachedDrafter):
     # -- proposing ------------------------------------------------------------------------------------------------
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        rows = self.seat.rows
+        rows = self.context.rows
         walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         states_RE, tokens_R, proposed = self.features_SE.index_select(0, slots_R), walk.tokens_2R[1], []
         for column in range(count):
             place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
             normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
-            tokens_R = sample_draft(self._logits(normed_RE), self.seat, slots_R, walk, column, truncates)
+            tokens_R = sample_draft(self._logits(normed_RE), self.context, slots_R, walk, column, truncates)
             proposed.append(tokens_R)
-        self.seat.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
+        self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
 
     def _layer(
         self,
@@ -101,16 +118,27 @@ class EagleDrafter(CachedDrafter):
         head, attention, eps = self.head, self.head.attention, self.head.config.layer.norm_eps
         k_cache, v_cache = self.cache.layer(0)
         qkv = self._linear(self._inputs(states_RE, following_R), attention.qkv.weight)
-        q_RHD = rope_and_write_kv(qkv, positions_R, cache_slots_R, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads)
+        q_RHD = rope_and_write_kv(
+            qkv, positions_R, cache_slots_R, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads
+        )
         attended_RHD = paged_attention(q_RHD.unsqueeze(1), k_cache, v_cache, table_RB, context_R).squeeze(1)
         out_RE = self._linear(attended_RHD.flatten(1), attention.output.weight)
         normed_RE, residual_RE = rms_norm_residual(out_RE, states_RE, head.feed_forward_norm.weight, eps)
-        out_RE = self._linear(silu_multiply(self._linear(normed_RE, head.feed_forward.gate_up.weight)), head.feed_forward.down.weight)
+        out_RE = self._linear(
+            silu_multiply(self._linear(normed_RE, head.feed_forward.gate_up.weight)),
+            head.feed_forward.down.weight,
+        )
         return rms_norm_residual(out_RE, residual_RE, head.norm.weight, eps)
 
     def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
         norms = self.head.embedding_norm.weight, self.head.hidden_norm.weight
-        return eagle_inputs(following_T, self.seat.policy.embedding.weight, states_TE, *norms, self.head.config.layer.norm_eps)
+        return eagle_inputs(
+            following_T,
+            self.context.policy.embedding.weight,
+            states_TE,
+            *norms,
+            self.head.config.layer.norm_eps,
+        )
 
     def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
         """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft id are impossible."""
@@ -121,8 +149,10 @@ class EagleDrafter(CachedDrafter):
         full_RV = logits_RV.new_full((len(logits_RV), self.head.config.layer.vocab_size), -torch.inf)
         return full_RV.index_copy_(1, self.head.draft_to_target, logits_RV)
 
-    def _linear(self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        return linear(x_TE, weight_NE, out_dtype, self.seat.deterministic)
+    def _linear(
+        self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return linear(x_TE, weight_NE, out_dtype, self.context.deterministic)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -34,16 +34,26 @@ ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Variants of the head that compute something else; each key's only supported value.
 SUPPORTED_VALUES = {
-    "num_hidden_layers": 1, "norm_before_residual": False, "norm_output": False, "norm_before_fc": False, "fc_norm": False,
-    "attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "use_aux_hidden_state": True, "parallel_drafting": False,
-}  # fmt: skip
+    "num_hidden_layers": 1,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+    "parallel_drafting": False,
+}
 
 
 def eagle_folder(name: str) -> Path:
     """The folder of a shipped head, or the path itself."""
     folder = BUILTIN_EAGLES.get(name, Path(name))
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name!r} is not an eagle head's folder with a config.json; shipped are: {', '.join(BUILTIN_EAGLES)}")
+        raise FileNotFoundError(
+            f"{name!r} is not an eagle head's folder with a config.json; shipped are: {', '.join(BUILTIN_EAGLES)}"
+        )
     return folder
 
 
@@ -54,17 +64,26 @@ def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = 
     (folder / "config.json").write_text(json.dumps(_to_huggingface(head.config, dtype), indent=2) + "\n")
     parameters = dict(head.named_parameters())
     tensors = {
-        name: piece.of(parameters[piece.parameter].detach()).to("cpu", dtype).contiguous().clone() for name, piece in _layout(head.config).items()
+        name: piece.of(parameters[piece.parameter].detach()).to("cpu", dtype).contiguous().clone()
+        for name, piece in _layout(head.config).items()
     }
-    if head.config.draft_vocab < head.config.layer.vocab_size:  # vLLM knows no map where the vocabularies are the same
+    if (
+        head.config.draft_vocab < head.config.layer.vocab_size
+    ):  # vLLM knows no map where the vocabularies are the same
         draft_to_target = head.draft_to_target.cpu()
         tensors["d2t"] = draft_to_target - torch.arange(head.config.draft_vocab)
-        tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(0, draft_to_target, True)
+        tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(
+            0, draft_to_target, True
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_eagle(
-    folder: str | Path, policy: Decoder, dtype: torch.dtype, device: str | torch.device = "cpu", captured_layers: tuple[int, ...] = ()
+    folder: str | Path,
+    policy: Decoder,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    captured_layers: tuple[int, ...] = (),
 ) -> EagleHead:
     """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its configuration says."""
     folder = eagle_folder(str(folder))
@@ -78,7 +97,9 @@ def load_eagle(
             if tensor is None:
                 raise ValueError(f"{folder} lacks the tensor {name}")
             if tensor.shape != target.shape:
-                raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(target.shape)}")
+                raise ValueError(
+                    f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(target.shape)}"
+                )
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
     return head
@@ -137,7 +158,10 @@ def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "draft_vocab_size": config.draft_vocab,
         LAYER_IDS: list(config.captured_layers),
-        "eagle_config": {LAYER_IDS: [layer - 1 for layer in config.captured_layers], "use_aux_hidden_state": True},
+        "eagle_config": {
+            LAYER_IDS: [layer - 1 for layer in config.captured_layers],
+            "use_aux_hidden_state": True,
+        },
     }
 
 
@@ -148,20 +172,32 @@ def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int
     return config
 
 
-def _from_huggingface(raw: dict[str, Any], policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
+def _from_huggingface(
+    raw: dict[str, Any], policy: DecoderConfig, captured_layers: tuple[int, ...]
+) -> EagleConfig:
     eagle = raw.get("eagle_config") or {}
     architecture = (raw.get("architectures") or [None])[0]
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}"
+        )
     for key, supported in SUPPORTED_VALUES.items():
         value = eagle.get(key, raw.get(key, supported))
         if value != supported:
-            raise ValueError(f"{key} = {value!r} is a variant of the head that is not supported; supported: {supported!r}")
+            raise ValueError(
+                f"{key} = {value!r} is a variant of the head that is not supported; supported: {supported!r}"
+            )
     target_size = raw.get("target_hidden_size", raw["hidden_size"])
     if target_size != raw["hidden_size"]:
-        raise ValueError(f"target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}")
+        raise ValueError(
+            f"target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}"
+        )
     # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
-    layer = replace(from_huggingface(raw | {"model_type": "llama"}), max_positions=policy.max_positions, tie_embeddings=False)
+    layer = replace(
+        from_huggingface(raw | {"model_type": "llama"}),
+        max_positions=policy.max_positions,
+        tie_embeddings=False,
+    )
     layers = captured_layers or _captured_layers(raw, eagle, policy.num_layers)
     return EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
 
@@ -169,7 +205,9 @@ def _from_huggingface(raw: dict[str, Any], policy: DecoderConfig, captured_layer
 def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     if raw.get(LAYER_IDS):
         if not _are_numbers(raw[LAYER_IDS]):
-            raise ValueError(f"{LAYER_IDS} = {raw[LAYER_IDS]!r}: must be a list of layers' numbers, such as [2, 14, 25]")
+            raise ValueError(
+                f"{LAYER_IDS} = {raw[LAYER_IDS]!r}: must be a list of layers' numbers, such as [2, 14, 25]"
+            )
         return tuple(raw[LAYER_IDS])
     ids = eagle.get(LAYER_IDS)
     if ids and min(ids) < 0:  # only SGLang has a meaning for that
@@ -210,12 +248,16 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
 
     def find(name: str) -> torch.Tensor | None:
         names = (name, name.replace("midlayer.", "layers.0."))
-        return next((tensors[prefix + n] for prefix in ("", "model.") for n in names if prefix + n in tensors), None)
+        return next(
+            (tensors[prefix + n] for prefix in ("", "model.") for n in names if prefix + n in tensors), None
+        )
 
     return find
 
 
-def _read_vocabulary(folder: Path, read: Callable[[str], torch.Tensor | None], config: EagleConfig) -> torch.Tensor:
+def _read_vocabulary(
+    folder: Path, read: Callable[[str], torch.Tensor | None], config: EagleConfig
+) -> torch.Tensor:
     """The target ids of the draft vocabulary."""
     every_V = torch.arange(config.draft_vocab)
     offsets, chosen = read("d2t"), read("t2d")
@@ -226,10 +268,14 @@ def _read_vocabulary(folder: Path, read: Callable[[str], torch.Tensor | None], c
             )
         return every_V
     if offsets.shape != every_V.shape:
-        raise ValueError(f"{folder}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size is {config.draft_vocab}")
+        raise ValueError(
+            f"{folder}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size is {config.draft_vocab}"
+        )
     targets = every_V + offsets.long()
     if targets.min() < 0 or targets.max() >= config.layer.vocab_size or len(targets.unique()) < len(targets):
-        raise ValueError(f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = {config.layer.vocab_size}")
+        raise ValueError(
+            f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = {config.layer.vocab_size}"
+        )
     if chosen is not None and not torch.equal(chosen.bool().nonzero().flatten(), targets.sort().values):
         raise ValueError(f"{folder}: d2t and t2d disagree about which tokens the draft vocabulary holds")
     return targets
@@ -242,7 +288,9 @@ def _check_embedding(folder: Path, read: Callable[[str], torch.Tensor | None], p
         return
     ours = policy.embedding.weight.detach()
     if embedding.shape != ours.shape:
-        raise ValueError(f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding {tuple(ours.shape)}")
+        raise ValueError(
+            f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding {tuple(ours.shape)}"
+        )
     narrow = embedding.dtype if embedding.element_size() < ours.element_size() else ours.dtype
     if not torch.equal(embedding.to(ours.device, narrow), ours.to(narrow)):
         raise ValueError(

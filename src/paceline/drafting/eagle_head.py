@@ -23,14 +23,20 @@ from paceline.policy.rope import rope_table
 @dataclass(frozen=True)
 class EagleConfig:
     layer: DecoderConfig  # the shape of the one layer, of the Llama family; vocabulary and positions are the policy's
-    captured_layers: tuple[int, ...]  # i: the hidden states that enter layer i, as vLLM and transformers count
+    captured_layers: tuple[
+        int, ...
+    ]  # i: the hidden states that enter layer i, as vLLM and transformers count
     draft_vocab: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab <= self.layer.vocab_size:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, which is the most")
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, which is the most"
+            )
         if not self.captured_layers or any(b <= a for a, b in pairwise((-1, *self.captured_layers))):
-            raise ValueError(f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, such as 2, 14, 25")
+            raise ValueError(
+                f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, such as 2, 14, 25"
+            )
 
     def check_against(self, policy: DecoderConfig) -> None:
         """Raises where the head cannot have been made for this policy."""
@@ -39,10 +45,14 @@ class EagleConfig:
             ("vocab_size", self.layer.vocab_size, policy.vocab_size),
         ):
             if ours != theirs:
-                raise ValueError(f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another policy")
+                raise ValueError(
+                    f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another policy"
+                )
         if self.captured_layers[-1] >= policy.num_layers:
             last = policy.num_layers - 1
-            raise ValueError(f"captured layers {self.captured_layers}: layer i means the states that enter it, and the policy's last is {last}")
+            raise ValueError(
+                f"captured layers {self.captured_layers}: layer i means the states that enter it, and the policy's last is {last}"
+            )
 
 
 def default_captured_layers(num_layers: int) -> tuple[int, ...]:
@@ -50,18 +60,35 @@ def default_captured_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     if num_layers < 3:
-        raise ValueError(f"an eagle head captures three different layers, and the policy has {num_layers}; say which, such as --layers 0,1")
+        raise ValueError(
+            f"an eagle head captures three different layers, and the policy has {num_layers}; say which, such as --layers 0,1"
+        )
     first = 1 if num_layers > 3 else 0
     return first, (first + num_layers - 1) // 2, num_layers - 1
 
 
-def config_for(policy: DecoderConfig, captured_layers: tuple[int, ...] = (), draft_vocab: int = 0) -> EagleConfig:
+def config_for(
+    policy: DecoderConfig, captured_layers: tuple[int, ...] = (), draft_vocab: int = 0
+) -> EagleConfig:
     """A head of the policy's own width: its attention shape and feed-forward, without biases, QK-norm or experts."""
     layer = replace(
-        policy, family="llama", num_layers=1, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tie_embeddings=False,
-        num_experts=0, num_experts_per_token=0, expert_intermediate_size=0, normalise_expert_weights=False, dense_layers=(),
-    )  # fmt: skip
-    config = EagleConfig(layer, captured_layers or default_captured_layers(policy.num_layers), draft_vocab or policy.vocab_size)
+        policy,
+        family="llama",
+        num_layers=1,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+        num_experts=0,
+        num_experts_per_token=0,
+        expert_intermediate_size=0,
+        normalise_expert_weights=False,
+        dense_layers=(),
+    )
+    config = EagleConfig(
+        layer, captured_layers or default_captured_layers(policy.num_layers), draft_vocab or policy.vocab_size
+    )
     config.check_against(policy)
     return config
 
@@ -69,7 +96,9 @@ def config_for(policy: DecoderConfig, captured_layers: tuple[int, ...] = (), dra
 class EagleHead(nn.Module):
     """Made with empty parameters: fill them from a folder or with `initialise`."""
 
-    def __init__(self, config: EagleConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, config: EagleConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> None:
         super().__init__()
         self.config = config
         layer, size = config.layer, config.layer.hidden_size
@@ -104,7 +133,9 @@ class EagleHead(nn.Module):
         """g_t from the policy's captured hidden states, `[T, E]` each."""
         return self.fc(torch.cat(captured, dim=-1))
 
-    def forward(self, features_TE: torch.Tensor, following_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, features_TE: torch.Tensor, following_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
         """x_t: what a further step takes in place of features, and `logits` turns into scores.
 
         `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the positions t.

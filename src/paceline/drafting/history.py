@@ -11,9 +11,16 @@ from array import array
 
 import torch
 
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.drafting.history_bank import Entry, Ring
-from paceline.kernels.history_index import LOCATION_BITS, MAX_MATCH, HistoryIndex, bank_row, file_finished, propose_from_history
+from paceline.kernels.history_index import (
+    LOCATION_BITS,
+    MAX_MATCH,
+    HistoryIndex,
+    bank_row,
+    file_finished,
+    propose_from_history,
+)
 from paceline.types import Purpose, Request
 
 BANK_RESPONSES = 2048  # of the longest that a request can be: enough for a small task, however long it runs
@@ -31,12 +38,14 @@ class HistoryDrafter(Drafter):
         self.bank_tokens = bank_tokens
         self.running: dict[int, int] = {}  # slots, with the hash of their prompt
 
-    def bind(self, seat: Seat) -> None:
-        self.rows, self.proposals_SK = seat.rows, seat.proposals_SK
+    def bind(self, context: DrafterContext) -> None:
+        self.rows, self.proposals_SK = context.rows, context.proposals_SK
         slots, width = self.rows.tokens.shape
         assert slots * width < 1 << LOCATION_BITS, "a place in a row has 32 bits"
-        self.ring = Ring(self.bank_tokens or min(BANK_TOKENS, BANK_RESPONSES * seat.request_tokens))
-        self.index = HistoryIndex.empty(slots, self.ring.size, slots * seat.request_tokens, MAX_BUCKETS, self.rows.tokens.device)
+        self.ring = Ring(self.bank_tokens or min(BANK_TOKENS, BANK_RESPONSES * context.request_tokens))
+        self.index = HistoryIndex.empty(
+            slots, self.ring.size, slots * context.request_tokens, MAX_BUCKETS, self.rows.tokens.device
+        )
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.running[slot] = self.index.prompt_S[slot] = prompt_hash(request.prompt)
@@ -54,7 +63,9 @@ class HistoryDrafter(Drafter):
             self.index.running_B.zero_()
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        propose_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK)
+        propose_from_history(
+            slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         """The bank's text up to its last entry's end, and where the entries lie."""
@@ -62,7 +73,9 @@ class HistoryDrafter(Drafter):
         used = max((entry.start + entry.length + 1 for entry in entries), default=0)
         return {
             "text": self.index.bank_T[:used].to("cpu", copy=True),
-            "entries": torch.tensor([[e.start, e.length, e.context, e.prompt] for e in entries], dtype=torch.int64).view(-1, 4),
+            "entries": torch.tensor(
+                [[e.start, e.length, e.context, e.prompt] for e in entries], dtype=torch.int64
+            ).view(-1, 4),
             "size": torch.tensor(self.ring.size),
         }
 
@@ -71,7 +84,10 @@ class HistoryDrafter(Drafter):
         for table in (self.index.finished_B, self.index.running_B):
             table.zero_()
         if "entries" not in tensors:
-            warnings.warn("the checkpoint's history is of an earlier layout: the history drafter starts without one", stacklevel=2)
+            warnings.warn(
+                "the checkpoint's history is of an earlier layout: the history drafter starts without one",
+                stacklevel=2,
+            )
         else:
             self._load(tensors["text"], tensors["entries"].tolist(), int(tensors["size"]))
         self.index.oldest_1.fill_(self.ring.oldest)
@@ -93,13 +109,21 @@ class HistoryDrafter(Drafter):
 
     def _file(self, entries: list[Entry]) -> None:
         """Fills the table of finished text; everything from the last token of each prompt to the last but one of the response."""
-        fields = [[e.start + e.context - 1, e.length - e.context, e.context, e.prompt, e.number] for e in entries]
-        first, count, context, prompt, number = torch.tensor(fields, dtype=torch.int64, device=self.index.bank_T.device).view(-1, 5).unbind(1)
+        fields = [
+            [e.start + e.context - 1, e.length - e.context, e.context, e.prompt, e.number] for e in entries
+        ]
+        first, count, context, prompt, number = (
+            torch.tensor(fields, dtype=torch.int64, device=self.index.bank_T.device).view(-1, 5).unbind(1)
+        )
         owner_N = torch.repeat_interleave(torch.arange(len(entries), device=count.device), count)
         step_N = torch.arange(len(owner_N), device=count.device) - (count.cumsum(0) - count)[owner_N]
         for owner, step in zip(owner_N.split(FILED_AT_ONCE), step_N.split(FILED_AT_ONCE), strict=True):
-            file_finished(self.index, first[owner] + step, context[owner] + step, prompt[owner], number[owner])
+            file_finished(
+                self.index, first[owner] + step, context[owner] + step, prompt[owner], number[owner]
+            )
 
 
 def prompt_hash(prompt: tuple[int, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little", signed=True
+    )

@@ -27,7 +27,11 @@ from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Group
 
 MAX_TOKENS = 1024  # of a response with its prompt, whose beginning teaches as well as all of it: an unrolled draft holds the scores of all pairs
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 4096, "meta": 4096}  # padding included; on meta the plan is made for a GPU
+MICRO_BATCH_TOKENS = {
+    "cpu": 2048,
+    "cuda": 4096,
+    "meta": 4096,
+}  # padding included; on meta the plan is made for a GPU
 TOLERANCE = 0.01  # of the share of first tokens that are accepted: what falls less than this has not drifted
 SIGMAS = 3.0  # nor has what chance explains
 SETTLING = 4  # rollouts that make up what others are compared with: one that went on adapting would follow a slow decline
@@ -55,7 +59,10 @@ class Drift:
                 self.rollouts = 0
         if self.rollouts < SETTLING:
             before = self.drafts if self.rollouts else 0.0
-            self.usual, self.drafts = (self.usual * before + share * drafts) / (before + drafts), before + drafts
+            self.usual, self.drafts = (
+                (self.usual * before + share * drafts) / (before + drafts),
+                before + drafts,
+            )
             self.rollouts += 1
         self.tried = 0
         return False
@@ -64,9 +71,18 @@ class Drift:
 class OnlineDrafter:
     name = EagleDrafter.name
 
-    def __init__(self, policy: Decoder, head: EagleHead, config: OnlineDrafterConfig, seed: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        head: EagleHead,
+        config: OnlineDrafterConfig,
+        seed: int,
+        warn: Callable[[str], None],
+    ) -> None:
         self.policy, self.config, self.seed, self.warn = policy, config, seed, warn
-        training = HeadTraining(lr=config.lr, schedule="constant", unroll=config.unroll, batch_sequences=config.batch)
+        training = HeadTraining(
+            lr=config.lr, schedule="constant", unroll=config.unroll, batch_sequences=config.batch
+        )
         self.trainer = HeadTrainer(policy, head, training)
         self.drift = Drift()
         self.due = config.when == "always"
@@ -80,20 +96,27 @@ class OnlineDrafter:
 
     def follow(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics under `drafter/`."""
-        written = longest([training_sequence(completion) for completion in _longest_texts(groups, self.config.tokens)], self.config.tokens)
+        written = longest(
+            [training_sequence(completion) for completion in _longest_texts(groups, self.config.tokens)],
+            self.config.tokens,
+        )
         chosen, self.recent = longest([*written, *self.recent], self.config.tokens), written
         if not self.due or not chosen:
             return {"drafter/updates": 0.0}
         random.Random(f"{self.seed}/{step}").shuffle(chosen)
         batches = [chosen[i : i + self.config.batch] for i in range(0, len(chosen), self.config.batch)]
         reports = list(self._updates(batches))
-        if len(reports) < len(batches):  # not where the error is caught: it holds on to the tensors that must go
+        if len(reports) < len(
+            batches
+        ):  # not where the error is caught: it holds on to the tensors that must go
             self._halve_budget()
         if not reports:
             return {"drafter/updates": 0.0}
         return {
             "drafter/updates": float(len(reports)),
-            "drafter/tokens": float(sum(sequence.loss_tokens for batch in batches[: len(reports)] for sequence in batch)),
+            "drafter/tokens": float(
+                sum(sequence.loss_tokens for batch in batches[: len(reports)] for sequence in batch)
+            ),
             "drafter/kl": statistics.mean(report.divergence[0] for report in reports),
             "drafter/overlap": statistics.mean(report.overlap[0] for report in reports),
             "drafter/grad_norm": statistics.mean(report.grad_norm for report in reports),
@@ -116,7 +139,9 @@ class OnlineDrafter:
         self.trainer.discard()
         torch.cuda.empty_cache()
         self.token_budget //= 2
-        self.warn(f"no memory for the eagle head to learn in: the rest of this step is left out, from now on {self.token_budget} tokens at a time")
+        self.warn(
+            f"no memory for the eagle head to learn in: the rest of this step is left out, from now on {self.token_budget} tokens at a time"
+        )
 
     def save(self, folder: Path) -> None:
         """As a drafter of its own, for whoever serves the policy."""
@@ -125,20 +150,32 @@ class OnlineDrafter:
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps beside the head itself, so that a resumed run goes on as it would have."""
         optimiser = self.trainer.optimiser
-        counters = torch.tensor([optimiser.steps, self.due, self.token_budget, *astuple(self.drift)], dtype=torch.float64)
+        counters = torch.tensor(
+            [optimiser.steps, self.due, self.token_budget, *astuple(self.drift)], dtype=torch.float64
+        )
         own = {**optimiser.state(), **_as_tensors(self.recent), "counters": counters}
         return {f"online.{name}": tensor for name, tensor in own.items()}
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        own = {name.removeprefix("online."): tensor for name, tensor in tensors.items() if name.startswith("online.")}
+        own = {
+            name.removeprefix("online."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("online.")
+        }
         if own:
             steps, due, budget, usual, drafts, rollouts, tried = own["counters"].tolist()
-            self.due, self.token_budget, self.drift = bool(due), int(budget), Drift(usual, drafts, int(rollouts), int(tried))
+            self.due, self.token_budget, self.drift = (
+                bool(due),
+                int(budget),
+                Drift(usual, drafts, int(rollouts), int(tried)),
+            )
             self.trainer.optimiser.load_state(own, int(steps))
             self.recent = _as_sequences(own)
 
 
-def make_online(policy: Decoder, head: nn.Module | None, config: Config, warn: Callable[[str], None]) -> OnlineDrafter | None:
+def make_online(
+    policy: Decoder, head: nn.Module | None, config: Config, warn: Callable[[str], None]
+) -> OnlineDrafter | None:
     """None where the recipe does not ask for it. `head`: the one the backend drafts with."""
     speculation = config.rollout.speculation
     if speculation.online.when == "never":
@@ -169,7 +206,9 @@ def _longest_texts(groups: Sequence[Group], tokens: int) -> list[Completion]:
         return _kept(len(completion.request.prompt), len(completion.tokens))
 
     chosen: list[Completion] = []
-    for completion in sorted((sample.completion for group in groups for sample in group.samples), key=kept, reverse=True):
+    for completion in sorted(
+        (sample.completion for group in groups for sample in group.samples), key=kept, reverse=True
+    ):
         if tokens <= 0 or kept(completion) == 0:
             break
         tokens -= kept(completion)
@@ -210,15 +249,29 @@ def _as_tensors(sequences: Sequence[TrainingSequence]) -> dict[str, torch.Tensor
     return {
         "tokens": torch.tensor([token for s in sequences for token in s.tokens], dtype=torch.int64),
         "mask": torch.tensor([sampled for s in sequences for sampled in s.loss_mask], dtype=torch.bool),
-        "lengths": torch.tensor([(s.prompt_length, len(s.loss_mask)) for s in sequences], dtype=torch.int64).view(-1, 2),
+        "lengths": torch.tensor(
+            [(s.prompt_length, len(s.loss_mask)) for s in sequences], dtype=torch.int64
+        ).view(-1, 2),
         "temperatures": torch.tensor([s.temperature for s in sequences], dtype=torch.float64),
     }
 
 
 def _as_sequences(tensors: dict[str, torch.Tensor]) -> list[TrainingSequence]:
     prompts, responses = tensors["lengths"].unbind(1)
-    texts, masks = tensors["tokens"].split((prompts + responses).tolist()), tensors["mask"].split(responses.tolist())
+    texts, masks = (
+        tensors["tokens"].split((prompts + responses).tolist()),
+        tensors["mask"].split(responses.tolist()),
+    )
     return [
-        TrainingSequence(tuple(text.tolist()), prompt, tuple(mask.tolist()), (0.0,) * len(mask), advantage=0.0, temperature=temperature)
-        for text, mask, prompt, temperature in zip(texts, masks, prompts.tolist(), tensors["temperatures"].tolist(), strict=True)
+        TrainingSequence(
+            tuple(text.tolist()),
+            prompt,
+            tuple(mask.tolist()),
+            (0.0,) * len(mask),
+            advantage=0.0,
+            temperature=temperature,
+        )
+        for text, mask, prompt, temperature in zip(
+            texts, masks, prompts.tolist(), tensors["temperatures"].tolist(), strict=True
+        )
     ]

@@ -15,7 +15,11 @@ from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
 def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
     """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same without it."""
-    return [name for name in settings.drafters if name != "eagle" or head_for(settings.eagle_path, policy) is not None]
+    return [
+        name
+        for name in settings.drafters
+        if name != "eagle" or head_for(settings.eagle_path, policy) is not None
+    ]
 
 
 @contextmanager
@@ -27,9 +31,11 @@ def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
         raise
     except (ValueError, FileNotFoundError) as error:
         key = DRAFTER_FOLDERS[name]
-        way_out = "use a smaller model with the policy's own tokenizer, " if name == "draft_model" else ""
-        way_out += f"train an eagle head for this policy with `paceline drafter train`, or leave {name} out of rollout.speculation.drafters"
-        raise ConfigError(f"rollout.speculation.{key} = {getattr(settings, key)!r}: {error}; {way_out}") from None
+        remedy = "use a smaller model with the policy's own tokenizer, " if name == "draft_model" else ""
+        remedy += f"train an eagle head for this policy with `paceline drafter train`, or leave {name} out of rollout.speculation.drafters"
+        raise ConfigError(
+            f"rollout.speculation.{key} = {getattr(settings, key)!r}: {error}; {remedy}"
+        ) from None
 
 
 def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str, EagleConfig]:
@@ -38,11 +44,15 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
         return FRESH, config_for(policy)
     path = head_for(settings.eagle_path, policy)
     if path is None:
-        raise ConfigError("rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`")
+        raise ConfigError(
+            "rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`"
+        )
     return path, read_eagle_config(path, policy)
 
 
-def draft_model_folder(settings: SpeculationConfig, policy: DecoderConfig, tokenizer: Tokenizer | None = None) -> Path:
+def draft_model_folder(
+    settings: SpeculationConfig, policy: DecoderConfig, tokenizer: Tokenizer | None = None
+) -> Path:
     """Checked against the policy: an id must mean the same to both. Without the two tokenizers only their sizes can be compared."""
     folder = Path(settings.draft_model_path)
     if not settings.draft_model_path or not (folder / "config.json").is_file():
@@ -55,7 +65,9 @@ def draft_model_folder(settings: SpeculationConfig, policy: DecoderConfig, token
         if differing:
             number, (ours, theirs) = next(iter(differing.items()))
             example = f"{number} is {theirs!r} to it and {ours!r} to the policy"
-            raise ValueError(f"its tokenizer is another one, {len(differing)} ids mean something else ({example})")
+            raise ValueError(
+                f"its tokenizer is another one, {len(differing)} ids mean something else ({example})"
+            )
     return folder
 
 
@@ -68,9 +80,13 @@ def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
         if "rollout.speculation" not in (section, key):
             continue
         if name not in whose:
-            raise ValueError(f"{override}: the command's own options say who drafts and how; of rollout.speculation it takes {', '.join(whose)}")
+            raise ValueError(
+                f"{override}: the command's own options say who drafts and how; of rollout.speculation it takes {', '.join(whose)}"
+            )
         if whose[name] not in drafters:
             who = f"--drafter {','.join(drafters)}" if drafters else "a backend that never speculates"
-            raise ValueError(f"{key} = {value!r} does not apply to {who}, only to --drafter {whose[name]}; leave it out")
+            raise ValueError(
+                f"{key} = {value!r} does not apply to {who}, only to --drafter {whose[name]}; leave it out"
+            )
     every = ("drafters=[history, eagle, draft_model]", "pacing=adaptive", "max_running=0")
     return [*overrides, *(f"rollout.speculation.{setting}" for setting in every)]

@@ -2,21 +2,30 @@
 
 import torch
 
-from paceline.drafting.base import Seat
+from paceline.drafting.base import DrafterContext
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation, sampled_distribution
 from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated
 
 
-def sample_draft(logits_RV: torch.Tensor, seat: Seat, slots_R: torch.Tensor, queries: DraftQueries, column: int, truncates: bool) -> torch.Tensor:
+def sample_draft(
+    logits_RV: torch.Tensor,
+    context: DrafterContext,
+    slots_R: torch.Tensor,
+    queries: DraftQueries,
+    column: int,
+    truncates: bool,
+) -> torch.Tensor:
     """The tokens at the column's sample position; what they were drawn from is kept where verification asks for it."""
-    rows = seat.rows
+    rows = context.rows
     cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
-    if seat.probabilities_SKV is not None:
+    if context.probabilities_SKV is not None:
         for first in range(0, len(slots_R), WIDE_ROWS):
             few = slice(first, first + WIDE_ROWS)
             case = logits_RV[few], queries.temperature_R[few], None if cut is None else cut.of_rows(few)
-            seat.probabilities_SKV[slots_R[few], column] = sampled_distribution(*case).to(seat.probabilities_SKV.dtype)
+            context.probabilities_SKV[slots_R[few], column] = sampled_distribution(*case).to(
+                context.probabilities_SKV.dtype
+            )
     noise = queries.temperature_R, queries.seed_R, queries.sample_positions_CR[column]
     if cut is not None:
         return sample_truncated(logits_RV, *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]

@@ -25,7 +25,11 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Capture, Decoder
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
+CHUNK_ELEMENTS = {
+    "cpu": 1 << 24,
+    "cuda": 1 << 27,
+    "meta": 1 << 27,
+}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -44,7 +48,12 @@ class HeadTraining:
     def optimiser(self) -> LearningConfig:
         warmup = min(20, self.steps // 10)
         return LearningConfig(
-            lr=self.lr, lr_schedule=self.schedule, warmup_steps=warmup, beta2=0.98, weight_decay=0.01, max_grad_norm=self.max_grad_norm
+            lr=self.lr,
+            lr_schedule=self.schedule,
+            warmup_steps=warmup,
+            beta2=0.98,
+            weight_decay=0.01,
+            max_grad_norm=self.max_grad_norm,
         )
 
 
@@ -53,7 +62,9 @@ class HeadStep:
     """What one optimiser step saw, by step of the unroll."""
 
     divergence: tuple[float, ...]  # mean KL from the policy to the head, within the draft vocabulary
-    overlap: tuple[float, ...]  # mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept
+    overlap: tuple[
+        float, ...
+    ]  # mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept
     grad_norm: float
 
 
@@ -67,13 +78,27 @@ class HeadTrainer:
 
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
         """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the batch's tokens."""
-        loss, sums, hidden_RE = torch.zeros((), device=batch.tokens_T.device), [], hidden_TE[batch.predictors_R]
-        for step, x_RE in enumerate(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)):
-            used_R = drafted_tokens(batch, step)  # the others are computed for nothing: they are few, and nobody waits to count them
+        loss, sums, hidden_RE = (
+            torch.zeros((), device=batch.tokens_T.device),
+            [],
+            hidden_TE[batch.predictors_R],
+        )
+        for step, x_RE in enumerate(
+            unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)
+        ):
+            used_R = drafted_tokens(
+                batch, step
+            )  # the others are computed for nothing: they are few, and nobody waits to count them
             compared = compare(self.policy, self.head, hidden_RE, x_RE, batch.temperatures_R)
-            cross_entropy, teacher_entropy, overlap = (torch.where(used_R, values_R, 0.0).sum() for values_R in compared)
+            cross_entropy, teacher_entropy, overlap = (
+                torch.where(used_R, values_R, 0.0).sum() for values_R in compared
+            )
             loss = loss + self.settings.step_decay**step * cross_entropy
-            sums.append(torch.stack((used_R.sum().to(overlap.dtype), cross_entropy.detach() - teacher_entropy, overlap)))
+            sums.append(
+                torch.stack(
+                    (used_R.sum().to(overlap.dtype), cross_entropy.detach() - teacher_entropy, overlap)
+                )
+            )
         loss.backward()
         self.sums_U3 = self.sums_U3 + torch.stack(sums)
 
@@ -82,7 +107,13 @@ class HeadTrainer:
         sums = self.sums_U3.tolist()
         norm = self.optimiser.step(1.0 / max(1.0, sums[0][0]))
         self._clear()
-        divergence, overlap = zip(*((divergence / max(1.0, count), overlap / max(1.0, count)) for count, divergence, overlap in sums), strict=True)
+        divergence, overlap = zip(
+            *(
+                (divergence / max(1.0, count), overlap / max(1.0, count))
+                for count, divergence, overlap in sums
+            ),
+            strict=True,
+        )
         return HeadStep(divergence, overlap, norm)
 
     def discard(self) -> None:
@@ -98,7 +129,9 @@ class HeadTrainer:
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
     """Which response tokens a draft can reach in its step `step`: it and the `step` tokens before it are sampled ones."""
     index_R = torch.arange(len(batch.mask_R), device=batch.mask_R.device)
-    reached_R = batch.mask_R & (batch.attention.positions_T[batch.predictors_R] > step)  # the start needs an entry: two tokens
+    reached_R = batch.mask_R & (
+        batch.attention.positions_T[batch.predictors_R] > step
+    )  # the start needs an entry: two tokens
     for back in range(1, step + 1):
         same_R = (index_R >= back) & (batch.sequence_R == batch.sequence_R.roll(back))
         reached_R = reached_R & same_R & batch.mask_R.roll(back)
@@ -106,7 +139,11 @@ def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
 
 
 def compare(
-    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, x_RE: torch.Tensor, temperatures_R: torch.Tensor
+    policy: Decoder,
+    head: EagleHead,
+    hidden_RE: torch.Tensor,
+    x_RE: torch.Tensor,
+    temperatures_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all logits at once."""
     chunk = rows_per_chunk(policy)
@@ -125,7 +162,11 @@ def rows_per_chunk(policy: Decoder) -> int:
 
 
 def _compare_chunk(
-    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, x_RE: torch.Tensor, temperatures_R: torch.Tensor
+    policy: Decoder,
+    head: EagleHead,
+    hidden_RE: torch.Tensor,
+    x_RE: torch.Tensor,
+    temperatures_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         logits_RV = policy.logits(hidden_RE)
@@ -140,7 +181,9 @@ def _compare_chunk(
 
 
 @torch.no_grad()
-def teacher_states(policy: Decoder, batch: MicroBatch, layers: tuple[int, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def teacher_states(
+    policy: Decoder, batch: MicroBatch, layers: tuple[int, ...]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     capture = Capture(layers)
     return policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture), capture.states_TE
 
@@ -164,17 +207,28 @@ def train_offline(
         progress(step, trainer.update())
 
 
-def _batches(sequences: Sequence[TrainingSequence], settings: HeadTraining) -> Iterator[list[TrainingSequence]]:
+def _batches(
+    sequences: Sequence[TrainingSequence], settings: HeadTraining
+) -> Iterator[list[TrainingSequence]]:
     epoch = 0
     while True:
         order = list(sequences)
         random.Random(f"{settings.seed}/{epoch}").shuffle(order)
-        yield from (order[i : i + settings.batch_sequences] for i in range(0, len(order), settings.batch_sequences))
+        yield from (
+            order[i : i + settings.batch_sequences] for i in range(0, len(order), settings.batch_sequences)
+        )
         epoch += 1
 
 
-def choose_vocabulary(sequences: Sequence[TrainingSequence], vocab_size: int, eos_token_ids: tuple[int, ...], size: int) -> list[int]:
+def choose_vocabulary(
+    sequences: Sequence[TrainingSequence], vocab_size: int, eos_token_ids: tuple[int, ...], size: int
+) -> list[int]:
     """The end tokens, then what the responses use most, then the lowest ids; in ascending order."""
-    counts = Counter(token for s in sequences for token, sampled in zip(s.tokens[s.prompt_length :], s.loss_mask, strict=True) if sampled)
+    counts = Counter(
+        token
+        for s in sequences
+        for token, sampled in zip(s.tokens[s.prompt_length :], s.loss_mask, strict=True)
+        if sampled
+    )
     ranked = [*eos_token_ids, *(token for token, _ in counts.most_common()), *range(vocab_size)]
     return sorted(list(dict.fromkeys(ranked))[:size])

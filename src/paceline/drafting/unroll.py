@@ -25,7 +25,9 @@ from paceline.learning.batch import MicroBatch
 from paceline.policy.attention import PackedAttention
 
 
-def unroll(head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int) -> Iterator[torch.Tensor]:
+def unroll(
+    head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int
+) -> Iterator[torch.Tensor]:
     """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that began j tokens before."""
     following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
     positions_T = batch.attention.positions_T

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.sampling import Verify
 from paceline.engine.sequence import Sequence
 from paceline.pacing.strategy import Strategy
@@ -18,7 +18,9 @@ class Drafters(dict[str, Drafter]):
     def __init__(self, drafters: Listing[Drafter], slots: int) -> None:
         super().__init__({drafter.name: drafter for drafter in drafters})
         # Of those that must be told: the slots whose rows ran without them.
-        self.behind = {drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up}
+        self.behind = {
+            drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up
+        }
 
     @property
     def captured_layers(self) -> set[int]:
@@ -32,9 +34,9 @@ class Drafters(dict[str, Drafter]):
     def have_probabilities(self) -> bool:
         return any(drafter.has_probabilities for drafter in self.values())
 
-    def bind(self, seat: Seat) -> None:
+    def bind(self, context: DrafterContext) -> None:
         for drafter in self.values():
-            drafter.bind(seat)
+            drafter.bind(context)
 
     def verification(self, strategy: Strategy, verify: str) -> Verify:
         """How a step of this strategy decides, where `verify` is what was asked for."""
@@ -87,10 +89,18 @@ class Drafters(dict[str, Drafter]):
             drafter.wake()
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.{key}": tensor for name, drafter in self.items() for key, tensor in drafter.state().items()}
+        return {
+            f"{name}.{key}": tensor
+            for name, drafter in self.items()
+            for key, tensor in drafter.state().items()
+        }
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, drafter in self.items():
-            own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+            own = {
+                key.removeprefix(f"{name}."): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(f"{name}.")
+            }
             if own:
                 drafter.load_state(own)

@@ -22,8 +22,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from paceline.backends.base import BASE_PRECISION, RolloutStats
-from paceline.drafting.base import Drafter, Seat
+from paceline.backend import BASE_PRECISION
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.blocks import BlockPool
 from paceline.engine.drafters import Drafters
 from paceline.engine.graphs import StepRunner, buckets_up_to
@@ -44,6 +44,7 @@ from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.precision.rollout import RolloutPrecision
+from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request
 
 NO_PACER = Decision(PLAIN)
@@ -65,20 +66,42 @@ class Engine:
         self.request_tokens = min(settings.request_tokens or self.max_length, self.max_length)
         slots, device, records = settings.max_running, policy.device, settings.records_routing
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
-        self.reduced = RolloutPrecision(policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head)
+        self.reduced = RolloutPrecision(
+            policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head
+        )
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = KVCache(policy.config, self.pool.num_blocks, self.reduced.cache_dtypes, device, self.reduced.cache_scales_L2H, records)
+        self.cache = KVCache(
+            policy.config,
+            self.pool.num_blocks,
+            self.reduced.cache_dtypes,
+            device,
+            self.reduced.cache_scales_L2H,
+            records,
+        )
         self.rows = Rows(slots, self.max_length, score_dtype, device)
         self.drafters = Drafters(drafters, slots)
-        forward = PagedForward(policy, self.cache, settings.deterministic, self.drafters.captured_layers, self.reduced.weights)
+        forward = PagedForward(
+            policy, self.cache, settings.deterministic, self.drafters.captured_layers, self.reduced.weights
+        )
         self.runner = StepRunner(forward, self.rows, settings, drafters)
         self.buckets = buckets_up_to(slots)
         if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
         shared = self.runner.proposals_SK, self.runner.probabilities_SKV
-        self.drafters.bind(Seat(policy, self.rows.state, *shared, self.pool.num_blocks, settings.deterministic, self.request_tokens))
+        self.drafters.bind(
+            DrafterContext(
+                policy,
+                self.rows.state,
+                *shared,
+                self.pool.num_blocks,
+                settings.deterministic,
+                self.request_tokens,
+            )
+        )
         self.pacer, self.timer = pacer, StepTimer(device)
-        self.moment: Moment | None = None  # what the pacer is told; made anew when the batch changes, and now and then
+        self.moment: Moment | None = (
+            None  # what the pacer is told; made anew when the batch changes, and now and then
+        )
         self.moment_left = 0
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
 
@@ -88,7 +111,7 @@ class Engine:
         self.outcomes = Outcomes(self.rows, tokenizer)
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, slots)
-        self.batch = Batch.of([], self.outcomes.tenancy)
+        self.batch = Batch.of([], self.outcomes.slot_generation)
         self.queries = 1  # per row, of the last step
         self.paused, self.preemptions = False, 0
         self.stats = RolloutStats()
@@ -120,9 +143,13 @@ class Engine:
                     self.timer.pause()
                 if self.paused:
                     return
-            if self.reduced.wants_prompts and self.reduced.calibrate_from([s.tokens for s in self.scheduler.sequences]):
+            if self.reduced.wants_prompts and self.reduced.calibrate_from(
+                [s.tokens for s in self.scheduler.sequences]
+            ):
                 self._rebuild_cache()
-            spared = self._missing_blocks(self.queries) if self.scheduler.may_admit else 0  # as `_reserve` will ask for
+            spared = (
+                self._missing_blocks(self.queries) if self.scheduler.may_admit else 0
+            )  # as `_reserve` will ask for
             for sequence in self.scheduler.admit(not self.running, RESERVED_STEPS * self.queries, spared):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
@@ -173,11 +200,17 @@ class Engine:
 
     def _rebuild_cache(self) -> None:
         """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
-        longest = max([self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)])
+        longest = max(
+            [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
+        )
         num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
-        types, scales, records = self.reduced.cache_dtypes, self.reduced.cache_scales_L2H, self.settings.records_routing
+        types, scales, records = (
+            self.reduced.cache_dtypes,
+            self.reduced.cache_scales_L2H,
+            self.settings.records_routing,
+        )
         self.cache = KVCache(self.policy.config, num_blocks, types, self.policy.device, scales, records)
         self.runner.replace(self.cache, self.reduced.weights)
 
@@ -227,14 +260,18 @@ class Engine:
     @property
     def _limits(self) -> Limits:
         pool_tokens = (self.pool.num_blocks - 1) * BLOCK_SIZE
-        return Limits(self.max_length, pool_tokens, self.policy.config.vocab_size, reads_text=self.tokenizer is not None)
+        return Limits(
+            self.max_length, pool_tokens, self.policy.config.vocab_size, reads_text=self.tokenizer is not None
+        )
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         end = () if request.sampling.ignore_eos else self.policy.config.eos_token_ids
         return tuple(dict.fromkeys(request.sampling.stop_token_ids + end))
 
     def _prefill(self) -> None:
-        self.stats.prefill_tokens += run_chunk(self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers)
+        self.stats.prefill_tokens += run_chunk(
+            self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers
+        )
         self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
@@ -249,7 +286,18 @@ class Engine:
         if not sequences:
             return
         self.rows.enter(
-            [NewRow(s.slot, s.tokens, s.limit, s.request.seed, s.request.sampling, self._stop_ids(s.request), s.blocks) for s in sequences]
+            [
+                NewRow(
+                    s.slot,
+                    s.tokens,
+                    s.limit,
+                    s.request.seed,
+                    s.request.sampling,
+                    self._stop_ids(s.request),
+                    s.blocks,
+                )
+                for s in sequences
+            ]
         )
         self.reservation.enter(sequences)
         for sequence in sequences:
@@ -265,18 +313,24 @@ class Engine:
         strategy, queries = decision.strategy, decision.strategy.queries
         if self.reservation.left < queries and not self._reserve(queries):
             return
-        if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(strategy.drafter):
+        if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(
+            strategy.drafter
+        ):
             return
         self.queries = queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         captures = self.runner.capture_seconds
         self.timer.begin()
         if strategy.count:
-            self.runner.draft(bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates)
+            self.runner.draft(
+                bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates
+            )
             self.timer.note_drafted()
         self.drafters.ran(self.batch.slots, strategy.drafter)
         variant, verify = self.batch.variant, self.drafters.verification(strategy, self.settings.verify)
-        status = self.runner.run(bucket, queries, variant if verify is variant.verify else replace(variant, verify=verify))
+        status = self.runner.run(
+            bucket, queries, variant if verify is variant.verify else replace(variant, verify=verify)
+        )
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
@@ -286,7 +340,11 @@ class Engine:
         self.moment_left -= 1
         if self.moment_left < 0:
             bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-            self.moment = Moment(len(self.batch), float(self.outcomes.length[self.batch.slots].mean()), self.runner.memory.max_queries(bucket))
+            self.moment = Moment(
+                len(self.batch),
+                float(self.outcomes.length[self.batch.slots].mean()),
+                self.runner.memory.max_queries(bucket),
+            )
             self.moment_left = RESERVED_STEPS - 1
         return self.moment
 
@@ -366,7 +424,7 @@ class Engine:
         self.scheduler.drop_all()
 
     def _running_changed(self) -> None:
-        self.batch = Batch.of(list(self.running.values()), self.outcomes.tenancy)
+        self.batch = Batch.of(list(self.running.values()), self.outcomes.slot_generation)
         self.reservation.left = self.moment_left = 0
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots

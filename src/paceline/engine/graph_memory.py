@@ -26,18 +26,24 @@ from paceline.engine.step_bytes import StepBytes
 GAPS = 1.5
 SEGMENT = 2 << 20  # what torch's allocator rounds to
 SMALL_BYTES = 16 << 20  # up to 10 MiB of small tensors in one step, and the outputs of some hundred graphs
-CUBLAS_BYTES = 64 << 20  # what cuBLAS keeps for a stream is 32 MiB, and matmuls in FP8 may take as much for themselves
+CUBLAS_BYTES = (
+    64 << 20
+)  # what cuBLAS keeps for a stream is 32 MiB, and matmuls in FP8 may take as much for themselves
 
 
 class GraphMemory:
-    def __init__(self, needs: StepBytes, buckets: Sequence[int], depth: int, budget: int, uses_cublas: bool) -> None:
+    def __init__(
+        self, needs: StepBytes, buckets: Sequence[int], depth: int, budget: int, uses_cublas: bool
+    ) -> None:
         """Steps of up to `depth` tokens a row, for each of the batch sizes `buckets`."""
         self.buckets, self.depth = buckets, depth
         self.budget = budget  # bytes; 0: no limit
         self.beside = SMALL_BYTES + (CUBLAS_BYTES if uses_cublas else 0)
         self.segment = 0  # bytes; 0: nothing has been captured
         self.pool_bytes = 0  # what the pool has taken from the device
-        self.graph_bytes = 0  # what captures took beside it: the graphs themselves, and kernels loaded meanwhile
+        self.graph_bytes = (
+            0  # what captures took beside it: the graphs themselves, and kernels loaded meanwhile
+        )
         self.captured: set[tuple[int, int]] = set()  # batch size and tokens a row
         self._needs = needs
         self.need = functools.cache(self._need)
@@ -56,7 +62,12 @@ class GraphMemory:
 
     def fits(self, bucket: int, queries: int) -> bool:
         """Plain decoding always does."""
-        return queries == 1 or not self.budget or (bucket, queries) in self.captured or self.would_hold(bucket, queries) <= self.budget
+        return (
+            queries == 1
+            or not self.budget
+            or (bucket, queries) in self.captured
+            or self.would_hold(bucket, queries) <= self.budget
+        )
 
     def max_queries(self, bucket: int) -> int:
         """Tokens per row that a step of this bucket may look at."""

@@ -55,29 +55,43 @@ class StepRunner:
     A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
     """
 
-    def __init__(self, forward: PagedForward, rows: Rows, settings: EngineSettings, drafters: Sequence[Drafter] = ()) -> None:
+    def __init__(
+        self, forward: PagedForward, rows: Rows, settings: EngineSettings, drafters: Sequence[Drafter] = ()
+    ) -> None:
         self.forward = forward
         self.followers = [drafter for drafter in drafters if drafter.captured_layers]
         self.rows = rows
         num_slots, device, policy = settings.max_running, rows.device, forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
-        self.probabilities_SKV: torch.Tensor | None = None  # what proposals were drawn from, where rejection needs it
+        self.probabilities_SKV: torch.Tensor | None = (
+            None  # what proposals were drawn from, where rejection needs it
+        )
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self.guard = CaptureGuard()
         self.pool = GraphPool(device)
         needs = StepBytes(
-            policy.config, policy.dtype, rows.state.tokens.shape[1], multiprocessors(device), forward.quantised is not None,
-            len(forward.captured_layers), forward.cache.routing is not None, tuple(d.shape for d in drafters if d.shape is not None),
-        )  # fmt: skip
+            policy.config,
+            policy.dtype,
+            rows.state.tokens.shape[1],
+            multiprocessors(device),
+            forward.quantised is not None,
+            len(forward.captured_layers),
+            forward.cache.routing is not None,
+            tuple(d.shape for d in drafters if d.shape is not None),
+        )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0
-        self.memory = GraphMemory(needs, buckets_up_to(num_slots), min(MAX_QUERY, 1 + deepest), budget, not settings.deterministic)
+        self.memory = GraphMemory(
+            needs, buckets_up_to(num_slots), min(MAX_QUERY, 1 + deepest), budget, not settings.deterministic
+        )
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
-        self.probabilities_SKV = torch.zeros(*self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device)
+        self.probabilities_SKV = torch.zeros(
+            *self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
+        )
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
         """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
@@ -85,7 +99,9 @@ class StepRunner:
         if key not in self.captured:
             if not self.memory.fits(bucket, queries) or not self._may_capture():
                 return self._step(bucket, queries, variant)
-            self.captured[key] = CapturedStep(*self._captured(bucket, queries, lambda: self._step(bucket, queries, variant)))
+            self.captured[key] = CapturedStep(
+                *self._captured(bucket, queries, lambda: self._step(bucket, queries, variant))
+            )
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
@@ -97,7 +113,9 @@ class StepRunner:
             if not self.memory.fits(bucket, count + 1) or not self._may_capture():
                 drafter.propose(self.slots[:bucket], count, truncates)
                 return
-            self.captured_drafts[key], _ = self._captured(bucket, 1, lambda: drafter.propose(self.slots[:bucket], count, truncates))
+            self.captured_drafts[key], _ = self._captured(
+                bucket, 1, lambda: drafter.propose(self.slots[:bucket], count, truncates)
+            )
         self.captured_drafts[key].replay()
 
     def _may_capture(self) -> bool:
@@ -109,9 +127,20 @@ class StepRunner:
         self.captured.clear()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
-        return step(self.forward, self.rows, self.slots[:bucket], self.proposals_SK, queries, variant, self.followers, self.probabilities_SKV)
+        return step(
+            self.forward,
+            self.rows,
+            self.slots[:bucket],
+            self.proposals_SK,
+            queries,
+            variant,
+            self.followers,
+            self.probabilities_SKV,
+        )
 
-    def _captured(self, bucket: int, queries: int, function: Callable[[], Outcome]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    def _captured(
+        self, bucket: int, queries: int, function: Callable[[], Outcome]
+    ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Capturing and the warm-up before it run on null rows only, so no request notices."""
         kept = self.slots.clone()
         try:
@@ -120,7 +149,9 @@ class StepRunner:
             self.slots.fill_(self.rows.null_slot)
             if not self.memory.segment:
                 num_bytes = self.memory.largest()
-                self.memory.note_segment(num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic))
+                self.memory.note_segment(
+                    num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic)
+                )
             capture = self.pool.capture(function)
             self.memory.note(bucket, queries, capture.pool_bytes, capture.graph_bytes)
         finally:

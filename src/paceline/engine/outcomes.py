@@ -6,7 +6,7 @@
 A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few numpy
 operations over the whole batch; Python looks at single rows only where one ended, or has stop strings or top logprobs.
 Steps launched after a row's end still carry it: by the time they are read its slot may belong to somebody else. So a
-batch remembers the tenancy of each slot, a number that changes when a row leaves.
+batch remembers the slot_generation of each slot, a number that changes when a row leaves.
 """
 
 from collections import deque
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
-from paceline.backends.base import RolloutStats
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import StepVariant
 from paceline.engine.sequence import Sequence
@@ -24,6 +23,7 @@ from paceline.engine.step import StepStatus
 from paceline.engine.step_timer import StepTimer, StepTiming
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import Decision, Observation
+from paceline.stats import RolloutStats
 from paceline.types import FinishReason
 
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
@@ -35,18 +35,20 @@ class Batch:
 
     sequences: list[Sequence]
     slots: np.ndarray
-    tenancies: np.ndarray
+    slot_generations: np.ndarray
     watched: np.ndarray  # indices of the rows that need the host's attention at every step
     variant: StepVariant
 
     @classmethod
-    def of(cls, sequences: list[Sequence], tenancy: np.ndarray) -> "Batch":
-        """`tenancy` is that of every slot."""
+    def of(cls, sequences: list[Sequence], slot_generation: np.ndarray) -> "Batch":
+        """`slot_generation` is that of every slot."""
         samplings = [sequence.request.sampling for sequence in sequences]
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         watched = np.array([i for i, s in enumerate(samplings) if s.stop or s.top_logprobs], dtype=np.int64)
-        variant = StepVariant(any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0))
-        return cls(sequences, slots, tenancy[slots], watched, variant)
+        variant = StepVariant(
+            any(s.truncates for s in samplings), max((s.top_logprobs for s in samplings), default=0)
+        )
+        return cls(sequences, slots, slot_generation[slots], watched, variant)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -87,8 +89,10 @@ class Outcomes:
         self.rows = rows
         self.tokenizer = tokenizer  # only for stop strings
         self.unread: deque[Launched] = deque()
-        self.tenancy = np.zeros(rows.null_slot + 1, dtype=np.int64)
-        self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)  # of each slot's row, as of the last outcome read
+        self.slot_generation = np.zeros(rows.null_slot + 1, dtype=np.int64)
+        self.length = np.zeros(
+            rows.null_slot + 1, dtype=np.int64
+        )  # of each slot's row, as of the last outcome read
         # Told after each step who has how many tokens, and how many are new: `certify` asks where steps began.
         self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
 
@@ -97,7 +101,7 @@ class Outcomes:
 
     def leave(self, sequence: Sequence) -> None:
         """What is unread says nothing of this row any more."""
-        self.tenancy[sequence.slot] += 1
+        self.slot_generation[sequence.slot] += 1
 
     def read(self, stats: RolloutStats, version: int) -> StepOutcome:
         """The rows that the oldest unread step ended, with everything they sampled (under weight `version`), and how it went."""
@@ -105,16 +109,20 @@ class Outcomes:
         launched.timing.wait()
         batch = launched.batch
         lengths, states, proposed = launched.status.rows_3R[:, : len(batch)].numpy()
-        here = self.tenancy[batch.slots] == batch.tenancies
+        here = self.slot_generation[batch.slots] == batch.slot_generations
         observation = _observation(launched, self._note_lengths(batch, lengths, here), proposed[here])
         stats.note(observation)
         watched = batch.watched[here[batch.watched]].tolist()
         for i in watched:
             launched.status.note_top(i, batch.sequences[i], int(lengths[i]))
-        ended = [Ended(batch.sequences[i], FINISH[states[i]]) for i in (here & (states != 0)).nonzero()[0].tolist()]
+        ended = [
+            Ended(batch.sequences[i], FINISH[states[i]]) for i in (here & (states != 0)).nonzero()[0].tolist()
+        ]
         if ended:
             self.take_tokens([entry.sequence for entry in ended], stats, version)
-            ended = [Ended(entry.sequence, self._cut_at_text(entry.sequence) or entry.reason) for entry in ended]
+            ended = [
+                Ended(entry.sequence, self._cut_at_text(entry.sequence) or entry.reason) for entry in ended
+            ]
         ended += self._ended_by_text([batch.sequences[i] for i in watched if states[i] == 0], stats, version)
         return StepOutcome(ended, observation)
 
@@ -164,9 +172,19 @@ def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -
     if count:
         alive = gained[gained > 0]
         drafts, tokens = len(alive), int(proposed[gained > 0].sum())
-        accepted_at = tuple((drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist())
+        accepted_at = tuple(
+            (drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist()
+        )
     timing = launched.timing
     return Observation(
-        decision, len(launched.batch), decision.context, *timing.seconds(), int(gained.sum()), drafts, accepted_at,
-        timing.switched, timing.disturbed, tokens,
-    )  # fmt: skip
+        decision,
+        len(launched.batch),
+        decision.context,
+        *timing.seconds(),
+        int(gained.sum()),
+        drafts,
+        accepted_at,
+        timing.switched,
+        timing.disturbed,
+        tokens,
+    )

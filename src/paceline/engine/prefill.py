@@ -30,7 +30,9 @@ class Prefill:
     blocks: list[int]
     done: int  # leading tokens that are cached
     last: int  # the token after them, which every row runs itself
-    handover: dict[str, torch.Tensor] = field(default_factory=dict)  # what drafters that follow the policy need at the last token
+    handover: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # what drafters that follow the policy need at the last token
     waiting: list[Sequence] = field(default_factory=list)
 
     @property
@@ -53,7 +55,9 @@ class SharedPrompt:
         return self.prefill.blocks[-1] if len(self.prefill.tokens) % BLOCK_SIZE else None
 
 
-def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()) -> int:
+def run_chunk(
+    forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()
+) -> int:
     """Advances the prefills at the head of the queue by at most the budget; returns how many tokens that were."""
     chosen: list[tuple[Prefill, int]] = []
     left = token_budget
@@ -71,12 +75,16 @@ def run_chunk(forward: PagedForward, queue: deque[Prefill], token_budget: int, f
     return token_budget - left
 
 
-def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Listing[Drafter]) -> None:
+def _forward_chunks(
+    forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Listing[Drafter]
+) -> None:
     spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]
     slots = []
     for (prefill, _), span in zip(chunks, spans, strict=True):
         slots.append(np.asarray(prefill.blocks)[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE)
-    tokens = [token for prefill, count in chunks for token in prefill.tokens[prefill.done : prefill.done + count]]
+    tokens = [
+        token for prefill, count in chunks for token in prefill.tokens[prefill.done : prefill.done + count]
+    ]
     tables = np.zeros((len(chunks), max(len(prefill.blocks) for prefill, _ in chunks)), dtype=np.int32)
     for row, (prefill, _) in enumerate(chunks):
         tables[row, : len(prefill.blocks)] = prefill.blocks
@@ -87,11 +95,19 @@ def _forward_chunks(forward: PagedForward, chunks: list[tuple[Prefill, int]], fo
         return to_device(torch.from_numpy(values), forward.policy.device)
 
     positions_T, slots_T = tensor(np.concatenate(spans)), tensor(np.concatenate(slots))
-    captured = forward.prefill(tensor(np.array(tokens)), positions_T, slots_T, tensor(tables), tensor(boundaries), tensor(contexts))
+    captured = forward.prefill(
+        tensor(np.array(tokens)), positions_T, slots_T, tensor(tables), tensor(boundaries), tensor(contexts)
+    )
     if not followers:
         return
-    following = [token for prefill, count in chunks for token in [*prefill.tokens, prefill.last][prefill.done + 1 : prefill.done + count + 1]]
-    seen = TargetPrefill(tensor(np.array(following)), positions_T, slots_T, tensor(boundaries[1:] - 1), captured)
+    following = [
+        token
+        for prefill, count in chunks
+        for token in [*prefill.tokens, prefill.last][prefill.done + 1 : prefill.done + count + 1]
+    ]
+    seen = TargetPrefill(
+        tensor(np.array(following)), positions_T, slots_T, tensor(boundaries[1:] - 1), captured
+    )
     for follower in followers:
         for (prefill, _), line in zip(chunks, follower.observe_prefill(seen), strict=True):
             prefill.handover[follower.name] = line

@@ -27,7 +27,11 @@ class Reservation:
 
     def enter(self, sequences: Iterable[Sequence]) -> None:
         for s in sequences:
-            self.bound[s.slot], self.limit[s.slot], self.capacity[s.slot] = s.length, s.limit, len(s.blocks) * BLOCK_SIZE
+            self.bound[s.slot], self.limit[s.slot], self.capacity[s.slot] = (
+                s.length,
+                s.limit,
+                len(s.blocks) * BLOCK_SIZE,
+            )
 
     def missing(self, batch: Batch, queries: int) -> np.ndarray:
         """Blocks that each row of the batch lacks for RESERVED_STEPS steps of so many queries."""

@@ -31,7 +31,9 @@ class NewRow:
 
 
 class Rows:
-    def __init__(self, num_slots: int, max_length: int, score_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_length: int, score_dtype: torch.dtype, device: torch.device
+    ) -> None:
         rows, width = num_slots + 1, max_length + MAX_QUERY
         self.device = device
         self.null_slot = num_slots
@@ -60,9 +62,13 @@ class Rows:
         """Fills and activates rows, in one go."""
         longest, widest = max(len(row.tokens) for row in new_rows), max(len(row.blocks) for row in new_rows)
         slots = self._tensor([row.slot for row in new_rows])
-        self.state.tokens[slots, :longest] = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in new_rows])
+        self.state.tokens[slots, :longest] = self._tensor(
+            [row.tokens + [0] * (longest - len(row.tokens)) for row in new_rows]
+        )
         self.state.block_table[slots] = 0
-        self.state.block_table[slots, :widest] = self._tensor([row.blocks + [0] * (widest - len(row.blocks)) for row in new_rows], torch.int32)
+        self.state.block_table[slots, :widest] = self._tensor(
+            [row.blocks + [0] * (widest - len(row.blocks)) for row in new_rows], torch.int32
+        )
         self.state.length[slots] = self._tensor([len(row.tokens) for row in new_rows])
         self.state.limit[slots] = self._tensor([row.limit for row in new_rows])
         self.state.seed[slots] = self._tensor([row.seed for row in new_rows])
@@ -71,7 +77,9 @@ class Rows:
         self.state.top_k[slots] = self._tensor([row.sampling.top_k for row in new_rows])
         self.state.top_p[slots] = self._tensor([row.sampling.top_p for row in new_rows], score)
         self.state.min_p[slots] = self._tensor([row.sampling.min_p for row in new_rows], score)
-        self.state.stop_ids[slots] = self._tensor([[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in new_rows])
+        self.state.stop_ids[slots] = self._tensor(
+            [[*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))] for row in new_rows]
+        )
         self.state.stopped[slots] = False
         self.state.active[slots] = True
 

@@ -70,7 +70,9 @@ def sample_step(
 ) -> Samples:
     """One sample for each of the R x Q hidden states; `probabilities_SKV` is what proposals were drawn from, for rejection."""
     per_row = queries.tokens_RQ.shape[1]
-    size = SAMPLE_TOKENS if variant.verify is Verify.SHARED_NOISE else max(1, SAMPLE_TOKENS // per_row) * per_row
+    size = (
+        SAMPLE_TOKENS if variant.verify is Verify.SHARED_NOISE else max(1, SAMPLE_TOKENS // per_row) * per_row
+    )
     known_SKV = probabilities_SKV if variant.verify is Verify.REJECTION else None
     slots_T = slots_R.repeat_interleave(per_row) if variant.truncates else None
 
@@ -79,8 +81,14 @@ def sample_step(
         logits_PV = forward.logits(hidden_TE[piece])
         temperature_P = queries.temperature_RQ.flatten()[piece]
         if variant.verify is Verify.SHARED_NOISE:
-            noise = temperature_P, queries.seed_RQ.flatten()[piece], queries.sample_positions_RQ.flatten()[piece]
-            tokens_P, logprobs_P = _by_shared_noise(logits_PV, *noise, None if slots_T is None else _truncation(rows, slots_T[piece]))
+            noise = (
+                temperature_P,
+                queries.seed_RQ.flatten()[piece],
+                queries.sample_positions_RQ.flatten()[piece],
+            )
+            tokens_P, logprobs_P = _by_shared_noise(
+                logits_PV, *noise, None if slots_T is None else _truncation(rows, slots_T[piece])
+            )
         else:
             whole = slice(piece.start // per_row, piece.stop // per_row)
             of_rows = logits_PV, slots_R[whole], _of_rows(queries, whole)
@@ -92,7 +100,11 @@ def sample_step(
 
 
 def _by_shared_noise(
-    logits_PV: torch.Tensor, temperature_P: torch.Tensor, seed_P: torch.Tensor, position_P: torch.Tensor, truncation: Truncation | None
+    logits_PV: torch.Tensor,
+    temperature_P: torch.Tensor,
+    seed_P: torch.Tensor,
+    position_P: torch.Tensor,
+    truncation: Truncation | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if truncation is None:
         return sample(logits_PV, temperature_P, seed_P, position_P)
@@ -116,13 +128,20 @@ def _by_rejection(
     def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
         slots, some = slots_R[few], _of_rows(queries, few)
         tokens_RQ, logprobs_RQ = verify_by_rejection(
-            logits_RQV[few], some.temperature_RQ, some.seed_RQ, some.sample_positions_RQ, _truncation(rows, slots) if truncates else None,
-            proposals_SK[slots, :count], None if probabilities_SKV is None else probabilities_SKV[slots, :count],
-        )  # fmt: skip
+            logits_RQV[few],
+            some.temperature_RQ,
+            some.seed_RQ,
+            some.sample_positions_RQ,
+            _truncation(rows, slots) if truncates else None,
+            proposals_SK[slots, :count],
+            None if probabilities_SKV is None else probabilities_SKV[slots, :count],
+        )
         return tokens_RQ.flatten(), logprobs_RQ.flatten()
 
     size = max(1, WIDE_ROWS // per_row)
-    tokens, logprobs = zip(*(verified(slice(first, first + size)) for first in range(0, num_rows, size)), strict=True)
+    tokens, logprobs = zip(
+        *(verified(slice(first, first + size)) for first in range(0, num_rows, size)), strict=True
+    )
     return torch.cat(tokens), torch.cat(logprobs)
 
 

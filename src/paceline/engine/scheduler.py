@@ -40,7 +40,9 @@ class Scheduler:
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
         self.longest_first = longest_first
-        self.free_slots = list(range(num_slots))  # a heap: rows lie where they would in a new engine, so drafters see the same after a restart
+        self.free_slots = list(
+            range(num_slots)
+        )  # a heap: rows lie where they would in a new engine, so drafters see the same after a restart
         self.waiting: deque[Sequence] = deque()
         self.prefills: deque[Prefill] = deque()
         self.held: dict[str, Held] = {}
@@ -61,7 +63,9 @@ class Scheduler:
             self.waiting.append(sequence)
             self.waiting_prompts[sequence.request.prompt] += 1
         if self.longest_first:
-            self.waiting = deque(sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order)))
+            self.waiting = deque(
+                sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order))
+            )
 
     def requeue(self, sequence: Sequence) -> None:
         """Back to the head of the queue, without slot or blocks."""
@@ -92,7 +96,11 @@ class Scheduler:
             prefix = self._prefix_of(sequence, wanted + spared)
             whole = prefix.whole_blocks if prefix is not None else []
             if wanted + spared - len(whole) - len(sequence.blocks) > self.pool.free:
-                if not nobody_runs or self.prefills or not (self.shared or self.held or any(s.blocks for s in self.waiting)):
+                if (
+                    not nobody_runs
+                    or self.prefills
+                    or not (self.shared or self.held or any(s.blocks for s in self.waiting))
+                ):
                     break  # room comes when somebody finishes
                 self.drop_idle()
                 continue
@@ -146,7 +154,9 @@ class Scheduler:
         prompts of siblings still waiting."""
         self.drop_held(list(self.held))
         self._drop_taken_over()
-        for prompt in [p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting]:
+        for prompt in [
+            p for p, shared in self.shared.items() if shared.prefill.finished and not shared.prefill.waiting
+        ]:
             self._drop_shared(prompt)
 
     def drop_all(self) -> None:
@@ -164,13 +174,19 @@ class Scheduler:
         for sequence in self.waiting:
             self.pool.release(sequence.drop_blocks())
 
-    def _start(self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int) -> None:
+    def _start(
+        self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int
+    ) -> None:
         sequence.slot = heappop(self.free_slots)
         sequence.blocks += self.pool.share(whole)
         sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
         if prefix is None:
             tokens = sequence.tokens
-            self.prefills.append(Prefill(tokens[:-1], sequence.blocks, done=sequence.cached, last=tokens[-1], waiting=[sequence]))
+            self.prefills.append(
+                Prefill(
+                    tokens[:-1], sequence.blocks, done=sequence.cached, last=tokens[-1], waiting=[sequence]
+                )
+            )
             return
         prefix.prefill.waiting.append(sequence)
         if prefix.prefill.finished and prefix.prefill not in self.prefills:
@@ -181,7 +197,12 @@ class Scheduler:
         if sequence.response or sequence.blocks:  # it comes back, or continues a held sequence
             return None
         prompt = sequence.request.prompt
-        if prompt not in self.shared and len(prompt) > 1 and self.waiting_prompts[prompt] > 1 and wanted < self.pool.free:
+        if (
+            prompt not in self.shared
+            and len(prompt) > 1
+            and self.waiting_prompts[prompt] > 1
+            and wanted < self.pool.free
+        ):
             tokens = list(prompt[:-1])
             prefill = Prefill(tokens, self.pool.allocate(blocks_for(len(tokens))), done=0, last=prompt[-1])
             self.prefills.append(prefill)
@@ -193,7 +214,10 @@ class Scheduler:
         held = self.held.get(sequence.request.continues)
         if held is None or sequence.response or sequence.blocks:
             return
-        if len(sequence.request.prompt) > held.cached and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens:
+        if (
+            len(sequence.request.prompt) > held.cached
+            and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens
+        ):
             del self.held[sequence.request.continues]
             sequence.blocks, sequence.cached = held.blocks, held.cached
 

@@ -12,7 +12,9 @@ class Sequence:
     request: Request
     order: int  # of arrival
     limit: int  # length of prompt and response at which it must end
-    response: list[int] = field(default_factory=list)  # what the host knows; the row on the device may have more
+    response: list[int] = field(
+        default_factory=list
+    )  # what the host knows; the row on the device may have more
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     slot: int = -1
@@ -22,7 +24,9 @@ class Sequence:
     routing: Routing | None = None  # as of when it last ran
     checked: int = 0  # response tokens that have been searched for stop strings
     aborted: bool = False
-    handover: dict[str, torch.Tensor] = field(default_factory=dict)  # by drafter: what it needs of the prefill when the row enters
+    handover: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # by drafter: what it needs of the prefill when the row enters
 
     @property
     def tokens(self) -> list[int]:
@@ -55,4 +59,6 @@ class Sequence:
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
         response, logprobs, segments = tuple(self.response), tuple(self.logprobs), tuple(self.segments)
-        return Completion(self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs), self.routing)
+        return Completion(
+            self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs), self.routing
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.backends.base import BASE_PRECISION
+from paceline.backend import BASE_PRECISION
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class EngineSettings:
     admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
     deterministic: bool = False
     verify: str = "shared-noise"  # or "rejection"
-    graph_memory: int = 0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
+    graph_memory: int = (
+        0  # bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit
+    )
     max_proposal: int = 15  # tokens that drafters propose for a row at most: with the batch, the largest step that graphs have memory for
     precision: str = BASE_PRECISION  # or "fp8" or "fp8+kv"
     base_precision_layers: int = 0  # at either end, with FP8

@@ -36,14 +36,22 @@ class StepStatus:
 
     def to_host(self) -> "StepStatus":
         """Copies that are complete once the stream has come here."""
-        return StepStatus(*(None if x is None else _pinned_copy(x) for x in (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)))
+        return StepStatus(
+            *(
+                None if x is None else _pinned_copy(x)
+                for x in (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)
+            )
+        )
 
     def note_top(self, index: int, sequence: Sequence, length: int) -> None:
         """Gives a sequence the most likely tokens at the positions it has just gained."""
         wanted = sequence.request.sampling.top_logprobs
         gained = length - len(sequence.request.prompt) - len(sequence.top_logprobs)
         for q in range(gained if wanted else 0):
-            tokens, values = self.top_tokens_RQN[index, q, :wanted].tolist(), self.top_values_RQN[index, q, :wanted].tolist()
+            tokens, values = (
+                self.top_tokens_RQN[index, q, :wanted].tolist(),
+                self.top_values_RQN[index, q, :wanted].tolist(),
+            )
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
@@ -61,8 +69,12 @@ def step(
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
-    hidden_TE, captured = forward.decode(gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R)
-    samples = sample_step(forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV)
+    hidden_TE, captured = forward.decode(
+        gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R
+    )
+    samples = sample_step(
+        forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV
+    )
     shape = gathered.tokens_RQ.shape
     sampled_RQ, logprobs_RQ = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
     rows_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
@@ -70,7 +82,9 @@ def step(
         follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
     if not variant.top_logprobs:
         return StepStatus(rows_3R)
-    return StepStatus(rows_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape))
+    return StepStatus(
+        rows_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
+    )
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,9 @@ class StepBytes:
         routing = len(shape.expert_layers) * shape.num_experts_per_token if self.records_routing else 0
         kept = tokens * (QUERY_BYTES + self.captured_layers * hidden + 4 * routing) + self._tables(rows)
         padded = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-        layers = padded * (layer_token_bytes(shape, self.dtype, self.fp8) + 6 * routing) + self._partials(shape, rows, queries)
+        layers = padded * (layer_token_bytes(shape, self.dtype, self.fp8) + 6 * routing) + self._partials(
+            shape, rows, queries
+        )
         sampling = tokens * hidden + self._sampling(min(tokens, SAMPLE_TOKENS), tokens)
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
 
@@ -57,8 +59,12 @@ class StepBytes:
     def _draft(self, shape: DecoderConfig, rows: int) -> int:
         hidden = shape.hidden_size * self.dtype.itemsize
         # A draft model's first pass takes two tokens a row; an eagle head's layer takes two hidden states a token.
-        layers = 2 * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(shape, rows, 2)
-        sampling = 4 * rows * hidden + rows * self.config.vocab_size * self._score_bytes + self._sampling(rows, rows)
+        layers = 2 * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(
+            shape, rows, 2
+        )
+        sampling = (
+            4 * rows * hidden + rows * self.config.vocab_size * self._score_bytes + self._sampling(rows, rows)
+        )
         return rows * DRAFT_QUERY_BYTES + self._tables(rows) + max(layers, sampling)
 
     def _tables(self, rows: int) -> int:
@@ -71,13 +77,19 @@ class StepBytes:
     def _sampling(self, piece: int, tokens: int) -> int:
         """Logits of a piece, five numbers for each chunk of them that the sampler looks at, and a few rows in plain torch."""
         vocabulary = self.config.vocab_size
-        wide = (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4  # 8: the ranks
+        wide = (
+            (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4
+        )  # 8: the ranks
         return piece * (vocabulary * self._score_bytes + 20 * -(-vocabulary // CHUNK)) + wide
 
     def _following(self, tokens: int) -> int:
         """An eagle head's: the captured states side by side and their features, or those with the layer's input and its keys and values."""
         kv, hidden = self.config.num_kv_heads * self.config.head_dim, self.config.hidden_size
-        return tokens * self.dtype.itemsize * max((self.captured_layers + 1) * hidden, 3 * hidden + 2 * kv) if self.captured_layers else 0
+        return (
+            tokens * self.dtype.itemsize * max((self.captured_layers + 1) * hidden, 3 * hidden + 2 * kv)
+            if self.captured_layers
+            else 0
+        )
 
     @property
     def _score_bytes(self) -> int:
@@ -100,15 +112,25 @@ def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype, fp8: bool = Fals
     qkv = Product.of(q + 2 * kv, shape.hidden_size, dtype, fp8, shape.qkv_bias)
     output = Product.of(shape.hidden_size, q, dtype, fp8, shape.output_bias)
     attended = q * size + (quantised_bytes(q) if fp8 else 0)
-    moments = [qkv.peak, qkv.held + q * size, 2 * q * size, attended + output.peak, output.held + hidden + normed]
+    moments = [
+        qkv.peak,
+        qkv.held + q * size,
+        2 * q * size,
+        attended + output.peak,
+        output.held + hidden + normed,
+    ]
     if len(shape.expert_layers) < shape.num_layers:
         inner = max(shape.intermediate_size * size, quantised_bytes(shape.intermediate_size) if fp8 else 0)
-        gate_up = Product.of(2 * shape.intermediate_size, shape.hidden_size, dtype, fp8, shape.mlp_bias, keeps_parts=False)
+        gate_up = Product.of(
+            2 * shape.intermediate_size, shape.hidden_size, dtype, fp8, shape.mlp_bias, keeps_parts=False
+        )
         down = Product.of(shape.hidden_size, shape.intermediate_size, dtype, fp8, shape.mlp_bias)
         moments += [gate_up.peak, gate_up.held + inner, inner + down.peak, down.held + hidden + normed]
     if shape.expert_layers:
         inner, choices = shape.expert_intermediate_size * size, shape.num_experts_per_token
-        routed = 4 * shape.num_experts + choices * (size + 20)  # scores, weights, experts, slots by expert, tiles
+        routed = 4 * shape.num_experts + choices * (
+            size + 20
+        )  # scores, weights, experts, slots by expert, tiles
         moments += [routed + choices * (3 * inner + hidden) + hidden, 3 * hidden]
     return hidden + normed + max(moments)
 
@@ -127,7 +149,9 @@ class Product:
     held: int
 
     @staticmethod
-    def of(width: int, depth: int, dtype: torch.dtype, fp8: bool, bias: bool, keeps_parts: bool = True) -> "Product":
+    def of(
+        width: int, depth: int, dtype: torch.dtype, fp8: bool, bias: bool, keeps_parts: bool = True
+    ) -> "Product":
         plain = width * dtype.itemsize
         parts = choose_parts(width, depth) if fp8 else 1
         whole = plain * 2 if bias else plain

@@ -42,7 +42,11 @@ def attend_reference(
 
 
 def _attend_slice(
-    q_THD: torch.Tensor, position_T: torch.Tensor, block_table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    q_THD: torch.Tensor,
+    position_T: torch.Tensor,
+    block_table_TB: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_cache.shape[2]
@@ -53,7 +57,9 @@ def _attend_slice(
         return torch.zeros_like(q_THD)
     rows = None if shortest >= 0 else (position_T >= 0).nonzero().squeeze(1)
     # The first step starts the sums; every row that runs at all takes part in it.
-    weighted, maximum, total = _step(_take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0)
+    weighted, maximum, total = _step(
+        _take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0
+    )
     if rows is not None:  # rows that do not run come out as zeros: nothing over a weight of one
         weighted, maximum, total = (
             x.new_full((x.shape[0], num_tokens, *x.shape[2:]), fill).index_copy_(1, rows, x)
@@ -63,12 +69,21 @@ def _attend_slice(
     for start in range(step_keys, longest + 1, step_keys):
         rows = None if shortest >= start else (position_T >= start).nonzero().squeeze(1)
         new_weighted, new_maximum, new_total = _step(
-            _take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, start
+            _take(q_HTGD, rows),
+            _take(position_T, rows, 0),
+            _take(block_table_TB, rows, 0),
+            k_cache,
+            v_cache,
+            start,
         )
         old_weighted, old_maximum, old_total = _take(weighted, rows), _take(maximum, rows), _take(total, rows)
         top = torch.maximum(old_maximum, new_maximum)
         old_scale, new_scale = (old_maximum - top).exp_(), (new_maximum - top).exp_()
-        merged = old_weighted * old_scale + new_weighted * new_scale, top, old_total * old_scale + new_total * new_scale
+        merged = (
+            old_weighted * old_scale + new_weighted * new_scale,
+            top,
+            old_total * old_scale + new_total * new_scale,
+        )
         if rows is None:
             weighted, maximum, total = merged
         else:
@@ -78,7 +93,12 @@ def _attend_slice(
 
 
 def _step(
-    q_HTGD: torch.Tensor, position_T: torch.Tensor, table_TB: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int
+    q_HTGD: torch.Tensor,
+    position_T: torch.Tensor,
+    table_TB: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sum of weighted values, largest score, total weight) over the step's keys, from a fresh state."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
@@ -87,7 +107,9 @@ def _step(
     missing = step_keys // block_size - blocks_TB.shape[1]
     blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()
     shape = (num_tokens, step_keys, num_kv_heads, head_dim)
-    k, v = (_widened(cache.flatten(1).index_select(0, blocks), wide).view(shape) for cache in (k_cache, v_cache))
+    k, v = (
+        _widened(cache.flatten(1).index_select(0, blocks), wide).view(shape) for cache in (k_cache, v_cache)
+    )
     scores_HTGN = q_HTGD.new_empty((*q_HTGD.shape[:3], step_keys))
     for head in range(num_kv_heads):
         torch.bmm(q_HTGD[head], k[:, :, head].transpose(1, 2), out=scores_HTGN[head])

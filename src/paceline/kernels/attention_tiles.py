@@ -40,10 +40,25 @@ def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: t
 
 @triton.jit
 def attend_tile(
-    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    q,
+    acc,
+    maximum,
+    total,
+    query_position,
+    start,
+    end,
+    block,
+    k_cache_ptr,
+    v_cache_ptr,
+    kv_head,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
     The total has equal columns; the sum is a tuple, of one tensor or, where V comes in PAIRS, of the even and the odd dimensions.
 
@@ -61,7 +76,11 @@ def attend_tile(
     weights = tl.exp2(scores - finite[:, None]).to(q.dtype)
     if PAIRS:
         HALF: tl.constexpr = HEAD_DIM // 2
-        pairs = tl.load(v_cache_ptr + (slot * NUM_KV_HEADS + kv_head)[:, None] * HALF + tl.arange(0, HALF)[None, :], mask=exists[:, None], other=0)
+        pairs = tl.load(
+            v_cache_ptr + (slot * NUM_KV_HEADS + kv_head)[:, None] * HALF + tl.arange(0, HALF)[None, :],
+            mask=exists[:, None],
+            other=0,
+        )
         even, odd = halves_of(pairs)
         even_acc = tl.dot(weights, even.to(q.dtype), acc[0] * rescale[:, None], input_precision="ieee")
         acc = even_acc, tl.dot(weights, odd.to(q.dtype), acc[1] * rescale[:, None], input_precision="ieee")
@@ -76,27 +95,52 @@ def attend_tile(
 
 @triton.jit
 def attend_keys(
-    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    q,
+    acc,
+    maximum,
+    total,
+    query_position,
+    start,
+    end,
+    block,
+    k_cache_ptr,
+    v_cache_ptr,
+    kv_head,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """`attend_tile` with everything transposed: `q [HEAD_DIM, rows]`, and the total has equal rows."""
     token = start + tl.arange(0, TILE)
     exists = token < end
     slot = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
-    k = tl.load(k_cache_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mask=exists[:, None], other=0.0).to(q.dtype)
+    k = tl.load(
+        k_cache_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :],
+        mask=exists[:, None],
+        other=0.0,
+    ).to(q.dtype)
     scores = tl.dot(k, q, input_precision="ieee") * scale
     scores = tl.where(token[:, None] <= query_position[None, :], scores, -float("inf"))
     new_maximum, finite, rescale = next_maximum(maximum, tl.max(scores, axis=0), start, GROUP)
     weights = tl.exp2(scores - finite[None, :]).to(q.dtype)
     if PAIRS:
         HALF: tl.constexpr = HEAD_DIM // 2
-        pairs = tl.load(v_cache_ptr + slot[None, :] * HALF + tl.arange(0, HALF)[:, None], mask=exists[None, :], other=0)
+        pairs = tl.load(
+            v_cache_ptr + slot[None, :] * HALF + tl.arange(0, HALF)[:, None], mask=exists[None, :], other=0
+        )
         even, odd = halves_of(pairs)
         even_acc = tl.dot(even.to(q.dtype), weights, acc[0] * rescale[None, :], input_precision="ieee")
         acc = even_acc, tl.dot(odd.to(q.dtype), weights, acc[1] * rescale[None, :], input_precision="ieee")
     else:
-        v = tl.load(v_cache_ptr + slot[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], mask=exists[None, :], other=0.0).to(q.dtype)
+        v = tl.load(
+            v_cache_ptr + slot[None, :] * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None],
+            mask=exists[None, :],
+            other=0.0,
+        ).to(q.dtype)
         acc = (tl.dot(v, weights, acc[0] * rescale[None, :], input_precision="ieee"),)
     tile_total = tl.dot(tl.full((total.shape[0], TILE), 1.0, q.dtype), weights, input_precision="ieee")
     total = total * rescale[None, :] + tl.maximum(tile_total, 0.0)  # as in `attend_tile`
@@ -142,7 +186,11 @@ def as_fp8_query(q):
 @triton.jit
 def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The state of a softmax that has seen nothing."""
-    return tl.zeros((ROWS, HEAD_DIM), tl.float32), tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    return (
+        tl.zeros((ROWS, HEAD_DIM), tl.float32),
+        tl.full((ROWS,), -float("inf"), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+    )
 
 
 @triton.jit

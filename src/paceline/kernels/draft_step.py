@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels.row_step import RowTensors
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 
 @dataclass(frozen=True)
@@ -23,13 +30,17 @@ class DraftQueries:
     tokens_2R: torch.Tensor  # at L - 2 and L - 1; a row of one token has no first one, and gives 0
     positions_CR: torch.Tensor  # clamped to what exists
     cache_slots_CR: torch.Tensor  # -1: do not store
-    context_CR: torch.Tensor  # the position, unclamped; -1: the row is not active, or the position lies before it
+    context_CR: (
+        torch.Tensor
+    )  # the position, unclamped; -1: the row is not active, or the position lies before it
     sample_positions_CR: torch.Tensor
     seed_R: torch.Tensor
     temperature_R: torch.Tensor
 
 
-def gather_draft_reference(rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int) -> DraftQueries:
+def gather_draft_reference(
+    rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
+) -> DraftQueries:
     length_R, active_R = rows.length[slots_R], rows.active[slots_R]
     column_C1 = torch.arange(columns, device=slots_R.device).unsqueeze(1)
     position_CR = length_R - 2 + column_C1
@@ -51,11 +62,30 @@ def gather_draft_reference(rows: RowTensors, slots_R: torch.Tensor, columns: int
 
 @triton.jit
 def _gather_draft_kernel(
-    slots_ptr, tokens_ptr, length_ptr, limit_ptr, active_ptr, seed_ptr, temperature_ptr, table_ptr,
-    out_tokens_ptr, out_positions_ptr, out_cache_ptr, out_context_ptr, out_sample_ptr, out_seed_ptr, out_temperature_ptr,
-    width, table_width, columns, num_rows, max_position,
-    BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    limit_ptr,
+    active_ptr,
+    seed_ptr,
+    temperature_ptr,
+    table_ptr,
+    out_tokens_ptr,
+    out_positions_ptr,
+    out_cache_ptr,
+    out_context_ptr,
+    out_sample_ptr,
+    out_seed_ptr,
+    out_temperature_ptr,
+    width,
+    table_width,
+    columns,
+    num_rows,
+    max_position,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -70,7 +100,11 @@ def _gather_draft_kernel(
     block = tl.load(table_ptr + slot * table_width + inside // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     out = column * num_rows + row
     tl.store(out_positions_ptr + out, tl.minimum(inside, max_position), mask=valid)
-    tl.store(out_cache_ptr + out, tl.where(runs & (position < limit), block * BLOCK_SIZE + inside % BLOCK_SIZE, -1), mask=valid)
+    tl.store(
+        out_cache_ptr + out,
+        tl.where(runs & (position < limit), block * BLOCK_SIZE + inside % BLOCK_SIZE, -1),
+        mask=valid,
+    )
     tl.store(out_context_ptr + out, tl.where(runs, position, -1), mask=valid)
     tl.store(out_sample_ptr + out, length + column, mask=valid)
     before = tl.load(tokens_ptr + slot * width + tl.maximum(length - 2, 0))
@@ -80,21 +114,46 @@ def _gather_draft_kernel(
     tl.store(out_temperature_ptr + row, tl.load(temperature_ptr + slot))
 
 
-def gather_draft_triton(rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int) -> DraftQueries:
+def gather_draft_triton(
+    rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
+) -> DraftQueries:
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens_2R = torch.empty(2, num_rows, dtype=torch.int64, device=device)
-    positions, cache_slots, context, sample_positions = torch.empty(4, columns, num_rows, dtype=torch.int64, device=device)
+    positions, cache_slots, context, sample_positions = torch.empty(
+        4, columns, num_rows, dtype=torch.int64, device=device
+    )
     seed_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     temperature_R = torch.empty(num_rows, dtype=rows.temperature.dtype, device=device)
     _gather_draft_kernel[(num_rows,)](
-        slots_R, rows.tokens, rows.length, rows.limit, rows.active, rows.seed, rows.temperature, rows.block_table,
-        tokens_2R, positions, cache_slots, context, sample_positions, seed_R, temperature_R,
-        rows.tokens.shape[1], rows.block_table.shape[1], columns, num_rows, max_position,
-        BLOCK_SIZE=block_size, BLOCK_C=next_power_of_2(columns), **launch_options(num_warps=1),
-    )  # fmt: skip
+        slots_R,
+        rows.tokens,
+        rows.length,
+        rows.limit,
+        rows.active,
+        rows.seed,
+        rows.temperature,
+        rows.block_table,
+        tokens_2R,
+        positions,
+        cache_slots,
+        context,
+        sample_positions,
+        seed_R,
+        temperature_R,
+        rows.tokens.shape[1],
+        rows.block_table.shape[1],
+        columns,
+        num_rows,
+        max_position,
+        BLOCK_SIZE=block_size,
+        BLOCK_C=next_power_of_2(columns),
+        **launch_options(num_warps=1),
+    )
     return DraftQueries(tokens_2R, positions, cache_slots, context, sample_positions, seed_R, temperature_R)
 
 
-def gather_draft(rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int) -> DraftQueries:
+def gather_draft(
+    rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
+) -> DraftQueries:
     run = gather_draft_triton if slots_R.is_cuda else gather_draft_reference
     return run(rows, slots_R, columns, max_position, block_size)

@@ -9,30 +9,62 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels.norm import rms_norm_block, rms_norm_reference
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 
 def eagle_inputs_reference(
-    tokens_T: torch.Tensor, embedding_VE: torch.Tensor, states_TE: torch.Tensor, token_norm_E: torch.Tensor, state_norm_E: torch.Tensor, eps: float
+    tokens_T: torch.Tensor,
+    embedding_VE: torch.Tensor,
+    states_TE: torch.Tensor,
+    token_norm_E: torch.Tensor,
+    state_norm_E: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     embedded_TE = F.embedding(tokens_T, embedding_VE)
-    return torch.cat((rms_norm_reference(embedded_TE, token_norm_E, eps), rms_norm_reference(states_TE, state_norm_E, eps)), dim=-1)
+    return torch.cat(
+        (
+            rms_norm_reference(embedded_TE, token_norm_E, eps),
+            rms_norm_reference(states_TE, state_norm_E, eps),
+        ),
+        dim=-1,
+    )
 
 
 def keep_last_reference(
-    features_TE: torch.Tensor, slots_R: torch.Tensor, context_R: torch.Tensor, length_S: torch.Tensor, features_SE: torch.Tensor
+    features_TE: torch.Tensor,
+    slots_R: torch.Tensor,
+    context_R: torch.Tensor,
+    length_S: torch.Tensor,
+    features_SE: torch.Tensor,
 ) -> None:
     queries = len(features_TE) // len(slots_R)
-    kept_R = length_S[slots_R] - context_R - 1  # rows that are not active keep none, and whatever is written for them is not read
+    kept_R = (
+        length_S[slots_R] - context_R - 1
+    )  # rows that are not active keep none, and whatever is written for them is not read
     last_R = torch.arange(len(slots_R), device=slots_R.device) * queries + (kept_R - 1).clamp(0, queries - 1)
     features_SE[slots_R] = features_TE[last_R]
 
 
 @triton.jit
 def _inputs_kernel(
-    tokens_ptr, embedding_ptr, states_ptr, token_norm_ptr, state_norm_ptr, out_ptr, epsilon,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    embedding_ptr,
+    states_ptr,
+    token_norm_ptr,
+    state_norm_ptr,
+    out_ptr,
+    epsilon,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (row, which half)."""
     launch_next(PDL)
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
@@ -45,15 +77,27 @@ def _inputs_kernel(
     else:
         weight = tl.load(token_norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
         wait_previous(PDL)
-        x = tl.load(embedding_ptr + tl.load(tokens_ptr + row) * E + column, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(embedding_ptr + tl.load(tokens_ptr + row) * E + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
     normed = rms_norm_block(x, weight, epsilon, E)
-    tl.store(out_ptr + row * 2 * E + tl.program_id(1) * E + column, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + row * 2 * E + tl.program_id(1) * E + column, normed.to(out_ptr.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit(do_not_specialize=["queries"])
 def _keep_last_kernel(
-    features_ptr, slots_ptr, context_ptr, length_ptr, out_ptr, queries, E: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    features_ptr,
+    slots_ptr,
+    context_ptr,
+    length_ptr,
+    out_ptr,
+    queries,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -66,37 +110,72 @@ def _keep_last_kernel(
 
 
 def eagle_inputs_triton(
-    tokens_T: torch.Tensor, embedding_VE: torch.Tensor, states_TE: torch.Tensor, token_norm_E: torch.Tensor, state_norm_E: torch.Tensor, eps: float
+    tokens_T: torch.Tensor,
+    embedding_VE: torch.Tensor,
+    states_TE: torch.Tensor,
+    token_norm_E: torch.Tensor,
+    state_norm_E: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     num_tokens, width = states_TE.shape
     out_T2 = torch.empty(num_tokens, 2 * width, dtype=states_TE.dtype, device=states_TE.device)
     block = next_power_of_2(width)
     _inputs_kernel[(num_tokens, 2)](
-        tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, out_T2, eps, E=width, BLOCK_E=block,
+        tokens_T,
+        embedding_VE,
+        states_TE,
+        token_norm_E,
+        state_norm_E,
+        out_T2,
+        eps,
+        E=width,
+        BLOCK_E=block,
         **launch_options(num_warps=min(8, max(1, block // 512))),
-    )  # fmt: skip
+    )
     return out_T2
 
 
 def keep_last_triton(
-    features_TE: torch.Tensor, slots_R: torch.Tensor, context_R: torch.Tensor, length_S: torch.Tensor, features_SE: torch.Tensor
+    features_TE: torch.Tensor,
+    slots_R: torch.Tensor,
+    context_R: torch.Tensor,
+    length_S: torch.Tensor,
+    features_SE: torch.Tensor,
 ) -> None:
     width = features_TE.shape[1]
     _keep_last_kernel[(len(slots_R),)](
-        features_TE, slots_R, context_R, length_S, features_SE, len(features_TE) // len(slots_R), E=width, BLOCK_E=next_power_of_2(width),
+        features_TE,
+        slots_R,
+        context_R,
+        length_S,
+        features_SE,
+        len(features_TE) // len(slots_R),
+        E=width,
+        BLOCK_E=next_power_of_2(width),
         **launch_options(num_warps=4),
-    )  # fmt: skip
+    )
 
 
 def eagle_inputs(
-    tokens_T: torch.Tensor, embedding_VE: torch.Tensor, states_TE: torch.Tensor, token_norm_E: torch.Tensor, state_norm_E: torch.Tensor, eps: float
+    tokens_T: torch.Tensor,
+    embedding_VE: torch.Tensor,
+    states_TE: torch.Tensor,
+    token_norm_E: torch.Tensor,
+    state_norm_E: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     """[ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
     run = eagle_inputs_triton if states_TE.is_cuda else eagle_inputs_reference
     return run(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps)
 
 
-def keep_last(features_TE: torch.Tensor, slots_R: torch.Tensor, context_R: torch.Tensor, length_S: torch.Tensor, features_SE: torch.Tensor) -> None:
+def keep_last(
+    features_TE: torch.Tensor,
+    slots_R: torch.Tensor,
+    context_R: torch.Tensor,
+    length_S: torch.Tensor,
+    features_SE: torch.Tensor,
+) -> None:
     """After a step: `context_R` is where each row's queries began, `length_S` how long the rows have become."""
     run = keep_last_triton if features_TE.is_cuda else keep_last_reference
     run(features_TE, slots_R, context_R, length_S, features_SE)

@@ -35,7 +35,9 @@ class QuantisedRows:
     def empty(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> "QuantisedRows":
         rows, groups = cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE, cdiv(depth, GROUP)
         values_MK = torch.empty(rows, groups * GROUP, dtype=E4M3, device=device)
-        return QuantisedRows(values_MK, torch.empty(groups, rows, dtype=torch.float32, device=device), num_rows, dtype)
+        return QuantisedRows(
+            values_MK, torch.empty(groups, rows, dtype=torch.float32, device=device), num_rows, dtype
+        )
 
     def dequantise(self) -> torch.Tensor:
         """`[M, K]` in float32, K filled up to whole groups."""
@@ -49,10 +51,14 @@ class BlockMatrix:
 
     values: torch.Tensor
     scales: torch.Tensor  # [..., blocks of N, blocks of K]
-    wide: torch.Tensor | None = None  # CPU: the same numbers in float32, so that products need not convert them again
+    wide: torch.Tensor | None = (
+        None  # CPU: the same numbers in float32, so that products need not convert them again
+    )
 
     @staticmethod
-    def poisoned(shape: torch.Size, device: torch.device, scales: torch.Tensor | None = None) -> "BlockMatrix":
+    def poisoned(
+        shape: torch.Size, device: torch.device, scales: torch.Tensor | None = None
+    ) -> "BlockMatrix":
         """Every number NaN until written, so that one nobody writes is loud."""
         *leading, width, depth = shape
         padded = (*leading, width, cdiv(depth, GROUP) * GROUP)
@@ -68,7 +74,9 @@ class BlockMatrix:
         return from_e4m3(self.values) * scales[..., : self.values.shape[-2], :]
 
     def expert(self, index: int) -> "BlockMatrix":
-        return BlockMatrix(self.values[index], self.scales[index], None if self.wide is None else self.wide[index])
+        return BlockMatrix(
+            self.values[index], self.scales[index], None if self.wide is None else self.wide[index]
+        )
 
 
 def scale_shape(shape: torch.Size) -> tuple[int, ...]:
@@ -112,7 +120,9 @@ def e4m3_of(x, scale):
     return scaled.to(tl.float8e4nv)
 
 
-EMULATED = tl.constexpr(INTERPRETED)  # Triton's interpreter does not round when it converts, and rounds twice where a GPU fuses
+EMULATED = tl.constexpr(
+    INTERPRETED
+)  # Triton's interpreter does not round when it converts, and rounds twice where a GPU fuses
 
 
 @triton.jit
@@ -123,7 +133,10 @@ def _quotient(x, scale):
         quotient = tl.div_rn(x, scale)
     else:
         inverse = tl.div_rn(1.0, scale)
-        minus_x, minus_inverse = x * -1.0, inverse * -1.0  # not 0 - x, as the sign would be: in this form a zero keeps its sign
+        minus_x, minus_inverse = (
+            x * -1.0,
+            inverse * -1.0,
+        )  # not 0 - x, as the sign would be: in this form a zero keeps its sign
         quotient = x * inverse
         quotient = tl.fma(tl.fma(quotient, scale, minus_x), minus_inverse, quotient)
         quotient = tl.fma(tl.fma(quotient, scale, minus_x), minus_inverse, quotient)
@@ -136,5 +149,7 @@ def _rounded(x):
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
     quantum = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)
-    magnitude = ((tl.abs(x) / quantum + 8388608.0) - 8388608.0) * quantum  # what is added to 2^23 is rounded to an integer, ties to even
+    magnitude = (
+        (tl.abs(x) / quantum + 8388608.0) - 8388608.0
+    ) * quantum  # what is added to 2^23 is rounded to an integer, ties to even
     return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)

@@ -23,10 +23,20 @@ import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows
 from paceline.kernels.linear import ROW_TILE
-from paceline.kernels.triton_support import TensorDescriptor, cdiv, launch_next, launch_options, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    TensorDescriptor,
+    cdiv,
+    launch_next,
+    launch_options,
+    tl,
+    triton,
+    wait_previous,
+)
 
 CUBLAS_ROWS = 129
-ROW_TILES_TOGETHER = 16  # programs walk this many row tiles before the next column tile, so that both operands stay in L2
+ROW_TILES_TOGETHER = (
+    16  # programs walk this many row tiles before the next column tile, so that both operands stay in L2
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,23 @@ def choose_fp8_tile(num_rows: int, width: int) -> Fp8Tile:
 
 @triton.jit(do_not_specialize=["M", "padded_rows"])
 def _fp8_linear_kernel(
-    x_ptr, weight_ptr, x_desc, weight_desc, x_scales_ptr, weight_scales_ptr, out_ptr, M, N, K, padded_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    x_desc,
+    weight_desc,
+    x_scales_ptr,
+    weight_scales_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    padded_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TMA: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Programs (row and column tile, part of the depth)."""
     launch_next(PDL)
     row_tiles, col_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
@@ -112,7 +136,9 @@ def _fp8_linear_kernel(
     tl.store(out, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
-def fp8_linear_triton(x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | None = None, parts: int = 1) -> torch.Tensor:
+def fp8_linear_triton(
+    x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | None = None, parts: int = 1
+) -> torch.Tensor:
     """`[M, N]`, or `[parts, M, N]` in float32 whose sum over the parts in order is the product."""
     num_rows, depth, width = x.num_rows, x.values_MK.shape[1], weight.values.shape[0]
     tile = tile or choose_fp8_tile(num_rows, width)
@@ -123,19 +149,36 @@ def fp8_linear_triton(x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | Non
         x_desc = TensorDescriptor(x.values_MK, [num_rows, depth], [depth, 1], [tile.rows, GROUP])
         weight_desc = TensorDescriptor(weight.values, [width, depth], [depth, 1], [tile.cols, GROUP])
     _fp8_linear_kernel[(cdiv(num_rows, tile.rows) * cdiv(width, tile.cols), parts)](
-        x.values_MK, weight.values, x_desc, weight_desc, x.scales_GM, weight.scales, out, num_rows, width, depth, x.scales_GM.shape[1],
-        ROWS=tile.rows, COLS=tile.cols, TMA=tile.tma, TOGETHER=ROW_TILES_TOGETHER,
+        x.values_MK,
+        weight.values,
+        x_desc,
+        weight_desc,
+        x.scales_GM,
+        weight.scales,
+        out,
+        num_rows,
+        width,
+        depth,
+        x.scales_GM.shape[1],
+        ROWS=tile.rows,
+        COLS=tile.cols,
+        TMA=tile.tma,
+        TOGETHER=ROW_TILES_TOGETHER,
         **tile.options(),
-    )  # fmt: skip
+    )
     return out
 
 
 def fp8_linear_cublas(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
-    out = torch._scaled_mm(x.values_MK, weight.values.t(), x.scales_GM.t(), weight.scales.t(), out_dtype=x.dtype)
+    out = torch._scaled_mm(
+        x.values_MK, weight.values.t(), x.scales_GM.t(), weight.scales.t(), out_dtype=x.dtype
+    )
     return out[: x.num_rows]
 
 
-def fp8_linear(x: QuantisedRows, weight: BlockMatrix, deterministic: bool = False, keep_parts: bool = False) -> torch.Tensor:
+def fp8_linear(
+    x: QuantisedRows, weight: BlockMatrix, deterministic: bool = False, keep_parts: bool = False
+) -> torch.Tensor:
     """x times weight transposed, `[M, N]` in x's type; with `keep_parts` it may also be `[parts, M, N]` in float32."""
     if not x.values_MK.is_cuda:
         return fp8_linear_reference(x, weight)

@@ -23,13 +23,24 @@ from paceline.kernels.triton_support import cdiv, launch_next, tl, triton, wait_
 
 
 def fp8_expert_feed_forward_reference(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix, num_choices: int, normalise: bool
+    x_ME: torch.Tensor,
+    router_XE: torch.Tensor,
+    gate_up: BlockMatrix,
+    down: BlockMatrix,
+    num_choices: int,
+    normalise: bool,
 ) -> torch.Tensor:
-    return fp8_experts_reference(x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up, down)
+    return fp8_experts_reference(
+        x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up, down
+    )
 
 
 def fp8_experts_reference(
-    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix
+    x_ME: torch.Tensor,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up: BlockMatrix,
+    down: BlockMatrix,
 ) -> torch.Tensor:
     place_S, tile_experts = tile_slots(experts_MK.flatten(), gate_up.values.shape[0])
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
@@ -42,20 +53,41 @@ def _multiply_tiles(rows_RK: torch.Tensor, weight: BlockMatrix, tile_experts: li
     wide_XNK = weight.dequantise() if weight.wide is None else weight.wide
     wide_RK = quantise_rows_reference(rows_RK).dequantise()
     tiles = zip(wide_RK.split(ROW_TILE), tile_experts, strict=True)
-    return torch.cat([torch.nn.functional.linear(tile, wide_XNK[expert]) for tile, expert in tiles]).to(rows_RK.dtype)
+    return torch.cat([torch.nn.functional.linear(tile, wide_XNK[expert]) for tile, expert in tiles]).to(
+        rows_RK.dtype
+    )
 
 
 def choose_fp8_expert_tile(num_slots: int, num_experts: int) -> Fp8Tile:
     """By the slots an expert gets on average."""
     average = num_slots / num_experts
-    return Fp8Tile(16, 64, 4, 5) if average <= 16 else Fp8Tile(64, 64, 4, 4) if average <= 96 else Fp8Tile(128, 128, 8, 3)
+    return (
+        Fp8Tile(16, 64, 4, 5)
+        if average <= 16
+        else Fp8Tile(64, 64, 4, 4)
+        if average <= 96
+        else Fp8Tile(128, 128, 8, 3)
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles", "padded_rows"])
 def _fp8_expert_linear_kernel(
-    x_ptr, x_scales_ptr, weight_ptr, weight_scales_ptr, slots_ptr, tiles_ptr, out_ptr, num_tiles, N, K, padded_rows,
-    SLOTS_PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    weight_scales_ptr,
+    slots_ptr,
+    tiles_ptr,
+    out_ptr,
+    num_tiles,
+    N,
+    K,
+    padded_rows,
+    SLOTS_PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights through L2."""
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
@@ -91,27 +123,52 @@ def _fp8_expert_linear_kernel(
         tl.store(out_ptr + slot[:, None] * N + col[None, :], out, mask=row_mask[:, None] & (col < N)[None, :])
 
 
-def fp8_expert_linear_triton(x: QuantisedRows, weight: BlockMatrix, tiles: ExpertTiles, tile: Fp8Tile) -> torch.Tensor:
+def fp8_expert_linear_triton(
+    x: QuantisedRows, weight: BlockMatrix, tiles: ExpertTiles, tile: Fp8Tile
+) -> torch.Tensor:
     depth, width = x.values_MK.shape[1], weight.values.shape[1]
     num_slots, num_tiles = len(tiles.slots_S), tiles.tiles_3T.shape[1]
     out_SN = torch.empty(num_slots, width, dtype=x.dtype, device=x.values_MK.device)
     _fp8_expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
-        x.values_MK, x.scales_GM, weight.values, weight.scales, tiles.slots_S, tiles.tiles_3T, out_SN, num_tiles, width, depth,
-        x.scales_GM.shape[1], SLOTS_PER_ROW=num_slots // x.num_rows, ROWS=tiles.rows, COLS=tile.cols,
+        x.values_MK,
+        x.scales_GM,
+        weight.values,
+        weight.scales,
+        tiles.slots_S,
+        tiles.tiles_3T,
+        out_SN,
+        num_tiles,
+        width,
+        depth,
+        x.scales_GM.shape[1],
+        SLOTS_PER_ROW=num_slots // x.num_rows,
+        ROWS=tiles.rows,
+        COLS=tile.cols,
         **tile.options(),
-    )  # fmt: skip
+    )
     return out_SN
 
 
 def fp8_experts_triton(
-    x: QuantisedRows, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix, tile: Fp8Tile
+    x: QuantisedRows,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up: BlockMatrix,
+    down: BlockMatrix,
+    tile: Fp8Tile,
 ) -> torch.Tensor:
     tiles = sort_by_expert_triton(experts_MK, gate_up.values.shape[0], tile.rows)
     inner = silu_multiply_quantised(fp8_expert_linear_triton(x, gate_up, tiles, tile))
     return combine_triton(fp8_expert_linear_triton(inner, down, tiles, tile), weights_MK)
 
 
-def fp8_run_experts(x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up: BlockMatrix, down: BlockMatrix) -> torch.Tensor:
+def fp8_run_experts(
+    x_ME: torch.Tensor,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up: BlockMatrix,
+    down: BlockMatrix,
+) -> torch.Tensor:
     """The sum over a token's chosen experts (`moe.route`) of weight x down(silu(gate) * up), [M, E]; gate_up [X, 2F, E], down [X, E, F]."""
     if not x_ME.is_cuda:
         return fp8_experts_reference(x_ME, weights_MK, experts_MK, gate_up, down)

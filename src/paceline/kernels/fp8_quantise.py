@@ -13,7 +13,9 @@ from paceline.kernels.triton_support import cdiv, launch_next, launch_options, t
 def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
     *leading, width, depth = weight.shape
     padded = F.pad(weight.float(), (0, -depth % GROUP, 0, -width % GROUP))
-    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))  # [..., blocks of N, 128, blocks of K, 128]
+    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(
+        -3, (-1, GROUP)
+    )  # [..., blocks of N, 128, blocks of K, 128]
     scales = scale_of(blocks.abs().amax((-3, -1)))
     values = (blocks / scales[..., None, :, None]).flatten(-4, -3).flatten(-2, -1)[..., :width, :]
     out.values.copy_(to_e4m3(values))
@@ -54,11 +56,15 @@ def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, 
 def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:
     *leading, width, depth = weight.shape
     grid = (cdiv(depth, GROUP), cdiv(width, GROUP), leading[0] if leading else 1)
-    _quantise_blocks_kernel[grid](weight, out.values, out.scales, width, depth, out.values.shape[-1], **launch_options(num_warps=8))
+    _quantise_blocks_kernel[grid](
+        weight, out.values, out.scales, width, depth, out.values.shape[-1], **launch_options(num_warps=8)
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "padded_rows"])
-def _quantise_rows_kernel(x_ptr, values_ptr, scales_ptr, num_rows, padded_rows, K, PADDED_K, GROUPS: tl.constexpr, PDL: tl.constexpr):
+def _quantise_rows_kernel(
+    x_ptr, values_ptr, scales_ptr, num_rows, padded_rows, K, PADDED_K, GROUPS: tl.constexpr, PDL: tl.constexpr
+):
     """One program per row and GROUPS groups."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -82,7 +88,15 @@ def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
     out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
     padded_rows, padded_depth = out.values_MK.shape
     _quantise_rows_kernel[(num_rows, cdiv(padded_depth, 8 * GROUP))](
-        x_MK, out.values_MK, out.scales_GM, num_rows, padded_rows, depth, padded_depth, GROUPS=8, **launch_options(num_warps=4)
+        x_MK,
+        out.values_MK,
+        out.scales_GM,
+        num_rows,
+        padded_rows,
+        depth,
+        padded_depth,
+        GROUPS=8,
+        **launch_options(num_warps=4),
     )
     return out
 

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    cdiv,
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 MAX_MATCH = 16  # tokens compared; a longer match counts as this long
 MIN_MATCH = 2  # one equal token says too little
@@ -45,14 +53,26 @@ class HistoryIndex:
     filed_S: torch.Tensor  # leading tokens of each row that are in the table
 
     @classmethod
-    def empty(cls, slots: int, bank_tokens: int, running_tokens: int, max_buckets: int, device: torch.device) -> "HistoryIndex":
+    def empty(
+        cls, slots: int, bank_tokens: int, running_tokens: int, max_buckets: int, device: torch.device
+    ) -> "HistoryIndex":
         """About two buckets for each token, of up to four that it could use: siblings write much alike, and any one of them finds it."""
 
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        finished, running = (min(max_buckets, next_power_of_2(2 * tokens + 1) // 2) for tokens in (bank_tokens, running_tokens))
-        return cls(zeros(bank_tokens, torch.int32), zeros(finished), zeros(running), zeros(1), zeros(1) + 1, zeros(slots), zeros(slots))
+        finished, running = (
+            min(max_buckets, next_power_of_2(2 * tokens + 1) // 2) for tokens in (bank_tokens, running_tokens)
+        )
+        return cls(
+            zeros(bank_tokens, torch.int32),
+            zeros(finished),
+            zeros(running),
+            zeros(1),
+            zeros(1) + 1,
+            zeros(slots),
+            zeros(slots),
+        )
 
 
 def _hashes(window_XM: torch.Tensor, prompt_X: torch.Tensor) -> torch.Tensor:
@@ -70,13 +90,19 @@ def _buckets(hashes: torch.Tensor, table_B: torch.Tensor) -> torch.Tensor:
     return (hashes >> 24) & (len(table_B) - 1)
 
 
-def _file(table_B: torch.Tensor, hashes_XN: torch.Tensor, values_X: torch.Tensor, known_X: torch.Tensor) -> None:
+def _file(
+    table_B: torch.Tensor, hashes_XN: torch.Tensor, values_X: torch.Tensor, known_X: torch.Tensor
+) -> None:
     """`known_X`: tokens up to and including the position; shorter than a length, it is not filed under it."""
-    values_XN = torch.where(known_X.unsqueeze(-1) >= torch.tensor(LENGTHS, device=known_X.device), values_X.unsqueeze(-1), 0)
+    values_XN = torch.where(
+        known_X.unsqueeze(-1) >= torch.tensor(LENGTHS, device=known_X.device), values_X.unsqueeze(-1), 0
+    )
     table_B.scatter_reduce_(0, _buckets(hashes_XN, table_B).flatten(), values_XN.flatten(), "amax")
 
 
-def file_running_reference(slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex) -> None:
+def file_running_reference(
+    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex
+) -> None:
     first_R, stop_R = index.filed_S[slots_R], length_S[slots_R] - 1  # the last token has nothing after it yet
     span = int((stop_R - first_R).max())
     if span <= 0:
@@ -93,7 +119,12 @@ def file_running_reference(slots_R: torch.Tensor, tokens_SW: torch.Tensor, lengt
 
 
 def propose_reference(
-    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int, proposals_SK: torch.Tensor
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
 ) -> None:
     file_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
@@ -115,7 +146,9 @@ def propose_reference(
     def text(position_RCN: torch.Tensor) -> torch.Tensor:
         """Around the candidates; whatever stands where there is nothing."""
         bank = index.bank_T[position_RCN[:, :kinds].clamp(0, len(index.bank_T) - 1)]
-        return torch.cat((bank, tokens_SW[slot_RC[:, kinds:, None], position_RCN[:, kinds:].clamp(0, width - 1)]), dim=1)
+        return torch.cat(
+            (bank, tokens_SW[slot_RC[:, kinds:, None], position_RCN[:, kinds:].clamp(0, width - 1)]), dim=1
+        )
 
     before_RCM = position_RC.unsqueeze(-1) - back_M
     equal_RCM = (text(before_RCM) == suffix_RM.unsqueeze(1)) & (before_RCM >= 0) & (own_RM >= 0).unsqueeze(1)
@@ -131,25 +164,48 @@ def propose_reference(
     own_R1 = running_C[best_R1] & (slot_RC.gather(1, best_R1) == slots_R.unsqueeze(1))
     step_RK = torch.where(own_R1, ahead_K % follow_R1.clamp(min=1), ahead_K)
     best_RCK = best_R1.unsqueeze(-1).expand(-1, -1, count)
-    chosen_RK = text((position_R1 + 1 + step_RK).unsqueeze(1).expand(-1, 2 * kinds, -1)).gather(1, best_RCK).squeeze(1)
+    chosen_RK = (
+        text((position_R1 + 1 + step_RK).unsqueeze(1).expand(-1, 2 * kinds, -1))
+        .gather(1, best_RCK)
+        .squeeze(1)
+    )
     said_RK = (key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
     proposals_SK[slots_R, :count] = torch.where(said_RK, chosen_RK.long(), END)
 
 
-def file_finished(index: HistoryIndex, positions_N: torch.Tensor, context_N: torch.Tensor, prompt_N: torch.Tensor, number_N: torch.Tensor) -> None:
+def file_finished(
+    index: HistoryIndex,
+    positions_N: torch.Tensor,
+    context_N: torch.Tensor,
+    prompt_N: torch.Tensor,
+    number_N: torch.Tensor,
+) -> None:
     """Files positions of the bank. `context_N`: tokens of the same entry up to and including each."""
-    window_NM = index.bank_T[(positions_N.unsqueeze(1) - torch.arange(MAX_MATCH, device=positions_N.device)).clamp(min=0)].long()
-    _file(index.finished_B, _hashes(window_NM, prompt_N), (number_N << LOCATION_BITS) | positions_N, context_N)
+    window_NM = index.bank_T[
+        (positions_N.unsqueeze(1) - torch.arange(MAX_MATCH, device=positions_N.device)).clamp(min=0)
+    ].long()
+    _file(
+        index.finished_B, _hashes(window_NM, prompt_N), (number_N << LOCATION_BITS) | positions_N, context_N
+    )
 
 
 def bank_row_reference(
-    tokens_SW: torch.Tensor, index: HistoryIndex, slot: int, first: int, prompt: int, length: int, start: int, number: int
+    tokens_SW: torch.Tensor,
+    index: HistoryIndex,
+    slot: int,
+    first: int,
+    prompt: int,
+    length: int,
+    start: int,
+    number: int,
 ) -> None:
     index.bank_T[start : start + length - first] = tokens_SW[slot, first:length]
     index.bank_T[start + length - first] = END
     context_N = torch.arange(prompt, length, device=tokens_SW.device) - first
     numbers_N = torch.full_like(context_N, number)
-    file_finished(index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N)
+    file_finished(
+        index, start + context_N - 1, context_N, index.prompt_S[slot].expand_as(context_N), numbers_N
+    )
 
 
 @triton.jit
@@ -159,7 +215,18 @@ def _mixed(h, token, MULTIPLIER: tl.constexpr):
 
 
 @triton.jit
-def _file_window(text_ptr, position, filed, known, h, value, table_ptr, mask, MAX_MATCH: tl.constexpr, MULTIPLIER: tl.constexpr):
+def _file_window(
+    text_ptr,
+    position,
+    filed,
+    known,
+    h,
+    value,
+    table_ptr,
+    mask,
+    MAX_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
     """Files each `position` of a text under its last 2, 4, 8 and 16 tokens; `known`: how many tokens there are up to it."""
     h = _mixed(h, tl.load(text_ptr + position, mask=filed, other=0).to(tl.int64), MULTIPLIER)
     for j in tl.static_range(1, MAX_MATCH):
@@ -171,9 +238,22 @@ def _file_window(text_ptr, position, filed, known, h, value, table_ptr, mask, MA
 
 @triton.jit
 def _file_running_kernel(
-    slots_ptr, tokens_ptr, length_ptr, table_ptr, clock_ptr, prompt_ptr, filed_ptr, width, mask,
-    MAX_MATCH: tl.constexpr, MULTIPLIER: tl.constexpr, LOCATION_BITS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    table_ptr,
+    clock_ptr,
+    prompt_ptr,
+    filed_ptr,
+    width,
+    mask,
+    MAX_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    LOCATION_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Program (row, part): usually there are a few tokens for the first part, and for the others nothing; a new row has its prompt."""
     launch_next(PDL)
     wait_previous(PDL)
@@ -184,16 +264,46 @@ def _file_running_kernel(
         position = base + tl.arange(0, BLOCK)
         value = (clock << LOCATION_BITS) | (slot * width + position)
         text_ptr = tokens_ptr + slot * width
-        _file_window(text_ptr, position, position < stop, position + 1, prompt + position * 0, value, table_ptr, mask, MAX_MATCH, MULTIPLIER)
+        _file_window(
+            text_ptr,
+            position,
+            position < stop,
+            position + 1,
+            prompt + position * 0,
+            value,
+            table_ptr,
+            mask,
+            MAX_MATCH,
+            MULTIPLIER,
+        )
 
 
 @triton.jit
 def _propose_kernel(
-    slots_ptr, tokens_ptr, length_ptr, bank_ptr, finished_ptr, running_ptr, oldest_ptr, clock_ptr, prompt_ptr, filed_ptr, proposals_ptr,
-    width, bank_tokens, finished_mask, running_mask, count, num_proposals,
-    MAX_MATCH: tl.constexpr, MIN_MATCH: tl.constexpr, MULTIPLIER: tl.constexpr, LOCATION_BITS: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    bank_ptr,
+    finished_ptr,
+    running_ptr,
+    oldest_ptr,
+    clock_ptr,
+    prompt_ptr,
+    filed_ptr,
+    proposals_ptr,
+    width,
+    bank_tokens,
+    finished_mask,
+    running_mask,
+    count,
+    num_proposals,
+    MAX_MATCH: tl.constexpr,
+    MIN_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    LOCATION_BITS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0)
@@ -213,7 +323,11 @@ def _propose_kernel(
     known = length + c * 0 >= (2 << (c & 3))
     finished = tl.load(finished_ptr + ((hashes >> 24) & finished_mask), mask=known & (c < 4), other=0)
     finished = tl.where((finished >> LOCATION_BITS) >= tl.load(oldest_ptr), finished, 0)
-    value = tl.where(running, tl.load(running_ptr + ((hashes >> 24) & running_mask), mask=known & running, other=0), finished)
+    value = tl.where(
+        running,
+        tl.load(running_ptr + ((hashes >> 24) & running_mask), mask=known & running, other=0),
+        finished,
+    )
     where = value & ((1 << LOCATION_BITS) - 1)
     source = tl.where(running, where // width, 0)
     position = tl.where(running, where % width, where)
@@ -225,7 +339,11 @@ def _propose_kernel(
     before = position[:, None] - back[None, :]
     there = found[:, None] & (before >= 0) & (back < length)[None, :]
     text = tl.load(tokens_ptr + source[:, None] * width + before, mask=there & running[:, None], other=-3)
-    text = tl.where(running[:, None], text, tl.load(bank_ptr + before, mask=there & (running[:, None] == 0), other=-3).to(tl.int64))
+    text = tl.where(
+        running[:, None],
+        text,
+        tl.load(bank_ptr + before, mask=there & (running[:, None] == 0), other=-3).to(tl.int64),
+    )
     matched = tl.min(tl.where(there & (text == own[None, :]), MAX_MATCH, back[None, :]), axis=1)
 
     ahead = tl.arange(0, BLOCK_COUNT)
@@ -247,15 +365,32 @@ def _propose_kernel(
     step = tl.where(from_row & (chosen_slot == slot), ahead % tl.maximum(reach, 1), ahead)
     said = (ahead * 0 + best >= 0) & (step < reach)
     out = tl.load(tokens_ptr + chosen_slot * width + start + step, mask=said & from_row, other=-1)
-    out = tl.where(from_row, out, tl.load(bank_ptr + start + step, mask=said & (from_row == 0), other=-1).to(tl.int64))
+    out = tl.where(
+        from_row, out, tl.load(bank_ptr + start + step, mask=said & (from_row == 0), other=-1).to(tl.int64)
+    )
     tl.store(proposals_ptr + slot * num_proposals + ahead, out, mask=ahead < count)
 
 
 @triton.jit(do_not_specialize=["slot", "first", "prompt", "length", "start", "number"])
 def _bank_row_kernel(
-    tokens_ptr, bank_ptr, table_ptr, prompt_ptr, slot, first, prompt, length, start, number, width, mask,
-    MAX_MATCH: tl.constexpr, MULTIPLIER: tl.constexpr, LOCATION_BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    bank_ptr,
+    table_ptr,
+    prompt_ptr,
+    slot,
+    first,
+    prompt,
+    length,
+    start,
+    number,
+    width,
+    mask,
+    MAX_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    LOCATION_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     position = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -266,44 +401,116 @@ def _bank_row_kernel(
     filed = (position >= prompt - 1) & (position < length - 1)
     value = (number.to(tl.int64) << LOCATION_BITS) | where
     h = tl.load(prompt_ptr + slot.to(tl.int64)) + position * 0
-    _file_window(row_ptr, position, filed, position - first + 1, h, value, table_ptr, mask, MAX_MATCH, MULTIPLIER)
+    _file_window(
+        row_ptr, position, filed, position - first + 1, h, value, table_ptr, mask, MAX_MATCH, MULTIPLIER
+    )
 
 
 _CONSTANTS = dict(MAX_MATCH=MAX_MATCH, MULTIPLIER=_MULTIPLIER, LOCATION_BITS=LOCATION_BITS)
 
 
 def propose_triton(
-    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int, proposals_SK: torch.Tensor
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
 ) -> None:
     """Two launches: every row files before any looks up, so who runs first does not matter."""
     rows, width = slots_R.shape[0], tokens_SW.shape[1]
     _file_running_kernel[(rows, _FILING_PARTS)](
-        slots_R, tokens_SW, length_S, index.running_B, index.clock_1, index.prompt_S, index.filed_S, width, len(index.running_B) - 1,
-        BLOCK=_FILED_AT_ONCE, SPLIT=_FILING_PARTS, **_CONSTANTS, **launch_options(num_warps=2),
-    )  # fmt: skip
+        slots_R,
+        tokens_SW,
+        length_S,
+        index.running_B,
+        index.clock_1,
+        index.prompt_S,
+        index.filed_S,
+        width,
+        len(index.running_B) - 1,
+        BLOCK=_FILED_AT_ONCE,
+        SPLIT=_FILING_PARTS,
+        **_CONSTANTS,
+        **launch_options(num_warps=2),
+    )
     _propose_kernel[(rows,)](
-        slots_R, tokens_SW, length_S, index.bank_T, index.finished_B, index.running_B, index.oldest_1, index.clock_1, index.prompt_S, index.filed_S,
-        proposals_SK, width, len(index.bank_T), len(index.finished_B) - 1, len(index.running_B) - 1, count, proposals_SK.shape[1],
-        MIN_MATCH=MIN_MATCH, BLOCK_COUNT=next_power_of_2(count), **_CONSTANTS, **launch_options(num_warps=1),
-    )  # fmt: skip
+        slots_R,
+        tokens_SW,
+        length_S,
+        index.bank_T,
+        index.finished_B,
+        index.running_B,
+        index.oldest_1,
+        index.clock_1,
+        index.prompt_S,
+        index.filed_S,
+        proposals_SK,
+        width,
+        len(index.bank_T),
+        len(index.finished_B) - 1,
+        len(index.running_B) - 1,
+        count,
+        proposals_SK.shape[1],
+        MIN_MATCH=MIN_MATCH,
+        BLOCK_COUNT=next_power_of_2(count),
+        **_CONSTANTS,
+        **launch_options(num_warps=1),
+    )
 
 
-def bank_row_triton(tokens_SW: torch.Tensor, index: HistoryIndex, slot: int, first: int, prompt: int, length: int, start: int, number: int) -> None:
+def bank_row_triton(
+    tokens_SW: torch.Tensor,
+    index: HistoryIndex,
+    slot: int,
+    first: int,
+    prompt: int,
+    length: int,
+    start: int,
+    number: int,
+) -> None:
     _bank_row_kernel[(cdiv(length - first + 1, _BANKED_AT_ONCE),)](
-        tokens_SW, index.bank_T, index.finished_B, index.prompt_S, slot, first, prompt, length, start, number,
-        tokens_SW.shape[1], len(index.finished_B) - 1, BLOCK=_BANKED_AT_ONCE, **_CONSTANTS, **launch_options(num_warps=4),
-    )  # fmt: skip
+        tokens_SW,
+        index.bank_T,
+        index.finished_B,
+        index.prompt_S,
+        slot,
+        first,
+        prompt,
+        length,
+        start,
+        number,
+        tokens_SW.shape[1],
+        len(index.finished_B) - 1,
+        BLOCK=_BANKED_AT_ONCE,
+        **_CONSTANTS,
+        **launch_options(num_warps=4),
+    )
 
 
 def propose_from_history(
-    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int, proposals_SK: torch.Tensor
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
 ) -> None:
     """Files what the rows have gained, then writes up to `count` tokens for each; -1, which no policy samples, where there is nothing to say."""
     run = propose_triton if slots_R.is_cuda else propose_reference
     run(slots_R, tokens_SW, length_S, index, count, proposals_SK)
 
 
-def bank_row(tokens_SW: torch.Tensor, index: HistoryIndex, slot: int, first: int, prompt: int, length: int, start: int, number: int) -> None:
+def bank_row(
+    tokens_SW: torch.Tensor,
+    index: HistoryIndex,
+    slot: int,
+    first: int,
+    prompt: int,
+    length: int,
+    start: int,
+    number: int,
+) -> None:
     """Keeps tokens [first, length) of a row as entry `number` at `start` of the bank, END after it; files what follows its `prompt` tokens."""
     run = bank_row_triton if tokens_SW.is_cuda else bank_row_reference
     run(tokens_SW, index, slot, first, prompt, length, start, number)

@@ -28,15 +28,19 @@ from paceline.kernels.triton_support import (
     tl,
     triton,
     wait_previous,
-)  # fmt: skip
+)
 
 ROW_TILE = 32  # CPU: costs little at M = 128 and not much at M = 1
 TMA_ROWS = 64  # from here on tiles are loaded by TMA, which is slow to fill in rows that do not exist
 CUBLAS_ROWS = 65
-PULL_BYTES = 512  # of each weight row, fetched into L2 before the kernel before has finished (measured: 0 to 8192)
+PULL_BYTES = (
+    512  # of each weight row, fetched into L2 before the kernel before has finished (measured: 0 to 8192)
+)
 
 
-def linear_reference(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def linear_reference(
+    x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     num_rows = x_MK.shape[0]
     if out_dtype is not None:  # 16-bit products would be rounded to 16 bits before they are widened
         x_MK, weight_NK = x_MK.to(out_dtype), weight_NK.to(out_dtype)
@@ -60,7 +64,9 @@ class Tile:
     stages: int
 
     def options(self, itemsize: int) -> dict:
-        return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * self.depth * itemsize)
+        return launch_options(
+            self.warps, self.stages, stage_bytes=(self.rows + self.cols) * self.depth * itemsize
+        )
 
 
 def choose_tile(num_rows: int, width: int) -> Tile:
@@ -73,9 +79,21 @@ def choose_tile(num_rows: int, width: int) -> Tile:
         return Tile(16, 32, 512, 4, 4) if narrow else Tile(16, 64, 256, 4, 4)
     if num_rows <= 64:
         shallow = wide and num_rows < TMA_ROWS
-        return Tile(64, 32, 128, 4, 6) if narrow else Tile(64, 64, 64, 4, 6) if shallow else Tile(64, 64, 128, 4, 5)
+        return (
+            Tile(64, 32, 128, 4, 6)
+            if narrow
+            else Tile(64, 64, 64, 4, 6)
+            if shallow
+            else Tile(64, 64, 128, 4, 5)
+        )
     if num_rows <= 128:
-        return Tile(128, 32, 128, 4, 5) if narrow else Tile(128, 128, 64, 8, 6) if wide else Tile(128, 64, 64, 4, 6)
+        return (
+            Tile(128, 32, 128, 4, 5)
+            if narrow
+            else Tile(128, 128, 64, 8, 6)
+            if wide
+            else Tile(128, 64, 64, 4, 6)
+        )
     if num_rows <= 256 and narrow:
         return Tile(128, 64, 128, 4, 4)
     if num_rows <= 256 or (num_rows <= 1024 and not wide):
@@ -84,7 +102,9 @@ def choose_tile(num_rows: int, width: int) -> Tile:
 
 
 @triton.jit
-def _pull_weight(weight_ptr, first_col, width, K: tl.constexpr, COLS: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr):
+def _pull_weight(
+    weight_ptr, first_col, width, K: tl.constexpr, COLS: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr
+):
     """Begin to fetch the first PULL bytes of COLS weight rows; a row's bytes are shared by up to four threads."""
     PARTS: tl.constexpr = 4 if COLS <= 32 else 2 if COLS <= 64 else 1
     ROW_BYTES: tl.constexpr = K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -96,9 +116,19 @@ def _pull_weight(weight_ptr, first_col, width, K: tl.constexpr, COLS: tl.constex
 
 @triton.jit(do_not_specialize=["M", "num_processors"])
 def _stream_kernel(
-    x_ptr, weight_ptr, out_ptr, M, N, num_processors, K: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    M,
+    N,
+    num_processors,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PULL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per COLS weight rows and tile of x rows; neighbours share weights through L2."""
     launch_next(PDL)
     row_tiles = tl.cdiv(M, ROWS)
@@ -125,9 +155,18 @@ def _stream_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _tma_kernel(
-    x_desc, weight_desc, out_ptr, M, N, K: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    weight_desc,
+    out_ptr,
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Programs walk GROUP row tiles before the next column tile, so that both operands stay in L2."""
     launch_next(PDL)
     row_tiles, col_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
@@ -144,10 +183,17 @@ def _tma_kernel(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     col = col_tile * COLS + tl.arange(0, COLS)
     out_offset = row.to(tl.int64)[:, None] * N + col[None, :]
-    tl.store(out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :])
+    tl.store(
+        out_ptr + out_offset, acc.to(out_ptr.dtype.element_ty), mask=(row < M)[:, None] & (col < N)[None, :]
+    )
 
 
-def linear_triton(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None) -> torch.Tensor:
+def linear_triton(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
     (num_rows, depth), width = x_MK.shape, weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, width)
     while depth % tile.depth:  # SmolLM's 576, for instance; a shallower tile gives the same bits
@@ -157,7 +203,9 @@ def linear_triton(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.
     options = dict(K=depth, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth, **tile.options(x_MK.itemsize))
     if num_rows < TMA_ROWS or not has_tma(x_MK.device):
         pull = min(PULL_BYTES, depth * weight_NK.element_size()) // 64 * 64
-        _stream_kernel[grid](x_MK, weight_NK, out_MN, num_rows, width, multiprocessors(x_MK.device), PULL=pull, **options)
+        _stream_kernel[grid](
+            x_MK, weight_NK, out_MN, num_rows, width, multiprocessors(x_MK.device), PULL=pull, **options
+        )
     else:
         x_desc = TensorDescriptor(x_MK, [num_rows, depth], [depth, 1], [tile.rows, tile.depth])
         weight_desc = TensorDescriptor(weight_NK, [width, depth], [depth, 1], [tile.cols, tile.depth])
@@ -165,7 +213,12 @@ def linear_triton(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.
     return out_MN
 
 
-def linear(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None, deterministic: bool = False) -> torch.Tensor:
+def linear(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
     """x times weight transposed, [M, N], in `out_dtype` (the LM head asks for float32; default x's own).
 
     On the GPU x and weight are contiguous 16-bit matrices and K is a multiple of 16.

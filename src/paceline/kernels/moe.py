@@ -24,7 +24,15 @@ import torch.nn.functional as F
 
 from paceline.kernels.linear import Tile, linear, linear_reference
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    cdiv,
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 ROW_TILE = 8  # CPU: an expert rarely has many rows
 SORT_BLOCK = 1024
@@ -32,18 +40,33 @@ COMBINE_BLOCK = 1024
 
 
 def expert_feed_forward_reference(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, num_choices: int, normalise: bool
+    x_ME: torch.Tensor,
+    router_XE: torch.Tensor,
+    gate_up_XNE: torch.Tensor,
+    down_XEF: torch.Tensor,
+    num_choices: int,
+    normalise: bool,
 ) -> torch.Tensor:
-    return experts_reference(x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
+    return experts_reference(
+        x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF
+    )
 
 
-def score_and_route_reference(x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def score_and_route_reference(
+    x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
-    return route_reference(linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype)
+    return route_reference(
+        linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype
+    )
 
 
 def experts_reference(
-    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor
+    x_ME: torch.Tensor,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up_XNE: torch.Tensor,
+    down_XEF: torch.Tensor,
 ) -> torch.Tensor:
     place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
@@ -52,7 +75,9 @@ def experts_reference(
     return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
 
-def route_reference(scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def route_reference(
+    scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the highest scores, best first (of equals the lowest number), and their softmax weights."""
     experts_MK = scores_MX.sort(dim=-1, descending=True, stable=True).indices[:, :num_choices]
     weights_MK = scores_MX.softmax(-1).gather(-1, experts_MK)
@@ -74,7 +99,12 @@ def tile_slots(experts_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 
 def _multiply_tiles(rows_RK: torch.Tensor, weight_XNK: torch.Tensor, tile_experts: list[int]) -> torch.Tensor:
     weights = weight_XNK.unbind()
-    return torch.cat([F.linear(tile, weights[expert]) for tile, expert in zip(rows_RK.split(ROW_TILE), tile_experts, strict=True)])
+    return torch.cat(
+        [
+            F.linear(tile, weights[expert])
+            for tile, expert in zip(rows_RK.split(ROW_TILE), tile_experts, strict=True)
+        ]
+    )
 
 
 def combine_reference(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
@@ -93,9 +123,16 @@ def _add_in_order(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 @triton.jit
 def _route_kernel(
-    scores_ptr, weights_ptr, experts_ptr, X, CHOICES: tl.constexpr, NORMALISE: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    scores_ptr,
+    weights_ptr,
+    experts_ptr,
+    X,
+    CHOICES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per token."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +145,9 @@ def _route_kernel(
     experts = tl.zeros((BLOCK_K,), tl.int32)
     for k in tl.static_range(CHOICES):
         best = tl.max(scores, axis=0)
-        which = tl.min(tl.where(scores == best, expert, X - 1), axis=0)  # X - 1: a row of NaN must not point outside
+        which = tl.min(
+            tl.where(scores == best, expert, X - 1), axis=0
+        )  # X - 1: a row of NaN must not point outside
         weights = tl.where(choice == k, tl.exp(best - highest) / mass, weights)
         experts = tl.where(choice == k, which, experts)
         scores = tl.where(expert == which, float("-inf"), scores)
@@ -119,14 +158,23 @@ def _route_kernel(
     tl.store(experts_ptr + offset, experts, mask=choice < CHOICES)
 
 
-def route_triton(scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def route_triton(
+    scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_experts = scores_MX.shape
     weights_MK = torch.empty(num_rows, num_choices, dtype=dtype, device=scores_MX.device)
     experts_MK = torch.empty(num_rows, num_choices, dtype=torch.int32, device=scores_MX.device)
     _route_kernel[(num_rows,)](
-        scores_MX, weights_MK, experts_MK, num_experts, CHOICES=num_choices, NORMALISE=normalise,
-        BLOCK_X=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(num_choices), **launch_options(num_warps=1),
-    )  # fmt: skip
+        scores_MX,
+        weights_MK,
+        experts_MK,
+        num_experts,
+        CHOICES=num_choices,
+        NORMALISE=normalise,
+        BLOCK_X=next_power_of_2(num_experts),
+        BLOCK_K=next_power_of_2(num_choices),
+        **launch_options(num_warps=1),
+    )
     return weights_MK, experts_MK
 
 
@@ -141,9 +189,17 @@ class ExpertTiles:
 
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def _sort_kernel(
-    experts_ptr, slots_ptr, tiles_ptr, num_slots, num_tiles, X,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    experts_ptr,
+    slots_ptr,
+    tiles_ptr,
+    num_slots,
+    num_tiles,
+    X,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per expert: counts everybody's slots, then places its own. One more marks the tiles nobody needs."""
     launch_next(PDL)
     mine = tl.program_id(0)
@@ -176,28 +232,55 @@ def _sort_kernel(
 
 def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
     num_slots = experts_MK.numel()
-    num_tiles = (num_slots + (rows - 1) * min(num_experts, num_slots)) // rows  # of every expert, all but one tile are full
+    num_tiles = (
+        num_slots + (rows - 1) * min(num_experts, num_slots)
+    ) // rows  # of every expert, all but one tile are full
     slots_S = torch.empty(num_slots, dtype=torch.int32, device=experts_MK.device)
     tiles_3T = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_MK.device)
     block = min(SORT_BLOCK, max(32, next_power_of_2(num_slots)))
     _sort_kernel[(num_experts + 1,)](
-        experts_MK, slots_S, tiles_3T, num_slots, num_tiles, num_experts,
-        ROWS=rows, BLOCK=block, BLOCK_X=next_power_of_2(num_experts + 1), **launch_options(num_warps=max(1, block // 256)),
-    )  # fmt: skip
+        experts_MK,
+        slots_S,
+        tiles_3T,
+        num_slots,
+        num_tiles,
+        num_experts,
+        ROWS=rows,
+        BLOCK=block,
+        BLOCK_X=next_power_of_2(num_experts + 1),
+        **launch_options(num_warps=max(1, block // 256)),
+    )
     return ExpertTiles(slots_S, tiles_3T, rows)
 
 
 def choose_expert_tile(num_slots: int, num_experts: int) -> Tile:
     """By the slots an expert gets on average. Decoding (top 8 of 128: up to 256 tokens) reads weights and little else."""
     average = num_slots / num_experts
-    return Tile(16, 32, 256, 4, 4) if average <= 16 else Tile(64, 64, 128, 4, 4) if average <= 96 else Tile(128, 128, 64, 8, 4)
+    return (
+        Tile(16, 32, 256, 4, 4)
+        if average <= 16
+        else Tile(64, 64, 128, 4, 4)
+        if average <= 96
+        else Tile(128, 128, 64, 8, 4)
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _expert_linear_kernel(
-    x_ptr, weight_ptr, slots_ptr, tiles_ptr, out_ptr, num_tiles, N, K: tl.constexpr, SLOTS_PER_ROW: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    slots_ptr,
+    tiles_ptr,
+    out_ptr,
+    num_tiles,
+    N,
+    K: tl.constexpr,
+    SLOTS_PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights through L2."""
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
@@ -219,24 +302,43 @@ def _expert_linear_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee")
             x_ptrs += DEPTH
             weight_ptrs += DEPTH
-        tl.store(out_ptr + slot[:, None] * N + col[None, :], acc.to(out_ptr.dtype.element_ty), mask=row_mask & col_mask)
+        tl.store(
+            out_ptr + slot[:, None] * N + col[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=row_mask & col_mask,
+        )
 
 
-def expert_linear_triton(x_RK: torch.Tensor, weight_XNK: torch.Tensor, tiles: ExpertTiles, tile: Tile) -> torch.Tensor:
+def expert_linear_triton(
+    x_RK: torch.Tensor, weight_XNK: torch.Tensor, tiles: ExpertTiles, tile: Tile
+) -> torch.Tensor:
     (num_rows, depth), width = x_RK.shape, weight_XNK.shape[1]
     num_slots, num_tiles = len(tiles.slots_S), tiles.tiles_3T.shape[1]
     while depth % tile.depth:  # a shallower tile gives the same bits
         tile = replace(tile, depth=tile.depth // 2)
     out_SN = torch.empty(num_slots, width, dtype=x_RK.dtype, device=x_RK.device)
     _expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
-        x_RK, weight_XNK, tiles.slots_S, tiles.tiles_3T, out_SN, num_tiles, width, K=depth, SLOTS_PER_ROW=num_slots // num_rows,
-        ROWS=tiles.rows, COLS=tile.cols, DEPTH=tile.depth, **tile.options(x_RK.itemsize),
-    )  # fmt: skip
+        x_RK,
+        weight_XNK,
+        tiles.slots_S,
+        tiles.tiles_3T,
+        out_SN,
+        num_tiles,
+        width,
+        K=depth,
+        SLOTS_PER_ROW=num_slots // num_rows,
+        ROWS=tiles.rows,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        **tile.options(x_RK.itemsize),
+    )
     return out_SN
 
 
 @triton.jit
-def _combine_kernel(slots_ptr, weights_ptr, out_ptr, E, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine_kernel(
+    slots_ptr, weights_ptr, out_ptr, E, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -245,7 +347,9 @@ def _combine_kernel(slots_ptr, weights_ptr, out_ptr, E, CHOICES: tl.constexpr, B
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(CHOICES):
         weight = tl.load(weights_ptr + row * CHOICES + k).to(tl.float32)
-        total += weight * tl.load(slots_ptr + (row * CHOICES + k) * E + column, mask=mask, other=0.0).to(tl.float32)
+        total += weight * tl.load(slots_ptr + (row * CHOICES + k) * E + column, mask=mask, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + row * E + column, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -253,12 +357,25 @@ def combine_triton(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tens
     (num_rows, num_choices), width = weights_MK.shape, out_SE.shape[1]
     out_ME = torch.empty(num_rows, width, dtype=out_SE.dtype, device=out_SE.device)
     grid = (num_rows, cdiv(width, COMBINE_BLOCK))
-    _combine_kernel[grid](out_SE, weights_MK, out_ME, width, CHOICES=num_choices, BLOCK=COMBINE_BLOCK, **launch_options(num_warps=4))
+    _combine_kernel[grid](
+        out_SE,
+        weights_MK,
+        out_ME,
+        width,
+        CHOICES=num_choices,
+        BLOCK=COMBINE_BLOCK,
+        **launch_options(num_warps=4),
+    )
     return out_ME
 
 
 def experts_triton(
-    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, tile: Tile
+    x_ME: torch.Tensor,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up_XNE: torch.Tensor,
+    down_XEF: torch.Tensor,
+    tile: Tile,
 ) -> torch.Tensor:
     tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
     gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
@@ -267,7 +384,12 @@ def experts_triton(
 
 
 def expert_feed_forward(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor, num_choices: int, normalise: bool
+    x_ME: torch.Tensor,
+    router_XE: torch.Tensor,
+    gate_up_XNE: torch.Tensor,
+    down_XEF: torch.Tensor,
+    num_choices: int,
+    normalise: bool,
 ) -> torch.Tensor:
     """The sum over a token's chosen experts of weight x down(silu(gate) * up), [M, E].
 
@@ -276,15 +398,26 @@ def expert_feed_forward(
     return run_experts(x_ME, *route(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
 
 
-def route(x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights in x's type and experts, `[M, K]`, best first."""
     if not x_ME.is_cuda:
         return score_and_route_reference(x_ME, router_XE, num_choices, normalise)
-    return route_triton(linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True), num_choices, normalise, x_ME.dtype)
+    return route_triton(
+        linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True),
+        num_choices,
+        normalise,
+        x_ME.dtype,
+    )
 
 
 def run_experts(
-    x_ME: torch.Tensor, weights_MK: torch.Tensor, experts_MK: torch.Tensor, gate_up_XNE: torch.Tensor, down_XEF: torch.Tensor
+    x_ME: torch.Tensor,
+    weights_MK: torch.Tensor,
+    experts_MK: torch.Tensor,
+    gate_up_XNE: torch.Tensor,
+    down_XEF: torch.Tensor,
 ) -> torch.Tensor:
     if not x_ME.is_cuda:
         return experts_reference(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF)

@@ -24,9 +24,16 @@ STREAM_SAMPLE, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2
 
 # ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), P from highest to lowest degree (Cephes `logf`).
 LOG_POLYNOMIAL = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
 LN2 = 0.693147180559945
 SQRT_HALF_BITS = 0x3F3504F3  # the float32 sqrt(1/2), as an integer
 SMALL_V = 0.2928932  # 1 - sqrt(1/2): below it 1 - v needs no exponent, and f = -v is exact
@@ -44,13 +51,17 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
     return c0, c1, c2, c3
 
 
-def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+def random_bits(
+    seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
+) -> torch.Tensor:
     """uint32 values as int64, shape `[*seed.shape, vocab_size]`; `seed` is any int64, `position` the absolute index."""
     draws = -(-vocab_size // TOKENS_PER_DRAW)
     token_group = torch.arange(draws, device=seed.device)
     seed, position = seed.unsqueeze(-1), position.long().unsqueeze(-1)
     zero = torch.zeros_like(seed)
-    words = philox((token_group + zero, position + zero, zero + stream, zero), (seed & MASK32, (seed >> 32) & MASK32))
+    words = philox(
+        (token_group + zero, position + zero, zero + stream, zero), (seed & MASK32, (seed >> 32) & MASK32)
+    )
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :vocab_size]
 
 
@@ -72,7 +83,9 @@ def _split_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     v = bits.to(torch.float32) * 2.0**-32 + 2.0**-33
-    v = v.clamp(max=1.0 - 2.0**-24)  # the losing end, where rounding would reach 1 and the Gumbel minus infinity
+    v = v.clamp(
+        max=1.0 - 2.0**-24
+    )  # the losing end, where rounding would reach 1 and the Gumbel minus infinity
     f, exponent = _split_exponent(1.0 - v)
     small = v < SMALL_V
     f, exponent = torch.where(small, -v, f), torch.where(small, torch.zeros_like(exponent), exponent)
@@ -81,7 +94,9 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
     return -(_log_reduced(f) + exponent * LN2)
 
 
-def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+def gumbel(
+    seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
+) -> torch.Tensor:
     """float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
     return gumbel_from_bits(random_bits(seed, position, vocab_size, stream))
 
@@ -159,7 +174,15 @@ def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, STREAM: tl.
 
 
 @triton.jit
-def _gumbel_kernel(seed_ptr, position_ptr, noise_ptr, vocab_size, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gumbel_kernel(
+    seed_ptr,
+    position_ptr,
+    noise_ptr,
+    vocab_size,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row, first_token = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -168,11 +191,15 @@ def _gumbel_kernel(seed_ptr, position_ptr, noise_ptr, vocab_size, STREAM: tl.con
     tl.store(noise_ptr + row * vocab_size + token, values, mask=token < vocab_size)
 
 
-def fill_gumbel_triton(seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE) -> torch.Tensor:
+def fill_gumbel_triton(
+    seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
+) -> torch.Tensor:
     """`gumbel` for rows `[R]` through the Triton twin."""
     noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
     grid = (seed.numel(), cdiv(vocab_size, 1024))
-    _gumbel_kernel[grid](seed, position, noise, vocab_size, STREAM=stream, BLOCK=1024, **launch_options(num_warps=4))
+    _gumbel_kernel[grid](
+        seed, position, noise, vocab_size, STREAM=stream, BLOCK=1024, **launch_options(num_warps=4)
+    )
     return noise
 
 

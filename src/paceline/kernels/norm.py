@@ -8,7 +8,14 @@ import torch
 
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -33,10 +40,24 @@ def rms_norm_block(x, weight, epsilon, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "padded_rows"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, values_ptr, scales_ptr, num_rows, padded_rows, epsilon,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, PADDED_K: tl.constexpr, PARTS: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr, QUANTISE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    values_ptr,
+    scales_ptr,
+    num_rows,
+    padded_rows,
+    epsilon,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     column = tl.arange(0, BLOCK_K)
     row = tl.program_id(0).to(tl.int64)
@@ -51,7 +72,9 @@ def _rms_norm_kernel(
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
     if ADD_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(total_ptr.dtype.element_ty)  # normalise what the next residual will be, as the reference does
+        x = x.to(
+            total_ptr.dtype.element_ty
+        )  # normalise what the next residual will be, as the reference does
         tl.store(total_ptr + offset, x, mask=mask)
         x = x.to(tl.float32)
     normed = rms_norm_block(x, weight, epsilon, K)
@@ -66,21 +89,43 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(
-    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float, quantise: bool = False
+    x_MK: torch.Tensor,
+    residual_MK: torch.Tensor | None,
+    weight_K: torch.Tensor,
+    epsilon: float,
+    quantise: bool = False,
 ) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor | None]:
     """x in one piece or in parts. The norm's weight has the type of what comes out."""
     num_rows, width = x_MK.shape[-2:]
     dtype, device = weight_K.dtype, x_MK.device
-    out = QuantisedRows.empty(num_rows, width, dtype, device) if quantise else torch.empty(num_rows, width, dtype=dtype, device=device)
+    out = (
+        QuantisedRows.empty(num_rows, width, dtype, device)
+        if quantise
+        else torch.empty(num_rows, width, dtype=dtype, device=device)
+    )
     total_MK = torch.empty_like(residual_MK) if residual_MK is not None else None
     plain, values, scales = (None, out.values_MK, out.scales_GM) if quantise else (out, None, None)
     padded_rows, padded_width = out.values_MK.shape if quantise else out.shape
     block = max(128, next_power_of_2(width))
     _rms_norm_kernel[(num_rows,)](
-        x_MK, residual_MK, weight_K, plain, total_MK, values, scales, num_rows, padded_rows, epsilon, K=width, BLOCK_K=block,
-        PADDED_K=padded_width, PARTS=1 if x_MK.ndim == 2 else len(x_MK), ADD_RESIDUAL=residual_MK is not None, QUANTISE=quantise,
+        x_MK,
+        residual_MK,
+        weight_K,
+        plain,
+        total_MK,
+        values,
+        scales,
+        num_rows,
+        padded_rows,
+        epsilon,
+        K=width,
+        BLOCK_K=block,
+        PADDED_K=padded_width,
+        PARTS=1 if x_MK.ndim == 2 else len(x_MK),
+        ADD_RESIDUAL=residual_MK is not None,
+        QUANTISE=quantise,
         **launch_options(num_warps=min(8, max(1, block // 512))),
-    )  # fmt: skip
+    )
     return out, total_MK
 
 
@@ -90,7 +135,9 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torc
     return rms_norm_reference(x_MK, weight_K, epsilon)
 
 
-def rms_norm_residual(x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_residual(
+    x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual); x may be in parts."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon)

@@ -45,7 +45,9 @@ FLAT_TOKENS = 512  # of a sequence on average, from which on such tiles pay: a p
 FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see attention_tiles.py
 
 
-def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None):
+def prefill_attention_reference(
+    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None
+):
     num_tokens = q_THD.shape[0]
     token_T = torch.arange(num_tokens)
     sequence_T = torch.searchsorted(cu_seqlens.long(), token_T, right=True) - 1
@@ -53,21 +55,41 @@ def prefill_attention_reference(q_THD, k_cache, v_cache, block_table_SB, cu_seql
     sequence_T, padding_T = sequence_T.clamp(max=context_len_S.shape[0] - 1), token_T >= cu_seqlens[-1]
     position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
     position_T = torch.where(padding_T, -1, position_T)
-    return attend_reference(q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache, k_scale_H, v_scale_H)
+    return attend_reference(
+        q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache, k_scale_H, v_scale_H
+    )
 
 
 @triton.jit
 def _attend_flat(
-    q, acc, maximum, total, query_position, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    q,
+    acc,
+    maximum,
+    total,
+    query_position,
+    start,
+    end,
+    block,
+    k_cache_ptr,
+    v_cache_ptr,
+    kv_head,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Carry one softmax over the TILE keys from `start`, all groups in one and sums in whatever order; not MASKED: every query sees all."""
     token = start + tl.arange(0, TILE)
     slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
     offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     if MASKED:
         exists = (token < end)[:, None]
-        k, v = tl.load(k_cache_ptr + offset, mask=exists, other=0.0), tl.load(v_cache_ptr + offset, mask=exists, other=0.0)
+        k, v = (
+            tl.load(k_cache_ptr + offset, mask=exists, other=0.0),
+            tl.load(v_cache_ptr + offset, mask=exists, other=0.0),
+        )
     else:
         k, v = tl.load(k_cache_ptr + offset), tl.load(v_cache_ptr + offset)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -82,12 +104,30 @@ def _attend_flat(
 
 @triton.jit(do_not_specialize=["num_sequences", "table_width"])
 def _prefill_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cu_seqlens_ptr, context_ptr, out_ptr,
-    num_sequences, table_width, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_GQA: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr, FP8: tl.constexpr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    cu_seqlens_ptr,
+    context_ptr,
+    out_ptr,
+    num_sequences,
+    table_width,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_GQA: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -125,26 +165,74 @@ def _prefill_attention_kernel(
         seen_by_all = (context + first_query) // TILE * TILE
         for start in range(0, seen_by_all, TILE):
             acc, maximum, total = _attend_flat(
-                q, acc, maximum, total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, False,
-            )  # fmt: skip
+                q,
+                acc,
+                maximum,
+                total,
+                context + query,
+                start,
+                end,
+                block,
+                k_cache_ptr,
+                v_cache_ptr,
+                kv_head,
+                scale,
+                HEAD_DIM,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                TILE,
+                False,
+            )
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
         for start in range(seen_by_all, end, TILE):
             acc, maximum, total = _attend_flat(
-                q, acc, maximum, total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, True,
-            )  # fmt: skip
+                q,
+                acc,
+                maximum,
+                total,
+                context + query,
+                start,
+                end,
+                block,
+                k_cache_ptr,
+                v_cache_ptr,
+                kv_head,
+                scale,
+                HEAD_DIM,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                TILE,
+                True,
+            )
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
     else:
         group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
         for start in range(0, end, TILE):
             group_acc, group_maximum, group_total = attend_tile(
-                q, group_acc, group_maximum, group_total, context + query, start, end, block, k_cache_ptr, v_cache_ptr, kv_head, scale,
-                HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, TILE, GROUP, FP8,
-            )  # fmt: skip
+                q,
+                group_acc,
+                group_maximum,
+                group_total,
+                context + query,
+                start,
+                end,
+                block,
+                k_cache_ptr,
+                v_cache_ptr,
+                kv_head,
+                scale,
+                HEAD_DIM,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                TILE,
+                GROUP,
+                FP8,
+            )
             block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
             if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1))
+                acc, maximum, total = fold(
+                    acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1)
+                )
     out = normalised(acc, total)
     if FP8:
         out *= tl.load(v_scale_ptr + kv_head)
@@ -152,9 +240,20 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention_triton(
-    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, rows=0, warps=0, stages=STAGES, k_scale_H=None, v_scale_H=None,
-    tile=TILE, flat=False,
-):  # fmt: skip
+    q_THD,
+    k_cache,
+    v_cache,
+    block_table_SB,
+    cu_seqlens,
+    context_len_S,
+    rows=0,
+    warps=0,
+    stages=STAGES,
+    k_scale_H=None,
+    v_scale_H=None,
+    tile=TILE,
+    flat=False,
+):
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -165,11 +264,35 @@ def prefill_attention_triton(
     v_cache = v_cache.view(torch.int16) if fp8 else v_cache
     grid = (num_kv_heads, num_tokens // (rows // padded_gqa) + num_sequences)
     _prefill_attention_kernel[grid](
-        q_THD, k_cache, v_cache, k_scale_H, v_scale_H, block_table_SB, cu_seqlens, context_len_S, out, num_sequences,
-        block_table_SB.shape[1], head_dim**-0.5 * LOG2E, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        ROWS=rows, PADDED_GQA=padded_gqa, TILE=tile, GROUP=GROUP, FLAT=flat, FP8=fp8,
-        **launch_options(warps, stages, stage_bytes=2 * tile * head_dim * k_cache.itemsize, held_bytes=rows * head_dim * q_THD.itemsize),
-    )  # fmt: skip
+        q_THD,
+        k_cache,
+        v_cache,
+        k_scale_H,
+        v_scale_H,
+        block_table_SB,
+        cu_seqlens,
+        context_len_S,
+        out,
+        num_sequences,
+        block_table_SB.shape[1],
+        head_dim**-0.5 * LOG2E,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        PADDED_GQA=padded_gqa,
+        TILE=tile,
+        GROUP=GROUP,
+        FLAT=flat,
+        FP8=fp8,
+        **launch_options(
+            warps,
+            stages,
+            stage_bytes=2 * tile * head_dim * k_cache.itemsize,
+            held_bytes=rows * head_dim * q_THD.itemsize,
+        ),
+    )
     return out
 
 
@@ -198,5 +321,8 @@ def prefill_attention(
 
 def _flat_tile(q_THD: torch.Tensor, sequences: int) -> int:
     row_bytes = q_THD.shape[-1] * q_THD.itemsize
-    fits = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, shared_memory(q_THD.device)) == STAGES
+    fits = (
+        fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, shared_memory(q_THD.device))
+        == STAGES
+    )
     return FLAT_TILE if fits and len(q_THD) >= FLAT_TOKENS * sequences else TILE

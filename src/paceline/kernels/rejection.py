@@ -33,12 +33,16 @@ class Truncation:
         return Truncation(self.top_k_R[few], self.top_p_R[few], self.min_p_R[few])
 
 
-def sampled_distribution(logits_RV: torch.Tensor, temperature_R: torch.Tensor, truncation: Truncation | None = None) -> torch.Tensor:
+def sampled_distribution(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, truncation: Truncation | None = None
+) -> torch.Tensor:
     """The probabilities that sampling draws from: at the row's temperature, within what truncation leaves; one token where it is 0."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     best_R1 = scaled_RV.argmax(-1, keepdim=True)
     if truncation is not None:
-        kept_RV, _ = kept_tokens(scaled_RV, row_logsumexp(scaled_RV), truncation.top_k_R, truncation.top_p_R, truncation.min_p_R)
+        kept_RV, _ = kept_tokens(
+            scaled_RV, row_logsumexp(scaled_RV), truncation.top_k_R, truncation.top_p_R, truncation.min_p_R
+        )
         scaled_RV = scaled_RV.masked_fill(~kept_RV, -torch.inf)
     certain_RV = torch.zeros_like(scaled_RV).scatter(-1, best_R1, 1.0)
     return torch.where((temperature_R > 0).unsqueeze(-1), scaled_RV.softmax(-1), certain_RV)
@@ -60,7 +64,12 @@ def verify_by_rejection(
     """
     num_rows, num_proposals = proposals_RK.shape
     before = slice(0, num_proposals)
-    p_RKV = _flat(sampled_distribution, logits_RQV[:, before], temperature_RQ[:, before], _repeated(truncation, num_proposals))
+    p_RKV = _flat(
+        sampled_distribution,
+        logits_RQV[:, before],
+        temperature_RQ[:, before],
+        _repeated(truncation, num_proposals),
+    )
     has_RK1 = (proposals_RK >= 0).unsqueeze(-1)
     draft_RK1 = proposals_RK.clamp(min=0).unsqueeze(-1)
     if draft_probabilities_RKV is None:
@@ -71,25 +80,33 @@ def verify_by_rejection(
 
     # Gumbel noise g is -ln of an exponential variate, which makes 1 - exp(-exp(-g)) uniform.
     seed_T, position_T = seed_RQ[:, before].flatten(), position_RQ[:, before].flatten()
-    gumbel_RK1 = draw_gumbel(seed_T, position_T, 1, STREAM_ACCEPT).view(num_rows, num_proposals, 1).to(p_RKV.dtype)
+    gumbel_RK1 = (
+        draw_gumbel(seed_T, position_T, 1, STREAM_ACCEPT).view(num_rows, num_proposals, 1).to(p_RKV.dtype)
+    )
     uniform_RK1 = -torch.expm1(-torch.exp(-gumbel_RK1))
     accepted_RK1 = has_RK1 & (uniform_RK1 * q_RKV.gather(-1, draft_RK1) < p_RKV.gather(-1, draft_RK1))
 
     left_RKV = (p_RKV - q_RKV).clamp(min=0)
-    nothing_left_RK1 = left_RKV.sum(-1, keepdim=True) <= 0  # p = q up to rounding, hence never rejected but for rounding
+    nothing_left_RK1 = (
+        left_RKV.sum(-1, keepdim=True) <= 0
+    )  # p = q up to rounding, hence never rejected but for rounding
     left_RKV = torch.where(nothing_left_RK1, p_RKV, left_RKV)
     noise_RKV = draw_gumbel(seed_T, position_T, p_RKV.shape[-1], STREAM_RECOVER).view(p_RKV.shape)
     recovered_RK1 = (left_RKV.log() + noise_RKV).argmax(-1, keepdim=True)
 
     token_RK1 = torch.where(accepted_RK1, draft_RK1, recovered_RK1)
     scaled_RKV = _flat(scaled_logits, logits_RQV[:, before], temperature_RQ[:, before])
-    logprob_RK = scaled_RKV.gather(-1, token_RK1).squeeze(-1) - row_logsumexp(scaled_RKV.flatten(0, 1)).view(num_rows, num_proposals)
+    logprob_RK = scaled_RKV.gather(-1, token_RK1).squeeze(-1) - row_logsumexp(scaled_RKV.flatten(0, 1)).view(
+        num_rows, num_proposals
+    )
     last_token_R, last_logprob_R = _sample_last(logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation)
     tokens_RQ = torch.cat((token_RK1.squeeze(-1), last_token_R.unsqueeze(1)), dim=1)
     return tokens_RQ, torch.cat((logprob_RK, last_logprob_R.unsqueeze(1)), dim=1)
 
 
-def _sample_last(logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation: Truncation | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_last(
+    logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation: Truncation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     # The logits last: the sampler reads the others before it waits for the launch just before it.
     noise = temperature_RQ[:, -1].contiguous(), seed_RQ[:, -1].contiguous(), position_RQ[:, -1].contiguous()
     last = logits_RQV[:, -1].contiguous(), *noise
@@ -101,7 +118,9 @@ def _sample_last(logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation: T
 def _repeated(truncation: Truncation | None, count: int) -> Truncation | None:
     if truncation is None:
         return None
-    return Truncation(*(x.repeat_interleave(count) for x in (truncation.top_k_R, truncation.top_p_R, truncation.min_p_R)))
+    return Truncation(
+        *(x.repeat_interleave(count) for x in (truncation.top_k_R, truncation.top_p_R, truncation.min_p_R))
+    )
 
 
 def _flat(function, logits_RKV: torch.Tensor, temperature_RK: torch.Tensor, *further) -> torch.Tensor:

@@ -17,7 +17,15 @@ import torch
 
 from paceline.kernels.fp8_format import E4M3, e4m3_of, to_e4m3
 from paceline.kernels.norm import rms_norm_reference
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    cdiv,
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 HEADS_PER_PROGRAM = 8
 
@@ -31,9 +39,21 @@ def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tens
 
 
 def rope_and_write_kv_reference(
-    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6,
-    k_scale_H=None, v_scale_H=None, dtype=None,
-):  # fmt: skip
+    qkv,
+    positions,
+    slot_mapping,
+    cos_PC,
+    sin_PC,
+    k_cache,
+    v_cache,
+    num_heads,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    epsilon=1e-6,
+    k_scale_H=None,
+    v_scale_H=None,
+    dtype=None,
+):
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     qk, v = qkv.view(num_tokens, -1, head_dim).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -51,18 +71,40 @@ def rope_and_write_kv_reference(
         # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
         finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
         if cache.dtype == E4M3:
-            finite, cache = to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8), cache.view(torch.uint8)
+            finite, cache = (
+                to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8),
+                cache.view(torch.uint8),
+            )
         cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite.to(cache.dtype))
     return q.contiguous()
 
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv_ptr, part_stride, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr,
-    k_scale_ptr, v_scale_ptr, epsilon, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr, PARTS: tl.constexpr,
+    qkv_ptr,
+    part_stride,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    FP8: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     launch_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -125,19 +167,50 @@ def _rope_kv_kernel(
 
 
 def rope_and_write_kv_triton(
-    qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight=None, k_norm_weight=None, epsilon=1e-6,
-    k_scale_H=None, v_scale_H=None, dtype=None,
-):  # fmt: skip
+    qkv,
+    positions,
+    slot_mapping,
+    cos_PC,
+    sin_PC,
+    k_cache,
+    v_cache,
+    num_heads,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    epsilon=1e-6,
+    k_scale_H=None,
+    v_scale_H=None,
+    dtype=None,
+):
     num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
     q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
     grid = (num_tokens, cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM))
     _rope_kv_kernel[grid](
-        qkv, part_size, positions, slot_mapping, cos_PC, sin_PC, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, k_scale_H, v_scale_H, epsilon,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HEADS=HEADS_PER_PROGRAM,
-        HALF=next_power_of_2(head_dim // 2), QK_NORM=q_norm_weight is not None, FP8=k_cache.dtype == E4M3,
-        PARTS=1 if qkv.ndim == 2 else len(qkv), **launch_options(num_warps=4),
-    )  # fmt: skip
+        qkv,
+        part_size,
+        positions,
+        slot_mapping,
+        cos_PC,
+        sin_PC,
+        q_norm_weight,
+        k_norm_weight,
+        q_out,
+        k_cache,
+        v_cache,
+        k_scale_H,
+        v_scale_H,
+        epsilon,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS=HEADS_PER_PROGRAM,
+        HALF=next_power_of_2(head_dim // 2),
+        QK_NORM=q_norm_weight is not None,
+        FP8=k_cache.dtype == E4M3,
+        PARTS=1 if qkv.ndim == 2 else len(qkv),
+        **launch_options(num_warps=4),
+    )
     return q_out
 
 
@@ -161,5 +234,18 @@ def rope_and_write_kv(
     caches. On the GPU qkv may come in parts."""
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
     return run(
-        qkv, positions, slot_mapping, cos_PC, sin_PC, k_cache, v_cache, num_heads, q_norm_weight, k_norm_weight, epsilon, k_scale_H, v_scale_H, dtype
+        qkv,
+        positions,
+        slot_mapping,
+        cos_PC,
+        sin_PC,
+        k_cache,
+        v_cache,
+        num_heads,
+        q_norm_weight,
+        k_norm_weight,
+        epsilon,
+        k_scale_H,
+        v_scale_H,
+        dtype,
     )

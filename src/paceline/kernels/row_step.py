@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels.triton_support import launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,12 @@ class Queries:
 
 
 def gather_queries_reference(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    queries: int,
+    max_position: int,
+    block_size: int,
 ) -> Queries:
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     last_R1 = rows.tokens[slots_R, length_R - 1].unsqueeze(1)
@@ -66,7 +78,11 @@ def gather_queries_reference(
 
 
 def append_samples_reference(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, sampled_RQ: torch.Tensor, logprobs_RQ: torch.Tensor
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    sampled_RQ: torch.Tensor,
+    logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
     queries = sampled_RQ.shape[1]
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
@@ -74,7 +90,9 @@ def append_samples_reference(
     proposed_RK = proposals_SK[slots_R, : queries - 1]
     agreed_RK = (sampled_RQ[:, :-1] == proposed_RK).long().cumprod(1)
     count_R = torch.minimum(agreed_RK.sum(1) + 1, limit_R - length_R)
-    is_stop_RQ = (sampled_RQ.unsqueeze(-1) == rows.stop_ids[slots_R].unsqueeze(1)).any(-1) & (offsets_Q < count_R.unsqueeze(1))
+    is_stop_RQ = (sampled_RQ.unsqueeze(-1) == rows.stop_ids[slots_R].unsqueeze(1)).any(-1) & (
+        offsets_Q < count_R.unsqueeze(1)
+    )
     stops_R = is_stop_RQ.any(1) & active_R
     count_R = torch.where(stops_R, is_stop_RQ.long().argmax(1) + 1, count_R) * active_R
 
@@ -86,16 +104,38 @@ def append_samples_reference(
     stopped_R = rows.stopped[slots_R] | stops_R
     active_R = active_R & ~stops_R & (length_R < limit_R)
     rows.length[slots_R], rows.stopped[slots_R], rows.active[slots_R] = length_R, stopped_R, active_R
-    return torch.stack((length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1)), (proposed_RK >= 0).sum(1)))
+    return torch.stack(
+        (length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1)), (proposed_RK >= 0).sum(1))
+    )
 
 
 @triton.jit
 def _gather_kernel(
-    slots_ptr, tokens_ptr, length_ptr, limit_ptr, active_ptr, seed_ptr, temperature_ptr, table_ptr, proposals_ptr,
-    out_tokens_ptr, out_positions_ptr, out_cache_ptr, out_context_ptr, out_sample_ptr, out_seed_ptr, out_temperature_ptr,
-    width, table_width, num_proposals, queries, max_position,
-    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    limit_ptr,
+    active_ptr,
+    seed_ptr,
+    temperature_ptr,
+    table_ptr,
+    proposals_ptr,
+    out_tokens_ptr,
+    out_positions_ptr,
+    out_cache_ptr,
+    out_context_ptr,
+    out_sample_ptr,
+    out_seed_ptr,
+    out_temperature_ptr,
+    width,
+    table_width,
+    num_proposals,
+    queries,
+    max_position,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +152,9 @@ def _gather_kernel(
     out = row * queries + q
     tl.store(out_tokens_ptr + out, tl.where(q == 0, last, tl.maximum(proposed, 0)), mask=valid)
     tl.store(out_positions_ptr + out, tl.minimum(position, max_position), mask=valid)
-    tl.store(out_cache_ptr + out, tl.where(stored, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=valid)
+    tl.store(
+        out_cache_ptr + out, tl.where(stored, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=valid
+    )
     tl.store(out_sample_ptr + out, position + 1, mask=valid)
     tl.store(out_seed_ptr + out, tl.load(seed_ptr + slot) + q * 0, mask=valid)
     tl.store(out_temperature_ptr + out, tl.load(temperature_ptr + slot) + q * 0.0, mask=valid)
@@ -121,10 +163,26 @@ def _gather_kernel(
 
 @triton.jit
 def _append_kernel(
-    slots_ptr, tokens_ptr, logprobs_ptr, length_ptr, limit_ptr, active_ptr, stopped_ptr, stop_ids_ptr, proposals_ptr,
-    sampled_ptr, sampled_logprobs_ptr, status_ptr, width, num_proposals, queries, num_rows,
-    STOPS: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    slots_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    length_ptr,
+    limit_ptr,
+    active_ptr,
+    stopped_ptr,
+    stop_ids_ptr,
+    proposals_ptr,
+    sampled_ptr,
+    sampled_logprobs_ptr,
+    status_ptr,
+    width,
+    num_proposals,
+    queries,
+    num_rows,
+    STOPS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -138,7 +196,9 @@ def _append_kernel(
     has_proposal = q < queries - 1
     proposed = tl.load(proposals_ptr + slot * num_proposals + q, mask=has_proposal, other=0)
     # The first sample that its proposal did not foresee is still kept: it is the policy's own.
-    last_kept = tl.min(tl.where(has_proposal & (sampled == proposed), BLOCK_Q, tl.where(valid, q, BLOCK_Q)), axis=0)
+    last_kept = tl.min(
+        tl.where(has_proposal & (sampled == proposed), BLOCK_Q, tl.where(valid, q, BLOCK_Q)), axis=0
+    )
     count = tl.minimum((last_kept + 1).to(tl.int64), limit - length)
     stop_ids = tl.load(stop_ids_ptr + slot * STOPS + tl.arange(0, STOPS))
     is_stop = tl.max((sampled[:, None] == stop_ids[None, :]).to(tl.int32), axis=1) > 0
@@ -161,42 +221,100 @@ def _append_kernel(
 
 
 def gather_queries_triton(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    queries: int,
+    max_position: int,
+    block_size: int,
 ) -> Queries:
     num_rows, device = slots_R.shape[0], slots_R.device
-    tokens, positions, cache_slots, sample_positions, seed = torch.empty(5, num_rows, queries, dtype=torch.int64, device=device)
+    tokens, positions, cache_slots, sample_positions, seed = torch.empty(
+        5, num_rows, queries, dtype=torch.int64, device=device
+    )
     context_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     temperature = torch.empty(num_rows, queries, dtype=rows.temperature.dtype, device=device)
     _gather_kernel[(num_rows,)](
-        slots_R, rows.tokens, rows.length, rows.limit, rows.active, rows.seed, rows.temperature, rows.block_table, proposals_SK,
-        tokens, positions, cache_slots, context_R, sample_positions, seed, temperature,
-        rows.tokens.shape[1], rows.block_table.shape[1], proposals_SK.shape[1], queries, max_position,
-        BLOCK_SIZE=block_size, BLOCK_Q=next_power_of_2(queries), **launch_options(num_warps=1),
-    )  # fmt: skip
+        slots_R,
+        rows.tokens,
+        rows.length,
+        rows.limit,
+        rows.active,
+        rows.seed,
+        rows.temperature,
+        rows.block_table,
+        proposals_SK,
+        tokens,
+        positions,
+        cache_slots,
+        context_R,
+        sample_positions,
+        seed,
+        temperature,
+        rows.tokens.shape[1],
+        rows.block_table.shape[1],
+        proposals_SK.shape[1],
+        queries,
+        max_position,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=next_power_of_2(queries),
+        **launch_options(num_warps=1),
+    )
     return Queries(tokens, positions, cache_slots, context_R, sample_positions, seed, temperature)
 
 
 def append_samples_triton(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, sampled_RQ: torch.Tensor, logprobs_RQ: torch.Tensor
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    sampled_RQ: torch.Tensor,
+    logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
     num_rows, queries = sampled_RQ.shape
     status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
     _append_kernel[(num_rows,)](
-        slots_R, rows.tokens, rows.logprobs, rows.length, rows.limit, rows.active, rows.stopped, rows.stop_ids, proposals_SK,
-        sampled_RQ, logprobs_RQ, status_3R, rows.tokens.shape[1], proposals_SK.shape[1], queries, num_rows,
-        STOPS=rows.stop_ids.shape[1], BLOCK_Q=next_power_of_2(queries), **launch_options(num_warps=1),
-    )  # fmt: skip
+        slots_R,
+        rows.tokens,
+        rows.logprobs,
+        rows.length,
+        rows.limit,
+        rows.active,
+        rows.stopped,
+        rows.stop_ids,
+        proposals_SK,
+        sampled_RQ,
+        logprobs_RQ,
+        status_3R,
+        rows.tokens.shape[1],
+        proposals_SK.shape[1],
+        queries,
+        num_rows,
+        STOPS=rows.stop_ids.shape[1],
+        BLOCK_Q=next_power_of_2(queries),
+        **launch_options(num_warps=1),
+    )
     return status_3R
 
 
-def gather_queries(rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, queries: int, max_position: int, block_size: int) -> Queries:
+def gather_queries(
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    queries: int,
+    max_position: int,
+    block_size: int,
+) -> Queries:
     """Each row's last token and its first `queries - 1` proposals, with positions, cache slots and noise to go with them."""
     run = gather_queries_triton if slots_R.is_cuda else gather_queries_reference
     return run(rows, slots_R, proposals_SK, queries, max_position, block_size)
 
 
 def append_samples(
-    rows: RowTensors, slots_R: torch.Tensor, proposals_SK: torch.Tensor, sampled_RQ: torch.Tensor, logprobs_RQ: torch.Tensor
+    rows: RowTensors,
+    slots_R: torch.Tensor,
+    proposals_SK: torch.Tensor,
+    sampled_RQ: torch.Tensor,
+    logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
     """Writes what is kept into the rows; returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; tokens proposed (-1 is none)."""
     run = append_samples_triton if slots_R.is_cuda else append_samples_reference

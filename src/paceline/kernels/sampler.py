@@ -18,7 +18,15 @@ import torch
 
 from paceline.kernels import noise
 from paceline.kernels.noise import gumbel_triton
-from paceline.kernels.triton_support import cdiv, launch_next, launch_options, next_power_of_2, tl, triton, wait_previous
+from paceline.kernels.triton_support import (
+    cdiv,
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
 
 CHUNK = 2048
 # Enough to occupy a GPU where the vocabulary is large (2.4 million logits of Qwen3's), and 0.15 GB of what truncation holds per logit.
@@ -65,16 +73,29 @@ def _better(score_a, token_a, score_b, token_b):
 
 @triton.jit
 def _sample_chunk_kernel(
-    logits_ptr, temperature_ptr, seed_ptr, position_ptr, score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, vocab_size, num_chunks,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    score_ptr,
+    token_ptr,
+    value_ptr,
+    max_ptr,
+    sum_ptr,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < vocab_size
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature <= 0
-    gumbel = gumbel_triton(tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
+    gumbel = gumbel_triton(
+        tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE
+    )
     wait_previous(PDL)
     logits = tl.load(logits_ptr + row * vocab_size + token, mask=mask, other=-float("inf")).to(tl.float32)
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
@@ -94,9 +115,18 @@ def _sample_chunk_kernel(
 
 @triton.jit
 def _sample_combine_kernel(
-    score_ptr, token_ptr, value_ptr, max_ptr, sum_ptr, sampled_ptr, logprob_ptr, vocab_size, num_chunks,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    score_ptr,
+    token_ptr,
+    value_ptr,
+    max_ptr,
+    sum_ptr,
+    sampled_ptr,
+    logprob_ptr,
+    vocab_size,
+    num_chunks,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
@@ -128,17 +158,39 @@ def sample_triton(
     sampled_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     logprob_R = torch.empty(num_rows, dtype=torch.float32, device=device)
     _sample_chunk_kernel[(num_rows, num_chunks)](
-        logits_RV, temperature_R, seed_R, position_R, score, token, value, maximum, total, vocab_size, num_chunks,
-        CHUNK=CHUNK, **launch_options(num_warps=8),
-    )  # fmt: skip
+        logits_RV,
+        temperature_R,
+        seed_R,
+        position_R,
+        score,
+        token,
+        value,
+        maximum,
+        total,
+        vocab_size,
+        num_chunks,
+        CHUNK=CHUNK,
+        **launch_options(num_warps=8),
+    )
     _sample_combine_kernel[(num_rows,)](
-        score, token, value, maximum, total, sampled_R, logprob_R, vocab_size, num_chunks, BLOCK=next_power_of_2(num_chunks),
+        score,
+        token,
+        value,
+        maximum,
+        total,
+        sampled_R,
+        logprob_R,
+        vocab_size,
+        num_chunks,
+        BLOCK=next_power_of_2(num_chunks),
         **launch_options(num_warps=1),
-    )  # fmt: skip
+    )
     return sampled_R, logprob_R
 
 
-def sample(logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token int64 [R], full-vocabulary logprob [R] at the row's temperature, at 1 where it is 0).
 
     `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.
@@ -166,17 +218,29 @@ def sample_truncated(
     device. The logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
     Rows that nothing truncates get what `sample` gives them, to the bit: what else runs in the batch is none of their business.
     """
-    return _wide_pieces(_sample_truncated, logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R)
+    return _wide_pieces(
+        _sample_truncated, logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R
+    )
 
 
-def top_logprobs(logits_RV: torch.Tensor, temperature_R: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_logprobs(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` most likely tokens of each row at its temperature (1 where it is 0): logprobs and ids, `[R, count]`."""
-    return _wide_pieces(lambda logits, temperature: scaled_logits(logits, temperature).log_softmax(-1).topk(count), logits_RV, temperature_R)
+    return _wide_pieces(
+        lambda logits, temperature: scaled_logits(logits, temperature).log_softmax(-1).topk(count),
+        logits_RV,
+        temperature_R,
+    )
 
 
-def _wide_pieces(function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _wide_pieces(
+    function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """A function of rows, for WIDE_ROWS of them at a time; what it makes on the way is gone before the next."""
-    pieces = [function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)]
+    pieces = [
+        function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
+    ]
     return tuple(torch.cat(outs) if len(outs) > 1 else outs[0] for outs in zip(*pieces, strict=True))
 
 
@@ -184,15 +248,25 @@ def _sample_truncated(logits_RV, temperature_R, seed_R, position_R, top_k_R, top
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     logsumexp_R = row_logsumexp(scaled_RV)
     kept_RV, log_mass_R = kept_tokens(scaled_RV, logsumexp_R, top_k_R, top_p_R, min_p_R)
-    token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf).argmax(-1)
+    token_R = (
+        _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf).argmax(-1)
+    )
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
     whole_R = (top_k_R <= 0) & (top_p_R >= 1) & (min_p_R <= 0)
     whole_token_R, whole_logprob_R = sample(logits_RV, temperature_R, seed_R, position_R)
-    return torch.where(whole_R, whole_token_R, token_R), torch.where(whole_R, whole_logprob_R, logprob_R), log_mass_R
+    return (
+        torch.where(whole_R, whole_token_R, token_R),
+        torch.where(whole_R, whole_logprob_R, logprob_R),
+        log_mass_R,
+    )
 
 
 def kept_tokens(
-    scaled_RV: torch.Tensor, logsumexp_R: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
+    scaled_RV: torch.Tensor,
+    logsumexp_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    min_p_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(which tokens truncation leaves, `[R, V]`; the log of their mass, `[R]`); see `sample_truncated`."""
     vocab_size = scaled_RV.shape[1]

@@ -35,7 +35,9 @@ def _silu_multiply_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL:
     mask = column < width
     gate = tl.load(gate_up_ptr + row * 2 * width + column, mask=mask).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask=mask).to(tl.float32)
-    tl.store(out_ptr + row * width + column, silu_multiply_block(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        out_ptr + row * width + column, silu_multiply_block(gate, up).to(out_ptr.dtype.element_ty), mask=mask
+    )
 
 
 def silu_multiply_triton(gate_up_M2F: torch.Tensor) -> torch.Tensor:
@@ -49,7 +51,7 @@ def silu_multiply_triton(gate_up_M2F: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["padded_rows"])
 def _silu_multiply_quantised_kernel(
     gate_up_ptr, values_ptr, scales_ptr, padded_rows, width, PADDED_K, GROUPS: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     """One program per row and GROUPS groups of 128 columns."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +71,14 @@ def silu_multiply_quantised_triton(gate_up_M2F: torch.Tensor) -> QuantisedRows:
     out = QuantisedRows.empty(num_rows, width, gate_up_M2F.dtype, gate_up_M2F.device)
     padded_rows, padded_width = out.values_MK.shape
     _silu_multiply_quantised_kernel[(num_rows, cdiv(padded_width, BLOCK))](
-        gate_up_M2F, out.values_MK, out.scales_GM, padded_rows, width, padded_width, GROUPS=BLOCK // GROUP, **launch_options(num_warps=4)
+        gate_up_M2F,
+        out.values_MK,
+        out.scales_GM,
+        padded_rows,
+        width,
+        padded_width,
+        GROUPS=BLOCK // GROUP,
+        **launch_options(num_warps=4),
     )
     return out
 

@@ -43,7 +43,9 @@ except ImportError:
     tl = SimpleNamespace(constexpr=lambda value=None: value)
     tl_cuda = TensorDescriptor = None
 
-TRITON_VERSION = tuple(int(number) for number in re.findall(r"\d+", getattr(triton, "__version__", "0.0"))[:2])
+TRITON_VERSION = tuple(
+    int(number) for number in re.findall(r"\d+", getattr(triton, "__version__", "0.0"))[:2]
+)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 OTHER_SHARED_BYTES = 2048  # what the compiler takes beside tiles: reductions, changes of layout
 
@@ -76,7 +78,13 @@ def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int, i
     return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes + in_registers))
 
 
-def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool = False, stage_bytes: int = 0, held_bytes: int = 0) -> dict:
+def launch_options(
+    num_warps: int,
+    num_stages: int = 1,
+    fuse_multiply_add: bool = False,
+    stage_bytes: int = 0,
+    held_bytes: int = 0,
+) -> dict:
     """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula differently in two
     kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it.
 
@@ -88,8 +96,16 @@ def launch_options(num_warps: int, num_stages: int = 1, fuse_multiply_add: bool 
     pdl = has_dependent_launch(device)
     if stage_bytes:
         in_registers = 0 if pdl else 1  # before Hopper, the tile that is multiplied
-        num_stages = fitting_stages(num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)), in_registers)
-    return dict(PDL=pdl, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fuse_multiply_add, launch_pdl=pdl)
+        num_stages = fitting_stages(
+            num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)), in_registers
+        )
+    return dict(
+        PDL=pdl,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=fuse_multiply_add,
+        launch_pdl=pdl,
+    )
 
 
 def next_power_of_2(n: int) -> int:

@@ -26,7 +26,9 @@ class TrainingSequence:
     advantage: float
     temperature: float
     penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
-    learner_logprobs: tuple[float, ...] = ()  # over the response, by the learner before the step's first update; empty: not computed
+    learner_logprobs: tuple[
+        float, ...
+    ] = ()  # over the response, by the learner before the step's first update; empty: not computed
     routing: Routing | None = None  # of all tokens but the last, where the rollout recorded it
 
     @property
@@ -47,8 +49,12 @@ class MicroBatch:
     targets_R: torch.Tensor
     mask_R: torch.Tensor
     rollout_logprobs_R: torch.Tensor
-    learner_logprobs_R: torch.Tensor | None  # of the learner's policy before the step's first update, where they were computed beforehand
-    anchor_logprobs_R: torch.Tensor  # of the policy that the clipped ratio is taken to: the rollout's, unless correction.py says otherwise
+    learner_logprobs_R: (
+        torch.Tensor | None
+    )  # of the learner's policy before the step's first update, where they were computed beforehand
+    anchor_logprobs_R: (
+        torch.Tensor
+    )  # of the policy that the clipped ratio is taken to: the rollout's, unless correction.py says otherwise
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
@@ -74,7 +80,13 @@ def training_sequence(completion: Completion) -> TrainingSequence:
     prompt = completion.request.prompt
     temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
     return TrainingSequence(
-        prompt + completion.tokens, len(prompt), tuple(completion.loss_mask), completion.logprobs, 0.0, temperature, routing=completion.routing
+        prompt + completion.tokens,
+        len(prompt),
+        tuple(completion.loss_mask),
+        completion.logprobs,
+        0.0,
+        temperature,
+        routing=completion.routing,
     )
 
 
@@ -88,7 +100,9 @@ def cut(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[T
     return parts
 
 
-def micro_batches(sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
+) -> list[MicroBatch]:
     return [pack(part, device) for part in cut(sequences, token_budget)]
 
 

@@ -58,9 +58,15 @@ def save_checkpoint(
     save_policy(policy, partial / "policy", tokenizer_from)
     if has_adapters(policy):
         save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
-    save_file({name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()}, partial / "optimiser.safetensors")
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()},
+        partial / "optimiser.safetensors",
+    )
     if drafters:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in drafters.items()}, partial / "drafters.safetensors")
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in drafters.items()},
+            partial / "drafters.safetensors",
+        )
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
     manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -137,7 +143,9 @@ def damage(path: Path) -> str | None:
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
     known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
-    state = TrainingState(**{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known})
+    state = TrainingState(
+        **{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known}
+    )
     if has_adapters(policy):
         load_adapters(policy, path / "adapter")
     else:
@@ -157,7 +165,10 @@ def _files(folder: Path) -> list[Path]:
 
 def _fingerprint(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "blake2b": hashlib.file_digest(file, "blake2b").hexdigest()[:32]}
+        return {
+            "bytes": path.stat().st_size,
+            "blake2b": hashlib.file_digest(file, "blake2b").hexdigest()[:32],
+        }
 
 
 def _sync(path: Path) -> None:

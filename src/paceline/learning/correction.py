@@ -46,11 +46,17 @@ class Correction:
 def correct(config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor) -> Correction:
     delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
     weights_R, clipped_R = _weights(config, batch, delta_R)
-    return Correction(delta_R, weights_R, clipped_R & batch.mask_R, batch.mask_R & ~_rejected(config, batch, delta_R))
+    return Correction(
+        delta_R, weights_R, clipped_R & batch.mask_R, batch.mask_R & ~_rejected(config, batch, delta_R)
+    )
 
 
 def corrected(
-    config: CorrectionConfig, batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, mean_weight: float
+    config: CorrectionConfig,
+    batch: MicroBatch,
+    correction: Correction,
+    learner_logprobs_R: torch.Tensor,
+    mean_weight: float,
 ) -> MicroBatch:
     """The micro-batch as the algorithm is to see it. Weights go into the advantages: w >= 0 passes through the clipped minimum."""
     anchor_R = learner_logprobs_R.detach() if config.mode == "decoupled" else batch.rollout_logprobs_R
@@ -68,10 +74,14 @@ def ratio(delta: torch.Tensor) -> torch.Tensor:
     return delta.clamp(-CLAMP, CLAMP).exp()
 
 
-def _weights(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(
+    config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     if config.weight == "none":
         return torch.ones_like(delta_R), torch.zeros_like(batch.mask_R)
-    raw_R = ratio(delta_R) if config.weight == "token" else ratio(batch.sequence_sums(delta_R))[batch.sequence_R]
+    raw_R = (
+        ratio(delta_R) if config.weight == "token" else ratio(batch.sequence_sums(delta_R))[batch.sequence_R]
+    )
     low, high = config.weight_bounds
     outside_R = (raw_R < low) | (raw_R > high)
     if config.weight_outside == "zero":

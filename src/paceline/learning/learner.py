@@ -5,7 +5,7 @@ Which advantages and which loss is the algorithm's business (`algorithms/`), wha
 gradients are sums over the step, so it ends where it would have ended with the smaller size from the beginning.
 
 The learner's own logprobs before the update come out of the forward pass that learns, where that is the step's only one. A
-forward pass of their own ("survey") is needed where several updates compare with them, where weights are normalised by a mean
+forward pass of their own (the old-logprobs pass) is needed where several updates compare with them, where weights are normalised by a mean
 that must be known first, and where there is nothing to learn but the mismatch is still to be measured.
 """
 
@@ -36,14 +36,18 @@ Inspect = Callable[[Mismatch], None]
 
 
 class Learner:
-    def __init__(self, policy: Decoder, config: Config, warn: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(
+        self, policy: Decoder, config: Config, warn: Callable[[str], None] = lambda message: None
+    ) -> None:
         self.policy = policy
         self.config = config.learning
         self.max_tokens = config.rollout.max_tokens
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
-        self.observe_attention: AttentionObserver | None = None  # sees the q, k and v of every training forward pass
+        self.observe_attention: AttentionObserver | None = (
+            None  # sees the q, k and v of every training forward pass
+        )
         policy.activation_checkpointing = config.policy.activation_checkpointing
         updates = config.run.steps * self.config.epochs * self.config.minibatches
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
@@ -63,22 +67,32 @@ class Learner:
         signal = any(advantage.value for row in advantages for advantage in row)
         rows = [_sequences(group, row) for group, row in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
-        if not signal or self._needs_survey():
-            rows, totals.mismatch = self._survey(rows, totals)
+        if not signal or self._needs_old_logprobs():
+            rows, totals.mismatch = self._old_logprobs_pass(rows, totals)
             mean_weight = self._mean_weight(totals.mismatch)
             inspect(totals.mismatch)
         if not signal:
-            return {"policy/skipped": 1.0, "policy/nonfinite_updates": float(not totals.mismatch.finite), **totals.mismatch_metrics()}
+            return {
+                "policy/skipped": 1.0,
+                "policy/nonfinite_updates": float(not totals.mismatch.finite),
+                **totals.mismatch_metrics(),
+            }
         for _ in range(self.config.epochs):
             for part in _equal_parts(rows, self.config.minibatches):
-                self._optimiser_step([sequence for row in part for sequence in row], mean_weight, totals, inspect)
+                self._optimiser_step(
+                    [sequence for row in part for sequence in row], mean_weight, totals, inspect
+                )
         return totals.metrics() | {"memory/micro_batch_tokens": float(self.token_budget)}
 
-    def _needs_survey(self) -> bool:
+    def _needs_old_logprobs(self) -> bool:
         correction = self.config.correction
-        return correction.normalise or (correction.mode == "decoupled" and self.config.epochs * self.config.minibatches > 1)
+        return correction.normalise or (
+            correction.mode == "decoupled" and self.config.epochs * self.config.minibatches > 1
+        )
 
-    def _optimiser_step(self, sequences: list[TrainingSequence], mean_weight: float, totals: UpdateTotals, inspect: Inspect) -> None:
+    def _optimiser_step(
+        self, sequences: list[TrainingSequence], mean_weight: float, totals: UpdateTotals, inspect: Inspect
+    ) -> None:
         total_tokens = sum(s.loss_tokens for s in sequences)
         learning_rate = self.optimiser.learning_rate
         if total_tokens == 0:
@@ -103,7 +117,9 @@ class Learner:
             return
         if mismatch.masked == mismatch.tokens:
             self.optimiser.discard_gradients()
-            self.warn(f"learning.correction masked all {total_tokens} tokens of an update: it was skipped; `mismatch/` in the metrics says why")
+            self.warn(
+                f"learning.correction masked all {total_tokens} tokens of an update: it was skipped; `mismatch/` in the metrics says why"
+            )
             totals.add_masked_update(sums, learning_rate)
             return
         scale = self._rejection_scale(mismatch, total_tokens, len(sequences))
@@ -117,7 +133,9 @@ class Learner:
             return total_tokens / (total_tokens - mismatch.rejected_tokens)
         return total_sequences / (total_sequences - mismatch.rejected_sequences)
 
-    def _backward(self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float) -> MicroBatchSums:
+    def _backward(
+        self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float
+    ) -> MicroBatchSums:
         batch.attention.observe = self.observe_attention
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
         batch.attention.observe = None
@@ -144,13 +162,17 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _survey(self, rows: list[list[TrainingSequence]], totals: UpdateTotals) -> tuple[list[list[TrainingSequence]], Mismatch]:
+    def _old_logprobs_pass(
+        self, rows: list[list[TrainingSequence]], totals: UpdateTotals
+    ) -> tuple[list[list[TrainingSequence]], Mismatch]:
         """The sequences with the learner's own logprobs, and the mismatch of the whole step."""
 
         def compute(batch: MicroBatch) -> tuple[list[float], Mismatch]:
             logprobs_R = token_logprobs(self.policy, batch)[0]
             correction = correct(self.config.correction, batch, logprobs_R)
-            return logprobs_R.tolist(), measure(batch, correction, logprobs_R, self.config.correction.weight != "none")
+            return logprobs_R.tolist(), measure(
+                batch, correction, logprobs_R, self.config.correction.weight != "none"
+            )
 
         results = self._over_micro_batches([sequence for row in rows for sequence in row], compute, totals)
         found: dict[int, tuple[float, ...]] = {}
@@ -158,7 +180,9 @@ class Learner:
             for sequence, own in _split(part, logprobs):
                 found[id(sequence)] = tuple(own)
         if self.config.correction.mode == "decoupled":
-            rows = [[replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in row] for row in rows]
+            rows = [
+                [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in row] for row in rows
+            ]
         return rows, total(mismatch for _, (_, mismatch) in results)
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
@@ -166,21 +190,31 @@ class Learner:
         if not self.config.correction.normalise:
             return 1.0
         per_token = self.config.correction.weight == "token"
-        mean = mismatch.token_weight / max(1.0, mismatch.tokens) if per_token else mismatch.sequence_weight / max(1.0, mismatch.sequences)
+        mean = (
+            mismatch.token_weight / max(1.0, mismatch.tokens)
+            if per_token
+            else mismatch.sequence_weight / max(1.0, mismatch.sequences)
+        )
         return mean if mean > 1e-8 else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad(), adapters_off(self.reference):
-            return token_logprobs(self.reference, replace(batch, replay=None))[0]  # another policy: its routing is its own
+            return token_logprobs(self.reference, replace(batch, replay=None))[
+                0
+            ]  # another policy: its routing is its own
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Of the rollout policy to the reference, at every response token; a sample without tokens has none."""
         rows = [[training_sequence(sample.completion) for sample in group.samples] for group in groups]
         answered = [sequence for row in rows for sequence in row if sequence.loss_mask]
         found: dict[int, list[float]] = {}
-        for part, logprobs in self._over_micro_batches(answered, lambda batch: self._reference_logprobs(batch).tolist(), totals):
+        for part, logprobs in self._over_micro_batches(
+            answered, lambda batch: self._reference_logprobs(batch).tolist(), totals
+        ):
             for sequence, own in _split(part, logprobs):
-                found[id(sequence)] = [old - fixed for old, fixed in zip(sequence.rollout_logprobs, own, strict=True)]
+                found[id(sequence)] = [
+                    old - fixed for old, fixed in zip(sequence.rollout_logprobs, own, strict=True)
+                ]
         totals.add_log_ratios((found[id(s)], s.loss_mask) for s in answered)
         return [[found.get(id(sequence), []) for sequence in row] for row in rows]
 
@@ -216,13 +250,17 @@ class Learner:
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:
     """One per sample that has tokens, in the group's order."""
     return [
-        replace(training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties)
+        replace(
+            training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties
+        )
         for sample, advantage in zip(group.samples, advantages, strict=True)
         if sample.completion.tokens
     ]
 
 
-def _split(part: list[TrainingSequence], values: list[float]) -> Iterator[tuple[TrainingSequence, list[float]]]:
+def _split(
+    part: list[TrainingSequence], values: list[float]
+) -> Iterator[tuple[TrainingSequence, list[float]]]:
     """Numbers over the response tokens of a micro-batch, handed back to its sequences."""
     start = 0
     for sequence in part:

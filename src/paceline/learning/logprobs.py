@@ -11,10 +11,14 @@ CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """`logprobs_R` at each token's own temperature, and `entropies_R` (no gradient) of the same distribution."""
-    hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[batch.predictors_R]
+    hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
+        batch.predictors_R
+    ]
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
     logprobs, entropies = [], []
-    for part in zip(*(x.split(chunk) for x in (hidden_RE, batch.targets_R, batch.temperatures_R)), strict=True):
+    for part in zip(
+        *(x.split(chunk) for x in (hidden_RE, batch.targets_R, batch.temperatures_R)), strict=True
+    ):
         if torch.is_grad_enabled() and len(hidden_RE) > chunk:
             logprob, entropy = checkpoint(_chunk_logprobs, policy, *part, use_reentrant=False)
         else:

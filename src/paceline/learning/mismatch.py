@@ -60,7 +60,9 @@ class Mismatch:
             "mismatch/k3": self.k3 / tokens,
             "mismatch/chi2_token": self.squared_ratio / tokens - 1,
             "mismatch/chi2_sequence": self.squared_sequence_ratio / sequences - 1,
-            "mismatch/perplexity_ratio": math.exp(min(max(self.log_perplexity_ratio / sequences, -CLAMP), CLAMP)),
+            "mismatch/perplexity_ratio": math.exp(
+                min(max(self.log_perplexity_ratio / sequences, -CLAMP), CLAMP)
+            ),
             "mismatch/largest_probability_difference": self.largest_probability_difference,
             **({"mismatch/rerouted": self.rerouted / self.routed} if self.routed else {}),
             "correction/ess": self.effective_weight**2 / (tokens * squared) if squared else 0.0,
@@ -71,7 +73,9 @@ class Mismatch:
         }
 
 
-def measure(batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool) -> Mismatch:
+def measure(
+    batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
+) -> Mismatch:
     """`batch` as it came, before it was corrected; `weighted`: the recipe has weights, and they are what the ESS is about."""
     mask_R, delta_R = batch.mask_R, correction.delta_R
     rho_R = ratio(delta_R)
@@ -100,9 +104,13 @@ def measure(batch: MicroBatch, correction: Correction, learner_logprobs_R: torch
         "rejected_sequences": (some_B & (kept_B == 0)).sum(),
         "routed": torch.zeros(()) if batch.replay is None else batch.replay.routed,
         "rerouted": torch.zeros(()) if batch.replay is None else batch.replay.rerouted,
-        "largest_probability_difference": torch.where(mask_R, difference_R, 0.0).max() if len(mask_R) else torch.zeros(()),
+        "largest_probability_difference": torch.where(mask_R, difference_R, 0.0).max()
+        if len(mask_R)
+        else torch.zeros(()),
     }
-    numbers = torch.stack([value.double().to(delta_R.device) for value in values.values()]).tolist()  # one transfer
+    numbers = torch.stack(
+        [value.double().to(delta_R.device) for value in values.values()]
+    ).tolist()  # one transfer
     return Mismatch(**dict(zip(values, numbers, strict=True)))
 
 

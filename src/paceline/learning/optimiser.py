@@ -15,7 +15,9 @@ import torch
 
 from paceline.config import LearningConfig
 
-PIECE_ELEMENTS = 1 << 26  # a step works on this many at a time: 256 MiB of float32 for the gradients, as much for the denominators
+PIECE_ELEMENTS = (
+    1 << 26
+)  # a step works on this many at a time: 256 MiB of float32 for the gradients, as much for the denominators
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Piece:
 
 
 class MasterAdamW:
-    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_steps: int) -> None:
+    def __init__(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_steps: int
+    ) -> None:
         self.named = [(name, p) for name, p in parameters if p.requires_grad]
         self.config = config
         self.total_steps = total_steps
@@ -45,7 +49,11 @@ class MasterAdamW:
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
         progress = min(1.0, (step - config.warmup_steps) / max(1, self.total_steps - config.warmup_steps))
-        factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        factor = {
+            "constant": 1.0,
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        }
         return config.lr * factor[config.lr_schedule]
 
     @torch.no_grad()
@@ -54,7 +62,11 @@ class MasterAdamW:
 
         A norm that is not finite leaves weights and moments as they were: the caller reports the skipped step.
         """
-        norms = [torch.linalg.vector_norm(p.grad, dtype=m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True) if p.grad is not None]
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=m.dtype)
+            for m, (_, p) in zip(self.masters, self.named, strict=True)
+            if p.grad is not None
+        ]
         norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if torch.isfinite(norm):
             self._adamw(scale * torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
@@ -73,7 +85,10 @@ class MasterAdamW:
         lr, beta1, beta2 = self.learning_rate, self.config.beta1, self.config.beta2
         self.steps += 1
         for pieces in self._pieces:
-            masters, first, second = (self._flat(tensors, pieces) for tensors in (self.masters, self.first_moments, self.second_moments))
+            masters, first, second = (
+                self._flat(tensors, pieces)
+                for tensors in (self.masters, self.first_moments, self.second_moments)
+            )
             gradients = [self._gradient(piece) for piece in pieces]
             torch._foreach_mul_(gradients, scale)
             torch._foreach_lerp_(first, gradients, 1 - beta1)
@@ -82,7 +97,9 @@ class MasterAdamW:
             denominators = torch._foreach_sqrt(second)
             torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
             torch._foreach_add_(denominators, 1e-8)
-            matrices = [m for m, piece in zip(masters, pieces, strict=True) if self.masters[piece.index].ndim > 1]
+            matrices = [
+                m for m, piece in zip(masters, pieces, strict=True) if self.masters[piece.index].ndim > 1
+            ]
             if self.config.weight_decay and matrices:
                 torch._foreach_mul_(matrices, 1 - lr * self.config.weight_decay)
             torch._foreach_addcdiv_(masters, first, denominators, -lr / (1 - beta1**self.steps))
@@ -100,7 +117,9 @@ class MasterAdamW:
     def state(self) -> dict[str, torch.Tensor]:
         """Everything but `steps`, by name; masters only where they are not the parameters themselves."""
         tensors: dict[str, torch.Tensor] = {}
-        for (name, parameter), master, first, second in zip(self.named, self.masters, self.first_moments, self.second_moments, strict=True):
+        for (name, parameter), master, first, second in zip(
+            self.named, self.masters, self.first_moments, self.second_moments, strict=True
+        ):
             tensors |= {f"first.{name}": first, f"second.{name}": second}
             if master.data_ptr() != parameter.data_ptr():
                 tensors[f"master.{name}"] = master

@@ -35,7 +35,9 @@ class UpdateTotals:
     halvings: int = 0
     rollout_reference_kl: float = 0.0  # where the KL is in the reward: of the policy that sampled
 
-    def add_update(self, sums: Sequence[MicroBatchSums], scale: float, gradient_norm: float, learning_rate: float) -> None:
+    def add_update(
+        self, sums: Sequence[MicroBatchSums], scale: float, gradient_norm: float, learning_rate: float
+    ) -> None:
         """An optimiser step whose gradients were multiplied by `scale`; it left the weights alone if the norm is not finite."""
         self.micro_batches += sums
         self.losses.append(scale * sum(s.loss for s in sums))
@@ -58,8 +60,12 @@ class UpdateTotals:
 
     def add_log_ratios(self, sequences: Iterable[tuple[Sequence[float], Sequence[bool]]]) -> None:
         """Keeps the mean k3 estimate over loss tokens; the ratios are log pi_rollout - log pi_reference."""
-        counted = [x for ratios, mask in sequences for x, sampled in zip(ratios, mask, strict=True) if sampled]
-        self.rollout_reference_kl = sum(math.exp(min(20.0, -x)) - 1 + x for x in counted) / max(1, len(counted))
+        counted = [
+            x for ratios, mask in sequences for x, sampled in zip(ratios, mask, strict=True) if sampled
+        ]
+        self.rollout_reference_kl = sum(math.exp(min(20.0, -x)) - 1 + x for x in counted) / max(
+            1, len(counted)
+        )
 
     def metrics(self) -> dict[str, float]:
         tokens = max(1, sum(sums.tokens for sums in self.micro_batches))
@@ -76,7 +82,9 @@ class UpdateTotals:
             "policy/clip_fraction": mean("clipped"),
             "policy/approximate_kl": mean("approximate_kl"),
             "policy/reference_kl": mean("reference_kl") + self.rollout_reference_kl,
-            "policy/largest_logprob_delta": max((sums.largest_delta for sums in self.micro_batches), default=0.0),
+            "policy/largest_logprob_delta": max(
+                (sums.largest_delta for sums in self.micro_batches), default=0.0
+            ),
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
             "memory/micro_batch_halvings": float(self.halvings),

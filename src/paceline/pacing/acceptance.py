@@ -24,7 +24,9 @@ class AcceptanceModel:
 
     def __init__(self, max_count: int) -> None:
         self.max_count = max_count
-        self._counts = {None: np.zeros((2, max_count))}  # by situation, None: all; reached and survived at each depth
+        self._counts = {
+            None: np.zeros((2, max_count))
+        }  # by situation, None: all; reached and survived at each depth
 
     def note(self, where: Situation, drafts: int, accepted_at: Sequence[int], steps: int) -> None:
         """`accepted_at[i]`: drafts, of `drafts`, whose first i + 1 tokens were accepted; over `steps` steps."""
@@ -72,7 +74,10 @@ class AcceptanceModel:
         return emitted_by_count(self.rates(where))
 
     def state(self) -> dict[str, list[list[float]]]:
-        return {"all" if key is None else "{},{}".format(*key): counts.tolist() for key, counts in self._counts.items()}
+        return {
+            "all" if key is None else "{},{}".format(*key): counts.tolist()
+            for key, counts in self._counts.items()
+        }
 
     def load_state(self, state: dict[str, list[list[float]]]) -> None:
         for key, counts in state.items():

@@ -20,14 +20,26 @@ import numpy as np
 
 from paceline.pacing.acceptance import emitted_by_count
 from paceline.pacing.cost import CostModel, context_class
-from paceline.pacing.exploration import LONGEST_TRIAL, OLD_NEWS, Budget, DrafterRecord, Situation, Trial, begins_anew, situation
+from paceline.pacing.exploration import (
+    LONGEST_TRIAL,
+    OLD_NEWS,
+    Budget,
+    DrafterRecord,
+    Situation,
+    Trial,
+    begins_anew,
+    situation,
+)
 from paceline.pacing.guard import Guard, Stretch, lost_seconds
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
 
 LOOK_EVERY = 16  # steps that a decision stands while the moment stays in its class
 LOOK_SOON = 4
 PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
-TRIAL_DRAFTS, SHORTEST_TRIAL = 32, 2  # a trial of a drafter sees about so many drafts, and lasts at least so many steps
+TRIAL_DRAFTS, SHORTEST_TRIAL = (
+    32,
+    2,
+)  # a trial of a drafter sees about so many drafts, and lasts at least so many steps
 FIRST_TOKENS = 3  # that a drafter proposes at most in its first trial: nobody knows yet what a token costs
 TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
 HOPE = 0.9  # acceptance at every depth that a trial may hope for
@@ -41,7 +53,9 @@ class PacingSettings:
     seed: int = 0
     margin: float = 0.03
     trial_share: float = 0.01  # of all time, for trials of all drafters together; as much again for timing
-    catch_up: Mapping[str, float] = field(default_factory=dict)  # by drafter that must catch up: its work for a token over the policy's
+    catch_up: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by drafter that must catch up: its work for a token over the policy's
 
 
 class AdaptivePacer:
@@ -89,14 +103,19 @@ class AdaptivePacer:
         self._trial, self._current, self._left = None, PLAIN, 0
 
     def _new_cost_model(self) -> CostModel:
-        return CostModel(self.settings.buckets, [1, *(count + 1 for count in self.counts)], self.settings.catch_up)
+        return CostModel(
+            self.settings.buckets, [1, *(count + 1 for count in self.counts)], self.settings.catch_up
+        )
 
     def state(self) -> dict:
         """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
 
         What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving would change choices.
         """
-        return {"cost": self.cost.state(), "acceptance": {name: record.acceptance.state() for name, record in self.records.items()}}
+        return {
+            "cost": self.cost.state(),
+            "acceptance": {name: record.acceptance.state() for name, record in self.records.items()},
+        }
 
     def load_state(self, state: dict) -> None:
         self.cost.load_state(state["cost"])
@@ -121,7 +140,9 @@ class AdaptivePacer:
         if reason == "trial":
             self._left = self._trial.started + self._trial.length - self.steps - 1
         else:
-            waiting = self._trial is not None or not self.cost.knows(moment.running, strategy.queries, moment.context)  # for what was seen to be read
+            waiting = self._trial is not None or not self.cost.knows(
+                moment.running, strategy.queries, moment.context
+            )  # for what was seen to be read
             self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
 
     def _leave_the_tail(self) -> None:
@@ -151,7 +172,9 @@ class AdaptivePacer:
         elif self._current not in rates:
             self._settle_on(PLAIN)
         if self._trial is None:
-            if too_slow and reason == "best" and self._current.count:  # than a guess at plain decoding's time, so far
+            if (
+                too_slow and reason == "best" and self._current.count
+            ):  # than a guess at plain decoding's time, so far
                 trial = Trial(PLAIN, rates[self._current], TIMED_STEPS, self.steps)
             else:
                 trial = self._next_drafter(moment, rates) or self._next_timing(moment, rates)
@@ -171,12 +194,20 @@ class AdaptivePacer:
             record = self.records[name]
             if name != hope and (record.barred(where, self.steps) or not record.acceptance.drafts_known()):
                 continue
-            emitted = record.acceptance.emitted(where) if name != hope else emitted_by_count(np.full(own[-1].count, HOPE))
+            emitted = (
+                record.acceptance.emitted(where)
+                if name != hope
+                else emitted_by_count(np.full(own[-1].count, HOPE))
+            )
             draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
-            catching_up = 0.0 if name == self._decision.strategy.drafter else self._switch(name, moment) / PAYBACK_STEPS
+            catching_up = (
+                0.0 if name == self._decision.strategy.drafter else self._switch(name, moment) / PAYBACK_STEPS
+            )
             for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
                 if strategy.queries <= moment.max_queries:
-                    seconds = draft_seconds + float(verify[self.cost.queries.index(strategy.queries)]) + catching_up
+                    seconds = (
+                        draft_seconds + float(verify[self.cost.queries.index(strategy.queries)]) + catching_up
+                    )
                     rates[strategy] = moment.running * float(emitted[strategy.count]) / seconds
         return rates
 
@@ -185,7 +216,9 @@ class AdaptivePacer:
     def _leave_current(self, where: Situation, last: list[Stretch]) -> None:
         """What it did last is all that is believed of its drafter, which is left alone for a while where it was slow."""
         record = self.records[self._current.drafter]
-        accepted_at = tuple(sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0))
+        accepted_at = tuple(
+            sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0)
+        )
         record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
         by_situation: dict[Situation, list[Stretch]] = {where: []}
         for stretch in last:
@@ -209,20 +242,30 @@ class AdaptivePacer:
         if baseline <= 0:
             return None
         where = situation(moment.running, moment.context)
-        due = [name for name, record in self.records.items() if name != self._current.drafter and record.due(where, self.steps)]
-        for name in sorted(due, key=lambda name: (self.records[name].acceptance.drafts_known() > 0, self.records[name].lost)):
+        due = [
+            name
+            for name, record in self.records.items()
+            if name != self._current.drafter and record.due(where, self.steps)
+        ]
+        for name in sorted(
+            due, key=lambda name: (self.records[name].acceptance.drafts_known() > 0, self.records[name].lost)
+        ):
             record = self.records[name]
             hoped = {s: rate for s, rate in self._expected_rates(moment, name).items() if s.drafter == name}
             if not hoped or max(hoped.values()) <= baseline * (1 + self.settings.margin):
                 continue
             emitted = emitted_by_count(np.full(max(s.count for s in hoped), HOPE))
-            per_token = {s: float(emitted[s.count]) / rate for s, rate in hoped.items()}  # if nothing is accepted
+            per_token = {
+                s: float(emitted[s.count]) / rate for s, rate in hoped.items()
+            }  # if nothing is accepted
             cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
             if not self.cost.has_drafted(name):
                 cheap = [s for s in cheap if s.count <= FIRST_TOKENS]
             strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
             per_step = moment.running * (per_token[strategy] - 1.0 / baseline)
-            length = self.trials.affords(self.elapsed, self._switch(name, moment), per_step, moment.running / rates[PLAIN])
+            length = self.trials.affords(
+                self.elapsed, self._switch(name, moment), per_step, moment.running / rates[PLAIN]
+            )
             if length >= SHORTEST_TRIAL:
                 length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
                 return Trial(strategy, baseline, length, self.steps, record, where)
@@ -242,9 +285,16 @@ class AdaptivePacer:
         if not could_win:
             return None
         strategy = max(could_win, key=rates.__getitem__)
-        tokens, switch = float(moment.running), self._switch(self._current.drafter, moment)  # which must catch up when plain decoding has run
+        tokens, switch = (
+            float(moment.running),
+            self._switch(self._current.drafter, moment),
+        )  # which must catch up when plain decoding has run
         if strategy.count:
-            tokens *= float(self.records[strategy.drafter].acceptance.emitted(situation(moment.running, moment.context))[strategy.count])
+            tokens *= float(
+                self.records[strategy.drafter].acceptance.emitted(situation(moment.running, moment.context))[
+                    strategy.count
+                ]
+            )
             switch = 0.0
         per_step = tokens * (1.0 / rates[strategy] - 1.0 / baseline)
         if self.timing.affords(self.elapsed, switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
@@ -266,7 +316,10 @@ class AdaptivePacer:
         self._trial = None
         if trial.record is None:
             return  # its time is known now
-        own = max((rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter), default=0.0)
+        own = max(
+            (rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter),
+            default=0.0,
+        )
         if own > rates.get(self._current, 0.0) * (1 + self.settings.margin):
             trial.record.does_well(trial.where, self.steps)
         else:
@@ -285,9 +338,17 @@ class AdaptivePacer:
         running, context = first.running, first.context
         clean = [o for o in block if not (o.switched or o.disturbed)]
         if clean:
-            self.cost.note_verify(running, strategy.queries, context, median_low(o.verify_seconds for o in clean), len(clean))
+            self.cost.note_verify(
+                running, strategy.queries, context, median_low(o.verify_seconds for o in clean), len(clean)
+            )
             if strategy.count:
-                self.cost.note_draft(strategy.drafter, strategy.count, running, median_low(o.draft_seconds for o in clean), len(clean))
+                self.cost.note_draft(
+                    strategy.drafter,
+                    strategy.count,
+                    running,
+                    median_low(o.draft_seconds for o in clean),
+                    len(clean),
+                )
         for o in block:
             if o.switched and not o.disturbed:
                 verify = self.cost.verify(running, context)[self.cost.queries.index(strategy.queries)]
@@ -297,10 +358,14 @@ class AdaptivePacer:
         drafts = sum(o.drafts for o in block)
         accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
         trial = self._last_trial if first.decision.reason == "trial" else None
-        if trial is not None and trial.record is not None and not trial.seen:  # not before there is news to count instead
+        if (
+            trial is not None and trial.record is not None and not trial.seen
+        ):  # not before there is news to count instead
             trial.record.acceptance.fade(situation(running, context), OLD_NEWS)
         if strategy.count and drafts:
-            self.records[strategy.drafter].acceptance.note(situation(running, context), drafts, accepted_at, len(block))
+            self.records[strategy.drafter].acceptance.note(
+                situation(running, context), drafts, accepted_at, len(block)
+            )
         if trial is not None:
             # A capture happens once and pays for ever, a prefill is nobody's fault.
             lost = max(0.0, sum(o.seconds - o.tokens / trial.baseline for o in block if not o.disturbed))
@@ -308,5 +373,13 @@ class AdaptivePacer:
             trial.seen += len(block)
         elif strategy.count and strategy.drafter == self._current.drafter and clean:
             rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
-            stretch = Stretch(len(clean), running, context, sum(o.seconds for o in clean), gained / rows * len(clean), drafts, accepted_at)
+            stretch = Stretch(
+                len(clean),
+                running,
+                context,
+                sum(o.seconds for o in clean),
+                gained / rows * len(clean),
+                drafts,
+                accepted_at,
+            )
             self._guard.note(stretch)

@@ -36,7 +36,9 @@ class Cell:
 
     def note(self, seconds: float, load: float, steps: int) -> None:
         if self.steps and steps < TRUSTED_STEPS:
-            seconds = min(seconds, OUTLIER * self.seconds)  # one slow step in so few is not outvoted by its median
+            seconds = min(
+                seconds, OUTLIER * self.seconds
+            )  # one slow step in so few is not outvoted by its median
         share = steps / (self.steps + steps)
         self.seconds += share * (seconds - self.seconds)
         self.load += share * (load - self.load)
@@ -44,7 +46,9 @@ class Cell:
 
 
 class CostModel:
-    def __init__(self, buckets: Sequence[int], queries: Sequence[int], catch_up: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, buckets: Sequence[int], queries: Sequence[int], catch_up: Mapping[str, float] | None = None
+    ) -> None:
         """`catch_up`: by drafter, what catching up with a token takes of the policy's own work for it; others need not catch up."""
         self.buckets, self.catch_up = list(buckets), catch_up or {}
         self.queries = list(queries)  # ascending, the first is 1
@@ -64,7 +68,12 @@ class CostModel:
 
     def note_verify(self, running: int, queries: int, context: float, seconds: float, steps: int = 1) -> None:
         """`seconds`: the median over `steps` like steps."""
-        cell, load = self._cells.setdefault((self.bucket(running), queries), {}).setdefault(context_class(context), Cell()), running * context
+        cell, load = (
+            self._cells.setdefault((self.bucket(running), queries), {}).setdefault(
+                context_class(context), Cell()
+            ),
+            running * context,
+        )
         if cell.steps:
             weight = steps * cell.steps / (steps + cell.steps)
             self._spread += weight * (load - cell.load) ** 2
@@ -86,7 +95,9 @@ class CostModel:
     def knows(self, running: int, queries: int, context: float) -> bool:
         """Measured at this bucket and about this context, and not too long ago."""
         near, cells = context_class(context), self._cells.get((self.bucket(running), queries), {})
-        return any(abs(c - near) <= 1 and self._steps - cell.noted_at < OLD_STEPS for c, cell in cells.items())
+        return any(
+            abs(c - near) <= 1 and self._steps - cell.noted_at < OLD_STEPS for c, cell in cells.items()
+        )
 
     @property
     def slope(self) -> float:
@@ -146,7 +157,9 @@ class CostModel:
         measured = np.array([self._base(bucket, self.queries[i], where) for i in known])
         missed = measured - guess[known]
         beside = np.abs(np.log(queries[:, None] / queries[known])).argmin(1)
-        table = np.maximum(guess + missed[beside], 0.25 * guess)  # what the curve misses there it misses here, too
+        table = np.maximum(
+            guess + missed[beside], 0.25 * guess
+        )  # what the curve misses there it misses here, too
         table[known] = measured
         return table
 
@@ -155,7 +168,9 @@ class CostModel:
         for bucket, queries in self._cells:
             by_tokens.setdefault(bucket * queries, []).append(self._base(bucket, queries, where))
         tokens = sorted(by_tokens)
-        return np.array(tokens, dtype=float), np.array([sum(by_tokens[t]) / len(by_tokens[t]) for t in tokens])
+        return np.array(tokens, dtype=float), np.array(
+            [sum(by_tokens[t]) / len(by_tokens[t]) for t in tokens]
+        )
 
     def _base(self, bucket: int, queries: int, where: int) -> float:
         """Without what grows with the load, from the context class that is nearest."""
@@ -167,8 +182,14 @@ class CostModel:
 
     def state(self) -> dict[str, list]:
         return {
-            "steps": [[*key, c, asdict(cell)] for key, cells in self._cells.items() for c, cell in cells.items()],
-            "drafts": [[name, *key, asdict(cell)] for name, cells in self._drafts.items() for key, cell in cells.items()],
+            "steps": [
+                [*key, c, asdict(cell)] for key, cells in self._cells.items() for c, cell in cells.items()
+            ],
+            "drafts": [
+                [name, *key, asdict(cell)]
+                for name, cells in self._drafts.items()
+                for key, cell in cells.items()
+            ],
             "switches": [[name, asdict(cell)] for name, cell in self._switches.items()],
             "load": [self._steps, self._spread, self._tilt],
         }
@@ -193,7 +214,10 @@ def _along(tokens: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) -> np.nd
     first, last = tokens[0], tokens[-1]
     rising = max(0.0, (seconds[1] - seconds[0]) / (tokens[1] - first)) if len(tokens) > 1 else 0.0
     # A machine that is full takes time in proportion; whether it is full is not known, so a part of that at least.
-    steep = max((seconds[-1] - seconds[-2]) / (last - tokens[-2]) if len(tokens) > 1 else 0.0, 0.25 * seconds[-1] / last)
+    steep = max(
+        (seconds[-1] - seconds[-2]) / (last - tokens[-2]) if len(tokens) > 1 else 0.0,
+        0.25 * seconds[-1] / last,
+    )
     below = np.maximum(seconds[0] - rising * (first - wanted), 0.25 * seconds[0])
     above = seconds[-1] + steep * (wanted - last)
     return np.where(wanted < first, below, np.where(wanted > last, above, np.interp(wanted, tokens, seconds)))

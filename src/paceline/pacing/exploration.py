@@ -61,9 +61,13 @@ class DrafterRecord:
 
     def __init__(self, max_count: int) -> None:
         self.acceptance = AcceptanceModel(max_count)
-        self.lost = 0.0  # seconds, to its trials and to strategies of its that turned out slower than plain decoding
+        self.lost = (
+            0.0  # seconds, to its trials and to strategies of its that turned out slower than plain decoding
+        )
         self._standings: defaultdict[Situation, Standing] = defaultdict(Standing)
-        self._elsewhere = Standing()  # having failed in one situation it waits in the others, too, but not as long
+        self._elsewhere = (
+            Standing()
+        )  # having failed in one situation it waits in the others, too, but not as long
 
     def barred(self, where: Situation, step: int) -> bool:
         return step < self._standings[where].barred_until
@@ -76,8 +80,13 @@ class DrafterRecord:
         return step >= max(standing.next_trial, standing.barred_until, elsewhere)
 
     def failed(self, where: Situation, step: int, rng: random.Random) -> None:
-        for standing, longest in ((self._standings[where], LONGEST_WAIT), (self._elsewhere, LONGEST_WAIT_ELSEWHERE)):
-            standing.next_trial = step + int(standing.wait * rng.uniform(0.75, 1.25))  # drafters must not be tried in lockstep
+        for standing, longest in (
+            (self._standings[where], LONGEST_WAIT),
+            (self._elsewhere, LONGEST_WAIT_ELSEWHERE),
+        ):
+            standing.next_trial = step + int(
+                standing.wait * rng.uniform(0.75, 1.25)
+            )  # drafters must not be tried in lockstep
             standing.wait = min(longest, 2 * standing.wait)
 
     def bar(self, where: Situation, step: int, rng: random.Random) -> None:
@@ -103,7 +112,9 @@ class Trial:
     baseline: float  # tokens per second that the incumbent would have made
     length: int
     started: int  # step
-    record: DrafterRecord | None = None  # of the drafter that is being tried; None: only the strategy's time is asked for
+    record: DrafterRecord | None = (
+        None  # of the drafter that is being tried; None: only the strategy's time is asked for
+    )
     where: Situation = (0, 0)
     seen: int = 0
 

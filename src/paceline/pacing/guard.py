@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from paceline.pacing.cost import CostModel
 from paceline.pacing.exploration import Situation, situation
 
-GUARD_STEPS, GUARD_MARGIN = 64, 0.02  # slower than plain decoding by more than this over so many steps: it is left
+GUARD_STEPS, GUARD_MARGIN = (
+    64,
+    0.02,
+)  # slower than plain decoding by more than this over so many steps: it is left
 ALARM_STEPS, ALARM_MARGIN = 16, 0.15  # the same, sooner, when it is bad
 
 

@@ -34,7 +34,9 @@ class Moment:
 
     running: int  # rows
     context: float = 0.0  # their mean length
-    max_queries: int = 1 << 30  # tokens per row that a step may look at now, by memory or by what may be captured
+    max_queries: int = (
+        1 << 30
+    )  # tokens per row that a step may look at now, by memory or by what may be captured
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,10 @@ class FixedPacer:
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
             fits = moment.running <= self.max_running and self.strategy.queries <= moment.max_queries
-            self._moment, self._decision = moment, Decision(self.strategy if fits else PLAIN, moment.running, moment.context)
+            self._moment, self._decision = (
+                moment,
+                Decision(self.strategy if fits else PLAIN, moment.running, moment.context),
+            )
         return self._decision
 
     def observe(self, observation: Observation) -> None:

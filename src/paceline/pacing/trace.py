@@ -46,10 +46,17 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
         for row in rows:
             decision = row.decision
             record = {
-                "step": step, "strategy": str(decision.strategy), "reason": decision.reason, "context": round(decision.context, 1),
-                "expected": round(decision.expected, 2), "steps": row.steps, "rows": row.rows, "tokens": row.tokens, "seconds": row.seconds,
+                "step": step,
+                "strategy": str(decision.strategy),
+                "reason": decision.reason,
+                "context": round(decision.context, 1),
+                "expected": round(decision.expected, 2),
+                "steps": row.steps,
+                "rows": row.rows,
+                "tokens": row.tokens,
+                "seconds": row.seconds,
                 "disturbed_seconds": row.disturbed_seconds,
-            }  # fmt: skip
+            }
             file.write(json.dumps(record) + "\n")
 
 
@@ -59,7 +66,11 @@ def read_trace(path: Path) -> dict[int, list[TraceRow]]:
     for r in _records(path):
         strategy, running = Strategy.parse(r["strategy"]), r["rows"] // max(1, r["steps"])
         decision = Decision(strategy, running, r["context"], r["expected"], r["reason"])
-        rows.setdefault(r["step"], []).append(TraceRow(decision, r["steps"], r["rows"], r["tokens"], r["seconds"], r.get("disturbed_seconds", 0.0)))
+        rows.setdefault(r["step"], []).append(
+            TraceRow(
+                decision, r["steps"], r["rows"], r["tokens"], r["seconds"], r.get("disturbed_seconds", 0.0)
+            )
+        )
     return rows
 
 
@@ -68,7 +79,9 @@ def cut_trace(path: Path, step: int) -> None:
     if not path.is_file():
         return
     beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= step))
+    beside.write_text(
+        "".join(json.dumps(record) + "\n" for record in _records(path) if record["step"] <= step)
+    )
     os.replace(beside, path)
 
 

@@ -38,7 +38,11 @@ class KVCache:
         self.config, self.num_blocks, self.device, self.scales_L2H = config, num_blocks, device, scales_L2H
         dtypes = [dtype] * config.num_layers if isinstance(dtype, torch.dtype) else list(dtype)
         self.storages = {
-            kind: PagedStorage((dtypes.count(kind), 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim), kind, device)
+            kind: PagedStorage(
+                (dtypes.count(kind), 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim),
+                kind,
+                device,
+            )
             for kind in dict.fromkeys(dtypes)
         }
         self.places = [(kind, dtypes[:index].count(kind)) for index, kind in enumerate(dtypes)]
@@ -47,7 +51,10 @@ class KVCache:
 
     def blocks_with(self, dtypes: Sequence[torch.dtype], at_least: int) -> int:
         """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and there are never more than now."""
-        block_bytes = sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes) * BLOCK_SIZE
+        block_bytes = (
+            sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes)
+            * BLOCK_SIZE
+        )
         return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
 
     @property

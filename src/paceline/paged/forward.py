@@ -51,7 +51,12 @@ class PagedForward:
         self.max_position = policy.config.max_positions - 1
 
     def decode(
-        self, tokens_RQ: torch.Tensor, positions_RQ: torch.Tensor, slots_RQ: torch.Tensor, table_RB: torch.Tensor, context_R: torch.Tensor
+        self,
+        tokens_RQ: torch.Tensor,
+        positions_RQ: torch.Tensor,
+        slots_RQ: torch.Tensor,
+        table_RB: torch.Tensor,
+        context_R: torch.Tensor,
     ) -> tuple[torch.Tensor, Captured]:
         """Q queries per row; `context_R` is the first query's position, negative for a row that is not active.
 
@@ -90,18 +95,33 @@ class PagedForward:
         return linear(hidden_TE, self.policy.head.weight, out_dtype=wide, deterministic=self.deterministic)
 
     def _layers(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache, fill_only: bool = False
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        attend: AttendCache,
+        fill_only: bool = False,
     ) -> tuple[torch.Tensor, Captured]:
         """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the last layer's keys and
         values, or with its routing where that is recorded."""
         policy, last = self.policy, len(self.policy.layers) - 1
-        filled = last if fill_only and (self.cache.routing is None or not policy.config.has_experts(last)) else None
+        filled = (
+            last
+            if fill_only and (self.cache.routing is None or not policy.config.has_experts(last))
+            else None
+        )
         captured: Captured = {}
         chosen_LTK: list[torch.Tensor] = []  # experts, of the layers that have any
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
-        normed_TE = self._norm(residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv)
-        following = [(layer.attention_norm, layer.attention.qkv) for layer in policy.layers[1:]] + [(policy.norm, None)]
-        for index, (layer, (following_norm, following_linear)) in enumerate(zip(policy.layers, following, strict=True)):
+        normed_TE = self._norm(
+            residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv
+        )
+        following = [(layer.attention_norm, layer.attention.qkv) for layer in policy.layers[1:]] + [
+            (policy.norm, None)
+        ]
+        for index, (layer, (following_norm, following_linear)) in enumerate(
+            zip(policy.layers, following, strict=True)
+        ):
             if index in self.captured_layers:
                 captured[index] = residual_TE
             if index == filled:
@@ -109,32 +129,58 @@ class PagedForward:
                 break
             normed_TE, residual_TE = self._norm_residual(
                 self._attention(normed_TE, layer.attention, index, positions_T, slots_T, attend),
-                residual_TE, layer.feed_forward_norm.weight, _dense_input(layer),
-            )  # fmt: skip
+                residual_TE,
+                layer.feed_forward_norm.weight,
+                _dense_input(layer),
+            )
             normed_TE, residual_TE = self._norm_residual(
-                self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK), residual_TE, following_norm.weight, following_linear
+                self._feed_forward(normed_TE, layer.feed_forward, chosen_LTK),
+                residual_TE,
+                following_norm.weight,
+                following_linear,
             )
         if self.cache.routing is not None:
             self.cache.routing.write(slots_T, chosen_LTK)
         return normed_TE, captured
 
     def _attention(
-        self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: AttendCache
+        self,
+        x_TE: Rows,
+        module: Attention,
+        layer: int,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        attend: AttendCache,
     ) -> torch.Tensor:
         attended = attend(self._rotated(x_TE, module, layer, positions_T, slots_T), layer)
         return self._linear(attended, module.output, in_parts=True)
 
-    def _rotated(self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
+    def _rotated(
+        self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor
+    ) -> torch.Tensor:
         """The queries; keys and values go to the cache."""
         norms = (module.q_norm.weight, module.k_norm.weight) if module.q_norm is not None else (None, None)
         return rope_and_write_kv(
-            self._linear(x_TE, module.qkv, in_parts=True), positions_T, slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(layer), module.heads,
-            *norms, self.policy.config.norm_eps, *self.cache.scales(layer), dtype=self.policy.dtype,
-        )  # fmt: skip
+            self._linear(x_TE, module.qkv, in_parts=True),
+            positions_T,
+            slots_T,
+            self.cos_PC,
+            self.sin_PC,
+            *self.cache.layer(layer),
+            module.heads,
+            *norms,
+            self.policy.config.norm_eps,
+            *self.cache.scales(layer),
+            dtype=self.policy.dtype,
+        )
 
-    def _feed_forward(self, x_TE: Rows, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]) -> torch.Tensor:
+    def _feed_forward(
+        self, x_TE: Rows, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]
+    ) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):
-            weights_TK, experts_TK = route(x_TE, module.router.weight, module.experts_per_token, module.normalise)
+            weights_TK, experts_TK = route(
+                x_TE, module.router.weight, module.experts_per_token, module.normalise
+            )
             if self.cache.routing is not None:
                 chosen_LTK.append(experts_TK)
             if self.quantised is not None and (gate_up := self.quantised.of(module.gate_up)) is not None:
@@ -146,22 +192,35 @@ class PagedForward:
     # `following` is the projection that takes the rows; it decides in which form they are handed over.
 
     def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None) -> Rows:
-        return (rms_norm_quantised if self._in_fp8(following) else rms_norm)(x_TE, weight_E, self.policy.config.norm_eps)
+        return (rms_norm_quantised if self._in_fp8(following) else rms_norm)(
+            x_TE, weight_E, self.policy.config.norm_eps
+        )
 
     def _norm_residual(
-        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None
+        self,
+        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weight_E: torch.Tensor,
+        following: torch.nn.Linear | None,
     ) -> tuple[Rows, torch.Tensor]:
         run = rms_norm_residual_quantised if self._in_fp8(following) else rms_norm_residual
         return run(x_TE, residual_TE, weight_E, self.policy.config.norm_eps)
 
     def _in_fp8(self, module: torch.nn.Linear | None) -> bool:
-        return module is not None and self.quantised is not None and self.quantised.of(module.weight) is not None
+        return (
+            module is not None and self.quantised is not None and self.quantised.of(module.weight) is not None
+        )
 
     def _linear(self, x_TE: Rows, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
         """`in_parts`: what follows can add up a product in parts."""
         if self._in_fp8(module):
             x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE)
-            out = fp8_linear(x, self.quantised.of(module.weight), self.deterministic, keep_parts=in_parts and module.bias is None)
+            out = fp8_linear(
+                x,
+                self.quantised.of(module.weight),
+                self.deterministic,
+                keep_parts=in_parts and module.bias is None,
+            )
         else:
             out = linear(x_TE, module.weight, deterministic=self.deterministic)
         return out if module.bias is None else out + module.bias

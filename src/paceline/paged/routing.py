@@ -37,7 +37,9 @@ class RoutingRecord:
         the steps that have been launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
-            used = torch.tensor(blocks[: -(-tokens // self.block_size)], dtype=torch.int64).to(self.storage.device)
+            used = torch.tensor(blocks[: -(-tokens // self.block_size)], dtype=torch.int64).to(
+                self.storage.device
+            )
             experts_TLK = self.storage.tensor[used].flatten(0, 1)[:tokens].cpu()
         _, layers, choices = experts_TLK.shape
         return Routing(experts_TLK.numpy().tobytes(), layers, choices, self.storage.dtype.itemsize)

@@ -34,7 +34,12 @@ class _DeviceArray:
     """What `torch.as_tensor` needs to see memory it did not allocate."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class ReservedMemory:
@@ -42,26 +47,48 @@ class ReservedMemory:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.init()
-        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.device = torch.device(
+            "cuda", device.index if device.index is not None else torch.cuda.current_device()
+        )
         self._driver = ctypes.CDLL("libcuda.so.1")
         location = _Location(_DEVICE, self.device.index)
         self._properties = _AllocationProperties(type=_PINNED, location=location)
         self._access = _Access(location, _READ_WRITE)
         granularity = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), _MINIMUM)
+        self._call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(granularity),
+            ctypes.byref(self._properties),
+            _MINIMUM,
+        )
         self._size = ctypes.c_size_t(-(-num_bytes // granularity.value) * granularity.value)
         self._address = ctypes.c_uint64()
         self._handle: ctypes.c_uint64 | None = None
-        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address),
+            self._size,
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
         self.back()
         self.tensor = torch.as_tensor(_DeviceArray(self._address.value, num_bytes), device=self.device)
 
     def back(self) -> None:
         """Puts physical memory behind the addresses; what it holds is undefined."""
         handle = ctypes.c_uint64()
-        self._call("cuMemCreate", ctypes.byref(handle), self._size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+        self._call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            self._size,
+            ctypes.byref(self._properties),
+            ctypes.c_uint64(0),
+        )
         self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-        self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(self._access), ctypes.c_size_t(1))
+        self._call(
+            "cuMemSetAccess", self._address, self._size, ctypes.byref(self._access), ctypes.c_size_t(1)
+        )
         self._handle = handle
 
     def release(self) -> None:
@@ -83,4 +110,6 @@ class ReservedMemory:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(message))
             gigabytes = self._size.value / 1e9 if hasattr(self, "_size") else 0
-            raise RuntimeError(f"{function} failed for {gigabytes:.1f} GB of KV memory: {(message.value or b'?').decode()}")
+            raise RuntimeError(
+                f"{function} failed for {gigabytes:.1f} GB of KV memory: {(message.value or b'?').decode()}"
+            )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import SpeculationConfig
-from paceline.drafting.base import Drafter, Seat
+from paceline.drafting.base import Drafter, DrafterContext
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead, config_for
@@ -28,7 +28,12 @@ class DrafterBytes:
 
 
 def drafter_bytes(
-    speculation: SpeculationConfig, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, widened: bool, request_tokens: int
+    speculation: SpeculationConfig,
+    policy: Decoder,
+    rows: Rows,
+    proposals_SK: torch.Tensor,
+    widened: bool,
+    request_tokens: int,
 ) -> DrafterBytes:
     """Of all of them together. With a widened policy the head is widened too; its folder is of the small one, so the whole vocabulary is assumed."""
     names = speculation.drafters if widened else available_drafters(speculation, policy.config)
@@ -38,12 +43,27 @@ def drafter_bytes(
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
     own = [] if probabilities_SKV is None else [probabilities_SKV]
     for drafter in drafters:
-        drafter.bind(Seat(policy, rows.state, proposals_SK, probabilities_SKV, num_blocks=1, deterministic=False, request_tokens=request_tokens))
+        drafter.bind(
+            DrafterContext(
+                policy,
+                rows.state,
+                proposals_SK,
+                probabilities_SKV,
+                num_blocks=1,
+                deterministic=False,
+                request_tokens=request_tokens,
+            )
+        )
         own += _tensors(drafter)
     seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
     captured = {layer for drafter in drafters for layer in drafter.captured_layers}
-    return DrafterBytes(total_bytes(own, besides=seated), sum(drafter.token_bytes for drafter in drafters), shapes, len(captured))
+    return DrafterBytes(
+        total_bytes(own, besides=seated),
+        sum(drafter.token_bytes for drafter in drafters),
+        shapes,
+        len(captured),
+    )
 
 
 def meta_drafter(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:

@@ -15,7 +15,7 @@ from paceline.learning.correction import correct, corrected
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import PIECE_ELEMENTS
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import adapters_off, add_adapters
@@ -54,7 +54,9 @@ def policy_bytes(policy: Decoder) -> PolicyBytes:
     parameters = dict(policy.named_parameters())
     adapters = [p for name, p in parameters.items() if ".adapters." in name]
     weights = [p for name, p in parameters.items() if ".adapters." not in name]
-    return PolicyBytes(total_bytes([*weights, policy.rope_table]), total_bytes(adapters), total_bytes(policy.buffers()))
+    return PolicyBytes(
+        total_bytes([*weights, policy.rope_table]), total_bytes(adapters), total_bytes(policy.buffers())
+    )
 
 
 def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> LearnerBytes:
@@ -77,7 +79,11 @@ def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> L
 def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
     """Of the distinct storages, those of `besides` left out."""
     apart = {tensor.untyped_storage()._cdata for tensor in besides}
-    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in apart}.values())
+    return sum(
+        {
+            s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in apart
+        }.values()
+    )
 
 
 def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
@@ -88,10 +94,15 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
     policy, batch = learner.policy, one_response(tokens, META)
     for _, parameter in learner.optimiser.named:
         parameter.grad = torch.empty_like(parameter)
-    known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *(p.grad for _, p in learner.optimiser.named)]
+    known = [
+        *policy.parameters(),
+        *policy.buffers(),
+        policy.rope_table,
+        *(p.grad for _, p in learner.optimiser.named),
+    ]
     if learner.reference is not None:
         known += [*learner.reference.parameters(), learner.reference.rope_table]
-    with LiveBytes(known) as memory:
+    with MemoryTracker(known) as memory:
         logprobs_R, entropies_R = token_logprobs(policy, batch)
         activations = memory.live
         reference_R = None
@@ -99,7 +110,9 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
         correction = learner.config.correction
-        seen = corrected(correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0)
+        seen = corrected(
+            correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
+        )
         learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
     learner.optimiser.discard_gradients()
     return activations, memory.peak

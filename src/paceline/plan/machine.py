@@ -24,14 +24,18 @@ LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
 class Machine:
     name: str
     total_bytes: int
-    taken_bytes: int = CONTEXT_BYTES + LIBRARY_BYTES  # not for the run's tensors: the driver, libraries, other processes
+    taken_bytes: int = (
+        CONTEXT_BYTES + LIBRARY_BYTES
+    )  # not for the run's tensors: the driver, libraries, other processes
 
 
 def named_gpu(name: str) -> Machine:
     for known, mebibytes in GPUS.items():
         if known.lower() == name.lower():
             return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
-    raise ConfigError(f"--gpu {name!r} is not known; known are {', '.join(GPUS)}; for others give --memory-gb")
+    raise ConfigError(
+        f"--gpu {name!r} is not known; known are {', '.join(GPUS)}; for others give --memory-gb"
+    )
 
 
 def gpu_of_size(gigabytes: float) -> Machine:
@@ -47,4 +51,6 @@ def gpu_at_hand() -> Machine | None:
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
-    return Machine(torch.cuda.get_device_name(), total, total - free - torch.cuda.memory_reserved() + LIBRARY_BYTES)
+    return Machine(
+        torch.cuda.get_device_name(), total, total - free - torch.cuda.memory_reserved() + LIBRARY_BYTES
+    )

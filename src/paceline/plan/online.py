@@ -17,7 +17,7 @@ from paceline.learning.batch import MicroBatch, pack
 from paceline.learning.optimiser import PIECE_ELEMENTS
 from paceline.plan.drafters import meta_drafter
 from paceline.plan.learning import META, one_response_sequence, total_bytes
-from paceline.plan.live_bytes import LiveBytes
+from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.decoder import Decoder
 
 
@@ -31,14 +31,22 @@ def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
     speculation, widened = config.rollout.speculation, bool(config.policy.widen)
     names = speculation.drafters if widened else available_drafters(speculation, policy.config)
     head = meta_drafter("eagle", speculation, policy, widened).head if "eagle" in names else None
-    if config.rollout.speculation.online.when == "never" or head is None:  # without a head the run itself refuses
+    if (
+        config.rollout.speculation.online.when == "never" or head is None
+    ):  # without a head the run itself refuses
         return OnlineBytes()
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(head.parameters())
     gradients = total_bytes(parameters)
-    step = 2 * max(master.itemsize for master in optimiser.masters) * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters))
+    step = (
+        2
+        * max(master.itemsize for master in optimiser.masters)
+        * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters))
+    )
     return OnlineBytes(
-        optimiser=total_bytes([*optimiser.masters, *optimiser.first_moments, *optimiser.second_moments], besides=parameters),
+        optimiser=total_bytes(
+            [*optimiser.masters, *optimiser.first_moments, *optimiser.second_moments], besides=parameters
+        ),
         training=gradients + max(_watch_pass(policy, online), step),
     )
 
@@ -48,8 +56,15 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter) -> int:
     for parameter in head.parameters():
         parameter.grad = torch.empty_like(parameter)
     batch = _largest_batch(online.token_budget)
-    known = [*policy.parameters(), *policy.buffers(), policy.rope_table, *head.parameters(), *head.buffers(), head.rope_table]
-    with LiveBytes([*known, *(parameter.grad for parameter in head.parameters())]) as memory:
+    known = [
+        *policy.parameters(),
+        *policy.buffers(),
+        policy.rope_table,
+        *head.parameters(),
+        *head.buffers(),
+        head.rope_table,
+    ]
+    with MemoryTracker([*known, *(parameter.grad for parameter in head.parameters())]) as memory:
         online.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
     online.trainer.discard()
     return memory.peak

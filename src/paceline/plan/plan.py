@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from paceline.config import Config
+from paceline.engine.lengths import Lengths, pool_too_small
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
-from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.plan.machine import Machine
 from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
@@ -65,12 +65,16 @@ class Plan:
         return max(self.rollout_peak, self.learning_peak)
 
 
-def make_plan(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True) -> Plan:
+def make_plan(
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True
+) -> Plan:
     """`learns=False`: generation alone, as `paceline eval` and `paceline rollout` do it."""
     lengths = Lengths.of(config, shape)
     policy = meta_policy(shape, config, dtype)
     held, rollout = policy_bytes(policy), rollout_bytes(policy, config)
-    learner = learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
+    learner = (
+        learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
+    )
     # The step's own needs come when activations are gone: only what goes beyond those counts.
     update = max(learner.backward, learner.optimiser_step - learner.activations)
     online = online_bytes(policy, config) if learns else OnlineBytes()
@@ -102,7 +106,9 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
     beside = (plan.usable_bytes - plan.peak_bytes) // per_token - 32
     asleep = (plan.usable_bytes - plan.rollout_peak) // per_token - 32
-    sleeps = beside < (wanted if fixed else max(wanted // 2, request_tokens)) and plan.phase_bytes("learning") > 0
+    sleeps = (
+        beside < (wanted if fixed else max(wanted // 2, request_tokens)) and plan.phase_bytes("learning") > 0
+    )
     room = asleep if sleeps else beside
     tokens = fixed or max(0, min(wanted, room))
     problem = ""
@@ -115,13 +121,17 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     elif tokens < request_tokens:
         needed = f"{max(0, room)} KV tokens fit beside the other parts, one request may need {request_tokens}"
         problem = f"the KV pool does not fit: {needed}; lower rollout.max_tokens (and eval.max_tokens)"
-    pool = Part("KV pool", kv_pool_bytes(per_token, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens")
+    pool = Part(
+        "KV pool", kv_pool_bytes(per_token, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens"
+    )
     return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem)
 
 
 def _too_large(plan: Plan) -> str:
     phase: Phase = "learning" if plan.learning_peak >= plan.rollout_peak else "rollout"
-    largest = max((part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes)
+    largest = max(
+        (part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes
+    )
     return (
         f"{phase} needs {plan.peak_bytes / 1e9:.1f} GB before any KV pool, {plan.usable_bytes / 1e9:.1f} GB of {plan.machine.name} are usable; "
         f"the largest part is {largest.name}, {largest.num_bytes / 1e9:.1f} GB ({largest.key})"

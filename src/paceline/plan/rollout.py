@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backends.base import BASE_PRECISION
+from paceline.backend import BASE_PRECISION
 from paceline.config import Config
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
+from paceline.engine.lengths import Lengths
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step_bytes import StepBytes, layer_token_bytes
 from paceline.kernels.fp8_format import E4M3
@@ -19,7 +20,6 @@ from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.paged.routing import routing_token_bytes
 from paceline.plan.drafters import drafter_bytes
 from paceline.plan.learning import META, total_bytes
-from paceline.plan.lengths import Lengths
 from paceline.policy.decoder import Decoder
 from paceline.precision.weights import quantised_parameters
 
@@ -39,16 +39,25 @@ class RolloutBytes:
 
 def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     """`policy` on the meta device."""
-    shape, dtype, slots, speculation = policy.config, policy.dtype, config.rollout.max_running, config.rollout.speculation
+    shape, dtype, slots, speculation = (
+        policy.config,
+        policy.dtype,
+        config.rollout.max_running,
+        config.rollout.speculation,
+    )
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
-    drafter = drafter_bytes(speculation, policy, rows, proposals, bool(config.policy.widen), Lengths.of(config, shape).request)
+    drafter = drafter_bytes(
+        speculation, policy, rows, proposals, bool(config.policy.widen), Lengths.of(config, shape).request
+    )
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)
         # A draft and its verification; pacing goes through a few depths at each batch size.
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
-    table = 2 * 4 * shape.max_positions * shape.head_dim // 2  # cos and sin, each in one piece for the kernels
+    table = (
+        2 * 4 * shape.max_positions * shape.head_dim // 2
+    )  # cos and sin, each in one piece for the kernels
     precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
     fp8 = precision != BASE_PRECISION
     chosen = quantised_parameters(policy, config.rollout.base_precision_layers) if fp8 else []
@@ -56,14 +65,34 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the record's type.
     routing = routing_token_bytes(shape) if config.rollout.router_replay else 0
     routing_pass = routing + 2 * 4 * len(shape.expert_layers) * shape.num_experts_per_token if routing else 0
-    needs = StepBytes(shape, dtype, rows.state.tokens.shape[1], PROCESSORS, fp8, drafter.captured_layers, bool(routing), drafter.shapes)
-    memory = GraphMemory(needs, buckets_up_to(slots), depth, int(config.rollout.graph_memory_gb * 1e9), not config.rollout.deterministic)
+    needs = StepBytes(
+        shape,
+        dtype,
+        rows.state.tokens.shape[1],
+        PROCESSORS,
+        fp8,
+        drafter.captured_layers,
+        bool(routing),
+        drafter.shapes,
+    )
+    memory = GraphMemory(
+        needs,
+        buckets_up_to(slots),
+        depth,
+        int(config.rollout.graph_memory_gb * 1e9),
+        not config.rollout.deterministic,
+    )
     return RolloutBytes(
         rows=total_bytes([*vars(rows.state).values(), proposals]) + table + quantised,
         drafter=drafter.fixed,
         graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
-        workspace=max(memory.largest(), config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype, fp8) + routing_pass)),
-        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype) + drafter.per_token + routing,
+        workspace=max(
+            memory.largest(),
+            config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype, fp8) + routing_pass),
+        ),
+        kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype)
+        + drafter.per_token
+        + routing,
     )
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-AttentionObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]  # layer, q_THD, k_THD, v_THD
+AttentionObserver = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor], None
+]  # layer, q_THD, k_THD, v_THD
 
 
 class PackedAttention:
@@ -29,13 +31,17 @@ class PackedAttention:
         self.padded_index_T = rows.to(device) * self.longest + self.positions_T
         self.shape = (len(lengths), self.longest)
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+    ) -> torch.Tensor:
         if self.observe is not None:
             self.observe(layer, q_THD, k_THD, v_THD)
         if (q_THD.is_cuda or q_THD.is_meta) and q_THD.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
-        out_BHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out_BHLD = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.unpad(out_BHLD)
 
     def pad(self, x_THD: torch.Tensor) -> torch.Tensor:
@@ -53,4 +59,6 @@ class PackedAttention:
         repeats = q_THD.shape[1] // k_THD.shape[1]  # the kernel takes no grouped heads
         k_THD, v_THD = k_THD.repeat_interleave(repeats, 1), v_THD.repeat_interleave(repeats, 1)
         bounds = self.boundaries_B1
-        return varlen_attn(q_THD, k_THD, v_THD, bounds, bounds, self.longest, self.longest, window_size=(-1, 0))
+        return varlen_attn(
+            q_THD, k_THD, v_THD, bounds, bounds, self.longest, self.longest, window_size=(-1, 0)
+        )

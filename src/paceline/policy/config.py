@@ -10,7 +10,12 @@ from typing import Any
 
 from paceline.policy.files import blame, read_json
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,33 @@ class DecoderConfig:
         dense = 3 * h * self.intermediate_size + (2 * self.intermediate_size + h if self.mlp_bias else 0)
         sparse = self.num_experts * (3 * h * self.expert_intermediate_size + h)
         feed_forwards = sum(sparse if self.has_experts(i) else dense for i in range(self.num_layers))
-        return self.num_layers * layer + feed_forwards + h + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        return (
+            self.num_layers * layer
+            + feed_forwards
+            + h
+            + self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        )
 
 
 def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
-    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise ValueError(f"{family}: sliding-window attention is not supported; every layer must attend to the whole context")
+    if config.get("use_sliding_window") or any(
+        kind != "full_attention" for kind in config.get("layer_types") or ()
+    ):
+        raise ValueError(
+            f"{family}: sliding-window attention is not supported; every layer must attend to the whole context"
+        )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     bias = bool(config.get("attention_bias", False))
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
-        raise ValueError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}")
+        raise ValueError(
+            f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
+        )
     return DecoderConfig(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -88,7 +104,9 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads,
-        max_positions=_size(config, "max_position_embeddings") if "max_position_embeddings" in config else 2048,
+        max_positions=_size(config, "max_position_embeddings")
+        if "max_position_embeddings" in config
+        else 2048,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=_rope_from_huggingface(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -122,9 +140,15 @@ def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
         "dtype": dtype,
         # Both spellings: transformers 5 reads `rope_parameters`, vLLM and earlier transformers the other two.
-        "rope_parameters": {"rope_type": config.rope.kind, "rope_theta": config.rope.theta, **config.rope.parameters},
+        "rope_parameters": {
+            "rope_type": config.rope.kind,
+            "rope_theta": config.rope.theta,
+            **config.rope.parameters,
+        },
         "rope_theta": config.rope.theta,
-        "rope_scaling": None if config.rope.kind == "default" else {"rope_type": config.rope.kind, **config.rope.parameters},
+        "rope_scaling": None
+        if config.rope.kind == "default"
+        else {"rope_type": config.rope.kind, **config.rope.parameters},
     }
     if config.family != "qwen2":
         out["attention_bias"] = config.qkv_bias
@@ -176,7 +200,11 @@ def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
 
     The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
     """
-    layers, step, listed = range(_size(config, "num_hidden_layers")), config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers, step, listed = (
+        range(_size(config, "num_hidden_layers")),
+        config.get("decoder_sparse_step") or 1,
+        config.get("mlp_only_layers") or (),
+    )
     return dict(
         num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         num_experts_per_token=_size(config, "num_experts_per_tok"),

@@ -38,7 +38,9 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.qkv = nn.Linear(
+            config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
+        )
         self.output = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
@@ -87,12 +89,16 @@ class ExpertFeedForward(nn.Module):
         sorted_S, order_S = experts_TK.flatten().sort(stable=True)
         every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
         ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
-        gate, up = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X).chunk(2, dim=-1)
+        gate, up = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X).chunk(
+            2, dim=-1
+        )
         out_SE = _multiply_runs(F.silu(gate) * up, self.down, ends_X)
         out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
         return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
 
-    def route(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, x_TE: torch.Tensor, replay: RouterReplay | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """With `replay` the experts are the recorded ones; their weights are this router's own scores either way, and gradients flow through them."""
         scores_TX = wide_linear(x_TE, self.router.weight)
         experts_TK = scores_TX.topk(self.experts_per_token).indices
@@ -108,8 +114,17 @@ def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torc
     """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so on."""
     if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
         return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
-    lengths = _even_runs(len(rows_SK), len(ends_X)) if rows_SK.is_meta else ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
-    return torch.cat([F.linear(run, weight_NK) for run, weight_NK in zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)])
+    lengths = (
+        _even_runs(len(rows_SK), len(ends_X))
+        if rows_SK.is_meta
+        else ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
+    )
+    return torch.cat(
+        [
+            F.linear(run, weight_NK)
+            for run, weight_NK in zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)
+        ]
+    )
 
 
 def _even_runs(rows: int, experts: int) -> list[int]:
@@ -123,9 +138,20 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.feed_forward = ExpertFeedForward(config, config.expert_layers.index(index)) if config.has_experts(index) else FeedForward(config)
+        self.feed_forward = (
+            ExpertFeedForward(config, config.expert_layers.index(index))
+            if config.has_experts(index)
+            else FeedForward(config)
+        )
 
-    def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend, replay: RouterReplay | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        rope_T2R: torch.Tensor,
+        layer: int,
+        attend: Attend,
+        replay: RouterReplay | None = None,
+    ) -> torch.Tensor:
         x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
         replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
         return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
@@ -148,14 +174,18 @@ class Capture:
 
 def not_finite(policy: nn.Module) -> list[str]:
     """Parameters that hold infinities or NaN."""
-    extremes = {name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()}  # no copy of an embedding
+    extremes = {
+        name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()
+    }  # no copy of an embedding
     return [name for name, ends in extremes.items() if not ends.isfinite().all()]
 
 
 class Decoder(nn.Module):
     """Made with empty parameters: fill them from a folder (`huggingface.py`) or with `initialise`."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> None:
         super().__init__()
         self.config = config
         with torch.device("meta"):
@@ -178,7 +208,9 @@ class Decoder(nn.Module):
             elif parameter.ndim == 1:
                 parameter.data.fill_(1.0)
             else:
-                residual = name.endswith(("attention.output.weight", "feed_forward.down.weight", "feed_forward.down"))
+                residual = name.endswith(
+                    ("attention.output.weight", "feed_forward.down.weight", "feed_forward.down")
+                )
                 parameter.data.normal_(0.0, 0.02 * (depth_scale if residual else 1.0), generator=generator)
         return self
 

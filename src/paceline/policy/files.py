@@ -22,7 +22,14 @@ def blame(file: Path) -> Iterator[None]:
         raise
     except KeyError as error:
         raise DamagedFile(f"{file} lacks the key {error}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError, ZeroDivisionError, SafetensorError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        ZeroDivisionError,
+        SafetensorError,
+    ) as error:
         raise DamagedFile(f"{file}: {error}") from None
 
 

@@ -23,9 +23,15 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.files import DamagedFile, blame, read_json
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "added_tokens.json", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -45,20 +51,31 @@ class Slice:
 
 def layout(config: DecoderConfig) -> dict[str, Slice]:
     """Every Hugging Face tensor name of this model and where it lies in the decoder."""
-    q, kv, f, e = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size, config.hidden_size
+    q, kv, f, e = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.intermediate_size,
+        config.hidden_size,
+    )
     names: dict[str, Slice] = {"model.embed_tokens.weight": Slice("embedding.weight", 0, config.vocab_size)}
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         names[f"{theirs}input_layernorm.weight"] = Slice(f"{ours}attention_norm.weight", 0, e)
         names[f"{theirs}post_attention_layernorm.weight"] = Slice(f"{ours}feed_forward_norm.weight", 0, e)
         if config.qk_norm:
-            names[f"{theirs}self_attn.q_norm.weight"] = Slice(f"{ours}attention.q_norm.weight", 0, config.head_dim)
-            names[f"{theirs}self_attn.k_norm.weight"] = Slice(f"{ours}attention.k_norm.weight", 0, config.head_dim)
+            names[f"{theirs}self_attn.q_norm.weight"] = Slice(
+                f"{ours}attention.q_norm.weight", 0, config.head_dim
+            )
+            names[f"{theirs}self_attn.k_norm.weight"] = Slice(
+                f"{ours}attention.k_norm.weight", 0, config.head_dim
+            )
         for kind, present in (("weight", True), ("bias", config.qkv_bias)):
             if present:
                 names[f"{theirs}self_attn.q_proj.{kind}"] = Slice(f"{ours}attention.qkv.{kind}", 0, q)
                 names[f"{theirs}self_attn.k_proj.{kind}"] = Slice(f"{ours}attention.qkv.{kind}", q, q + kv)
-                names[f"{theirs}self_attn.v_proj.{kind}"] = Slice(f"{ours}attention.qkv.{kind}", q + kv, q + 2 * kv)
+                names[f"{theirs}self_attn.v_proj.{kind}"] = Slice(
+                    f"{ours}attention.qkv.{kind}", q + kv, q + 2 * kv
+                )
         for kind, present in (("weight", True), ("bias", config.output_bias)):
             if present:
                 names[f"{theirs}self_attn.o_proj.{kind}"] = Slice(f"{ours}attention.output.{kind}", 0, e)
@@ -107,7 +124,9 @@ def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
         for name, piece in layout(decoder.config).items():
             tensor, target = read(name), piece.of(parameters[piece.parameter])
             if tensor.shape != target.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the configuration asks for {tuple(target.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, the configuration asks for {tuple(target.shape)}"
+                )
             target.copy_(tensor)
 
 
@@ -145,7 +164,9 @@ def weight_reader(folder: Path) -> Callable[[str], torch.Tensor]:
     return read
 
 
-EXPERT_TENSOR = re.compile(r"(?P<layer>.+\.mlp\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+EXPERT_TENSOR = re.compile(
+    r"(?P<layer>.+\.mlp\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight"
+)
 FUSED_EXPERTS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
@@ -157,14 +178,20 @@ def _read_expert(experts_XNK: Any, index: int, kind: str) -> torch.Tensor:
 
 
 def save_policy(
-    decoder: Decoder, folder: str | Path, tokenizer_from: str | Path | None = None, dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30
+    decoder: Decoder,
+    folder: str | Path,
+    tokenizer_from: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers, vLLM and `load_policy` open; tokenizer files are copied along."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or decoder.dtype
     _warn_of_head_dim(decoder.config)
-    (folder / "config.json").write_text(json.dumps(to_huggingface(decoder.config, str(dtype).removeprefix("torch.")), indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(to_huggingface(decoder.config, str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    )
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in exported_tensors(decoder):

@@ -45,9 +45,15 @@ from paceline.policy.huggingface import Slice, layout
 PEFT_PREFIX = "base_model.model."
 # What PEFT can do and this file does not, as its settings say "no": a folder that uses one of these is refused rather than misread.
 PLAIN = {
-    "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},
-    "alpha_pattern": {}, "layers_to_transform": None,
-}  # fmt: skip
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+}
 
 
 class Adapter(nn.Module):
@@ -91,7 +97,9 @@ class AdaptedLinear(nn.Module):
     def merge(self) -> None:
         for adapter in self.adapters.values():
             base = self.base[adapter.start : adapter.stop].to(adapter.A.dtype)
-            self.weight[adapter.start : adapter.stop].copy_(torch.addmm(base, adapter.B, adapter.A, alpha=self.scale))
+            self.weight[adapter.start : adapter.stop].copy_(
+                torch.addmm(base, adapter.B, adapter.A, alpha=self.scale)
+            )
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -125,7 +133,9 @@ def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for path, pieces in by_module.items():
         linear = policy.get_submodule(path)
-        adapters = [Adapter(name, piece, linear.in_features, config.rank, linear.weight) for name, piece in pieces]
+        adapters = [
+            Adapter(name, piece, linear.in_features, config.rank, linear.weight) for name, piece in pieces
+        ]
         for adapter in adapters:
             adapter.initialise(generator)
         parent, _, attribute = path.rpartition(".")
@@ -184,7 +194,9 @@ def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
 def load_adapters(policy: Decoder, folder: Path) -> None:
     """Fills the policy's adapters from a PEFT folder of the same rank, scale and projections, and merges."""
     if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors")
+        raise FileNotFoundError(
+            f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors"
+        )
     settings = read_json(folder / "adapter_config.json")
     with blame(folder / "adapter_config.json"):
         rank, alpha = float(settings["r"]), float(settings["lora_alpha"])
@@ -205,29 +217,43 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
         )
     for name, factor in wanted.items():
         if tensors[name].shape != factor.shape:
-            raise ConfigError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs {tuple(factor.shape)}")
+            raise ConfigError(
+                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs {tuple(factor.shape)}"
+            )
         factor.copy_(tensors[name])
     merge_adapters(policy)
 
 
-def _check_settings(settings: dict[str, Any], rank: float, alpha: float, policy: Decoder, folder: Path) -> None:
+def _check_settings(
+    settings: dict[str, Any], rank: float, alpha: float, policy: Decoder, folder: Path
+) -> None:
     module = next(_adapted(policy))
     for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
         if theirs != ours:
-            raise ConfigError(f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set policy.lora.{key}={theirs:g}")
+            raise ConfigError(
+                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set policy.lora.{key}={theirs:g}"
+            )
     used = [key for key, plain in PLAIN.items() if settings.get(key) and settings[key] != plain]
     if used:
-        raise ConfigError(f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the merged folder")
+        raise ConfigError(
+            f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the merged folder"
+        )
 
 
 def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Slice]]:
     """Hugging Face module names of the targets and where they lie; experts have no adapters."""
-    weights = {name.removesuffix(".weight"): piece for name, piece in layout(policy.config).items() if name.endswith("_proj.weight")}
+    weights = {
+        name.removesuffix(".weight"): piece
+        for name, piece in layout(policy.config).items()
+        if name.endswith("_proj.weight")
+    }
     dense = {name: piece for name, piece in weights.items() if piece.expert is None}
     available = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in dense))
     missing = [target for target in targets if target not in available]
     if missing:
-        raise ConfigError(f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has {', '.join(available)}")
+        raise ConfigError(
+            f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has {', '.join(available)}"
+        )
     return [(name, piece) for name, piece in dense.items() if name.rsplit(".", 1)[-1] in targets]
 
 

@@ -22,7 +22,9 @@ class RouterReplay:
     def __init__(self, recorded_TLK: torch.Tensor) -> None:
         """NOT_RECORDED: the rollout never ran this token, and the router decides."""
         self.recorded_TLK = recorded_TLK
-        self._rerouted_T: dict[int, torch.Tensor] = {}  # by layer: one that activation checkpointing runs again counts once
+        self._rerouted_T: dict[
+            int, torch.Tensor
+        ] = {}  # by layer: one that activation checkpointing runs again counts once
 
     def check(self, layers: int, choices: int) -> None:
         recorded = tuple(self.recorded_TLK.shape[1:])
@@ -51,12 +53,16 @@ class RouterReplay:
         return torch.stack(list(self._rerouted_T.values())).sum()
 
 
-def packed_replay(routings: list[Routing | None], lengths: list[int], device: torch.device) -> RouterReplay | None:
+def packed_replay(
+    routings: list[Routing | None], lengths: list[int], device: torch.device
+) -> RouterReplay | None:
     """Of sequences packed one after the other; None where none of them has routing."""
     known = [routing for routing in routings if routing is not None]
     if not known:
         return None
-    recorded_TLK = torch.full((sum(lengths), known[0].layers, known[0].choices), NOT_RECORDED, dtype=torch.int16)
+    recorded_TLK = torch.full(
+        (sum(lengths), known[0].layers, known[0].choices), NOT_RECORDED, dtype=torch.int16
+    )
     start = 0
     for routing, length in zip(routings, lengths, strict=True):
         if routing is not None:

@@ -33,7 +33,9 @@ def _llama3(inverse: torch.Tensor, p: dict) -> torch.Tensor:
     low_wavelength, high_wavelength = old_context / p["low_freq_factor"], old_context / p["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     stretched = torch.where(wavelength > low_wavelength, inverse / p["factor"], inverse)
-    smooth = (old_context / wavelength - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    smooth = (old_context / wavelength - p["low_freq_factor"]) / (
+        p["high_freq_factor"] - p["low_freq_factor"]
+    )
     between = (1 - smooth) * stretched / p["factor"] + smooth * stretched
     is_between = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
     return torch.where(is_between, between, stretched)
@@ -62,7 +64,11 @@ def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch
     attention_factor = p.get("attention_factor")
     if attention_factor is None:
         slope, slope_all = p.get("mscale"), p.get("mscale_all_dim")
-        attention_factor = magnitude(factor, slope) / magnitude(factor, slope_all) if slope and slope_all else magnitude(factor)
+        attention_factor = (
+            magnitude(factor, slope) / magnitude(factor, slope_all)
+            if slope and slope_all
+            else magnitude(factor)
+        )
     return frequencies, float(attention_factor)
 
 

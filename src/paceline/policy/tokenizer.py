@@ -23,8 +23,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
     """Ids that mean different texts, with both. Added tokens are left out: a chat model renames reserved ones, with the same tokenizer."""
     added = {*ours.get_added_tokens_decoder(), *theirs.get_added_tokens_decoder()}
-    a, b = ({number: token for token, number in tokenizer.get_vocab(with_added_tokens=False).items()} for tokenizer in (ours, theirs))
-    return {number: (a.get(number), b.get(number)) for number in sorted((a.keys() | b.keys()) - added) if a.get(number) != b.get(number)}
+    a, b = (
+        {number: token for token, number in tokenizer.get_vocab(with_added_tokens=False).items()}
+        for tokenizer in (ours, theirs)
+    )
+    return {
+        number: (a.get(number), b.get(number))
+        for number in sorted((a.keys() | b.keys()) - added)
+        if a.get(number) != b.get(number)
+    }
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
@@ -39,5 +46,10 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": EOS,
+        "clean_up_tokenization_spaces": False,
+    }
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -33,7 +33,9 @@ class KVScales:
         self.scales_L2H = torch.full((config.num_layers, 2, config.num_kv_heads), torch.nan, device=device)
         self.calibrated = False  # not read off the scales: the engine asks at every step, and the device must not be waited for
         self.errors: list[float] = []  # of the last calibration, per layer
-        self._amax: list[list[torch.Tensor]] = [[] for _ in range(config.num_layers)]  # [2, H] per micro-batch
+        self._amax: list[list[torch.Tensor]] = [
+            [] for _ in range(config.num_layers)
+        ]  # [2, H] per micro-batch
         self._windows: list[list[Window]] = [[] for _ in range(config.num_layers)]
 
     @property
@@ -76,7 +78,10 @@ class KVScales:
     @torch.no_grad()
     def validate(self) -> list[int]:
         """Layers whose attention over either window changes by more than MAX_ERROR under the scales as they are."""
-        errors_L2 = [[attention_error(*w.tokens, *self.scales_L2H[layer]) for w in windows] for layer, windows in enumerate(self._windows)]
+        errors_L2 = [
+            [attention_error(*w.tokens, *self.scales_L2H[layer]) for w in windows]
+            for layer, windows in enumerate(self._windows)
+        ]
         self.errors = torch.stack([torch.stack(errors).max() for errors in errors_L2]).tolist()
         return [layer for layer, error in enumerate(self.errors) if not error <= MAX_ERROR]
 
@@ -100,10 +105,19 @@ class Window:
 
     def or_kept(self, kept: "Window") -> "Window":
         better, pairs = self.measure > kept.measure, zip(self.tokens, kept.tokens, strict=True)
-        return Window(torch.maximum(self.measure, kept.measure), tuple(torch.where(better, new, old) for new, old in pairs))
+        return Window(
+            torch.maximum(self.measure, kept.measure),
+            tuple(torch.where(better, new, old) for new, old in pairs),
+        )
 
 
-def attention_error(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, k_scale_H: torch.Tensor, v_scale_H: torch.Tensor) -> torch.Tensor:
+def attention_error(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    k_scale_H: torch.Tensor,
+    v_scale_H: torch.Tensor,
+) -> torch.Tensor:
     """|attention with K and V through E4M3 - attention| / |attention|, causal over the tokens given."""
 
     def cached(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
@@ -111,9 +125,13 @@ def attention_error(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tenso
         return from_e4m3(to_e4m3(x_THD.float() / scale_H1)) * scale_H1
 
     exact = _attend(q_THD.float(), k_THD.float(), v_THD.float())
-    return (_attend(q_THD.float(), cached(k_THD, k_scale_H), cached(v_THD, v_scale_H)) - exact).norm() / exact.norm().clamp(min=SMALLEST_AMAX)
+    return (
+        _attend(q_THD.float(), cached(k_THD, k_scale_H), cached(v_THD, v_scale_H)) - exact
+    ).norm() / exact.norm().clamp(min=SMALLEST_AMAX)
 
 
 def _attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -13,16 +13,21 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.backends.base import BASE_PRECISION, PrecisionStats
+from paceline.backend import BASE_PRECISION
 from paceline.kernels.fp8_format import E4M3
 from paceline.policy.attention import AttentionObserver, PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.precision.kv_scales import MAX_ERROR, KVScales
 from paceline.precision.weights import QuantisedWeights
+from paceline.stats import PrecisionStats
 
 PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
 # In a checkpoint, beside what drafters keep.
-SCALES_KEY, BASE_LAYERS_KEY, ERRORS_KEY = "precision.kv_scales", "precision.kv_base_layers", "precision.kv_errors"
+SCALES_KEY, BASE_LAYERS_KEY, ERRORS_KEY = (
+    "precision.kv_scales",
+    "precision.kv_base_layers",
+    "precision.kv_errors",
+)
 CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
 
 
@@ -39,7 +44,10 @@ class RolloutPrecision:
     @property
     def cache_dtypes(self) -> list[torch.dtype]:
         own = self.policy.dtype
-        return [own if self.kv is None or layer in self.kv_base_layers else E4M3 for layer in range(self.policy.config.num_layers)]
+        return [
+            own if self.kv is None or layer in self.kv_base_layers else E4M3
+            for layer in range(self.policy.config.num_layers)
+        ]
 
     @property
     def cache_scales_L2H(self) -> torch.Tensor | None:
@@ -72,7 +80,9 @@ class RolloutPrecision:
         if not prompts:
             return False
         chosen, budget = [], CALIBRATION_TOKENS
-        for prompt in sorted({tuple(p) for p in prompts}):  # the scales must not depend on the order of requests
+        for prompt in sorted(
+            {tuple(p) for p in prompts}
+        ):  # the scales must not depend on the order of requests
             chosen.append(prompt[:budget])
             budget -= len(chosen[-1])
             if budget <= 0:
@@ -108,14 +118,22 @@ class RolloutPrecision:
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
-        errors = torch.tensor(self.kv.errors, dtype=torch.float64)  # as wide as Python's own, so that the metric is the same to the last digit
-        return {SCALES_KEY: self.kv.scales_L2H.cpu().clone(), BASE_LAYERS_KEY: base_layers, ERRORS_KEY: errors}
+        errors = torch.tensor(
+            self.kv.errors, dtype=torch.float64
+        )  # as wide as Python's own, so that the metric is the same to the last digit
+        return {
+            SCALES_KEY: self.kv.scales_L2H.cpu().clone(),
+            BASE_LAYERS_KEY: base_layers,
+            ERRORS_KEY: errors,
+        }
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
         if self.kv is None or SCALES_KEY not in tensors:
             return False
-        errors = tensors[ERRORS_KEY].tolist() if ERRORS_KEY in tensors else []  # checkpoints had none at first
+        errors = (
+            tensors[ERRORS_KEY].tolist() if ERRORS_KEY in tensors else []
+        )  # checkpoints had none at first
         self.kv.load(tensors[SCALES_KEY], errors)
         before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
         return before != self.kv_base_layers

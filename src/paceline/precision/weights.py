@@ -13,7 +13,7 @@ import time
 import torch
 from torch import nn
 
-from paceline.backends.base import WeightsNotFinite
+from paceline.backend import WeightsNotFinite
 from paceline.kernels.fp8_format import BlockMatrix, scale_shape
 from paceline.kernels.fp8_quantise import quantise_blocks
 from paceline.policy.decoder import Decoder, ExpertFeedForward
@@ -32,7 +32,9 @@ class QuantisedWeights:
             BlockMatrix.poisoned(parameter.shape, policy.device, part.view(scale_shape(parameter.shape)))
             for (_, parameter), part in zip(self.sources, parts, strict=True)
         ]
-        self._by_parameter = {id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)}
+        self._by_parameter = {
+            id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)
+        }
         self.sync_seconds = 0.0
         self.sync()
 
@@ -48,11 +50,19 @@ class QuantisedWeights:
         finite = bool(self.scales.isfinite().all())
         self.sync_seconds = self._now() - start
         if not finite:
-            bad = [source for source, matrix in zip(self.sources, self.matrices, strict=True) if not matrix.scales.isfinite().all()]
+            bad = [
+                source
+                for source, matrix in zip(self.sources, self.matrices, strict=True)
+                if not matrix.scales.isfinite().all()
+            ]
             harmed = [name for name, parameter in bad if not parameter.isfinite().all()]
             if harmed:
-                raise WeightsNotFinite(f"the weights of {len(harmed)} of {len(self.sources)} projections are not finite, first {harmed[0]}")
-            raise RuntimeError(f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first {bad[0][0]}: a bug in paceline")
+                raise WeightsNotFinite(
+                    f"the weights of {len(harmed)} of {len(self.sources)} projections are not finite, first {harmed[0]}"
+                )
+            raise RuntimeError(
+                f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first {bad[0][0]}: a bug in paceline"
+            )
 
     def _quantise_all(self) -> None:
         for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True):
@@ -65,7 +75,9 @@ class QuantisedWeights:
 
 
 def quantised_parameters(policy: Decoder, base_layers: int = 0) -> list[tuple[str, nn.Parameter]]:
-    if 2 * base_layers >= len(policy.layers):  # nothing would be in FP8, and figures would be called FP8's all the same
+    if 2 * base_layers >= len(
+        policy.layers
+    ):  # nothing would be in FP8, and figures would be called FP8's all the same
         most = (len(policy.layers) - 1) // 2
         raise ValueError(
             f"rollout.base_precision_layers = {base_layers}: the first and last {base_layers} of {len(policy.layers)} layers are all of them, "

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import rich.console
 from rich.table import Table
 
-from paceline.evaluation import Evaluation
 from paceline.report.summary import Summary
+from paceline.rollout.evaluation import Evaluation
 
 if TYPE_CHECKING:
+    from paceline.certify.closing_check import SpeculationCheck
     from paceline.plan.plan import Plan
-    from paceline.speculation_check import SpeculationCheck
 
 
 class Console:
@@ -28,14 +28,18 @@ class Console:
         if plan is not None:
             asleep = ", asleep while learning" if plan.sleeps else ""
             used = f"{plan.peak_bytes / 1e9:.1f} of {plan.machine.total_bytes / 1e9:.1f} GB at the peak"
-            self.out.print(f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}")
+            self.out.print(
+                f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}"
+            )
 
     def resumed(self, run: Path, step: int) -> None:
         self.out.print(f"resuming {run} after step {step}")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
-        self.out.print(f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length {evaluation.mean_length:.0f}")
+        self.out.print(
+            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length {evaluation.mean_length:.0f}"
+        )
 
     def start(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -53,7 +57,9 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
-        identical = "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
+        identical = (
+            "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
+        )
         self.out.print(
             f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
             f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "

@@ -5,7 +5,7 @@ Whatever begins with `time/` or `memory/` differs from run to run; everything el
 
 from collections.abc import Sequence
 
-from paceline.backends.base import RolloutStats
+from paceline.stats import RolloutStats
 from paceline.tasks.base import FAILED
 from paceline.types import FinishReason, Group
 
@@ -20,7 +20,10 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
     values = {
         "reward/mean": _mean(rewards),
         "reward/std": _mean([(r - _mean(rewards)) ** 2 for r in rewards]) ** 0.5,
-        **{f"reward/{name}": _mean([s.score.components.get(name, 0.0) for s in samples]) for name in components},
+        **{
+            f"reward/{name}": _mean([s.score.components.get(name, 0.0) for s in samples])
+            for name in components
+        },
         "reward/failures": sum(any(name.startswith(FAILED) for name in s.score.components) for s in samples),
         "rollout/accuracy": _mean([sample.score.correct for sample in samples]),
         "rollout/zero_variance_groups": _mean([len(set(group.rewards)) == 1 for group in groups]),
@@ -37,7 +40,9 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         values["rollout/decode_steps"] = len(tail)
         values["rollout/tail_steps"] = _mean(tail)
         values |= speculation_metrics(stats)
-        values["time/tail"] = sum(seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail)
+        values["time/tail"] = sum(
+            seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail
+        )
     if stats.precision is not None:
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error
@@ -52,7 +57,9 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, float]:
     if not stats.drafts:
         return {}
     drafts = list(stats.drafts.values())
-    proposed, accepted, count = (sum(getattr(d, name) for d in drafts) for name in ("proposed", "accepted", "drafts"))
+    proposed, accepted, count = (
+        sum(getattr(d, name) for d in drafts) for name in ("proposed", "accepted", "drafts")
+    )
     values = {
         "speculation/proposed": proposed,
         "speculation/accepted": accepted / max(1, proposed),
@@ -63,7 +70,10 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, float]:
     }
     for name, d in sorted(stats.drafts.items()):
         values[f"speculation/{name}/accept_length"] = d.accept_length
-        values |= {f"speculation/{name}/accepted_{i}": kept / max(1, d.drafts) for i, kept in enumerate(d.accepted_at, start=1)}
+        values |= {
+            f"speculation/{name}/accepted_{i}": kept / max(1, d.drafts)
+            for i, kept in enumerate(d.accepted_at, start=1)
+        }
     return values
 
 

@@ -25,7 +25,9 @@ def write_page(trace_path: Path, out: Path, title: str, step: int | None = None)
     """The rollout of one step of the run, by default the last; returns which."""
     steps = read_trace(trace_path)
     if not steps:
-        raise FileNotFoundError(f"{trace_path} holds no trace: this run has not finished a rollout, or its backend does not trace")
+        raise FileNotFoundError(
+            f"{trace_path} holds no trace: this run has not finished a rollout, or its backend does not trace"
+        )
     chosen = max(steps) if step is None else step
     if chosen not in steps:
         raise ValueError(f"--step {chosen}: {trace_path} has steps {min(steps)} to {max(steps)}")
@@ -36,7 +38,8 @@ def write_page(trace_path: Path, out: Path, title: str, step: int | None = None)
 def render(title: str, step: int, rows: Sequence[TraceRow]) -> str:
     rows = [row for row in rows if row.steps]
     names = sorted(
-        {str(row.decision.strategy) for row in rows}, key=lambda name: (name != "plain", name.split(":")[0], int(name.partition(":")[2] or 0))
+        {str(row.decision.strategy) for row in rows},
+        key=lambda name: (name != "plain", name.split(":")[0], int(name.partition(":")[2] or 0)),
     )
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     tokens, seconds = sum(row.tokens for row in rows), sum(row.seconds for row in rows)
@@ -61,10 +64,15 @@ def _chart(rows: Sequence[TraceRow], colours: dict[str, str]) -> str:
         starts.append(at)
         at += row.steps
     scale = (WIDTH - LEFT - RIGHT) / max(1, total)
-    spans = [(LEFT + start * scale, LEFT + (start + row.steps) * scale) for start, row in zip(starts, rows, strict=True)]
+    spans = [
+        (LEFT + start * scale, LEFT + (start + row.steps) * scale)
+        for start, row in zip(starts, rows, strict=True)
+    ]
     tops = [24, 24 + PANEL + GAP, 24 + PANEL + GAP + 60 + GAP]
     height = tops[2] + PANEL + 30
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="pacing over the rollout">']
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="pacing over the rollout">'
+    ]
     most = max(row.running for row in rows)
     parts.append(_frame(tops[0], PANEL, "running requests", most))
     parts.append(_line(spans, [row.running for row in rows], most, tops[0], PANEL, "#1b2733"))
@@ -86,8 +94,14 @@ def _chart(rows: Sequence[TraceRow], colours: dict[str, str]) -> str:
     parts.append(_line(spans, rates, highest, tops[2], PANEL, "#1b2733"))
     known = [(span, value) for span, value in zip(spans, expected, strict=True) if value > 0]
     if known:
-        parts.append(_line([span for span, _ in known], [value for _, value in known], highest, tops[2], PANEL, "#e07b39"))
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{height - 8}" text-anchor="end">decode step {total}</text></svg>')
+        parts.append(
+            _line(
+                [span for span, _ in known], [value for _, value in known], highest, tops[2], PANEL, "#e07b39"
+            )
+        )
+    parts.append(
+        f'<text x="{WIDTH - RIGHT}" y="{height - 8}" text-anchor="end">decode step {total}</text></svg>'
+    )
     return "".join(parts)
 
 
@@ -99,7 +113,9 @@ def _frame(top: float, height: float, label: str, most: float) -> str:
     )
 
 
-def _line(spans: list[tuple[float, float]], values: list[float], most: float, top: float, height: float, colour: str) -> str:
+def _line(
+    spans: list[tuple[float, float]], values: list[float], most: float, top: float, height: float, colour: str
+) -> str:
     points = []
     for (left, right), value in zip(spans, values, strict=True):
         y = top + height * (1 - min(value, most) / most)
@@ -108,7 +124,9 @@ def _line(spans: list[tuple[float, float]], values: list[float], most: float, to
 
 
 def _table(rows: Sequence[TraceRow], names: list[str], colours: dict[str, str]) -> str:
-    lines = ["<table><tr><th>strategy<th>steps<th>of these trials<th>share of time<th>tokens/row/step<th>tokens/s</tr>"]
+    lines = [
+        "<table><tr><th>strategy<th>steps<th>of these trials<th>share of time<th>tokens/row/step<th>tokens/s</tr>"
+    ]
     seconds = sum(row.seconds for row in rows) or 1e-9
     for name in names:
         own = [row for row in rows if str(row.decision.strategy) == name]

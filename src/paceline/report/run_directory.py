@@ -22,7 +22,9 @@ class RunDirectory:
         self.config_path = path / "config.yaml"
         self.metrics_path = path / "metrics.jsonl"
         self.trace_path = path / "trace.jsonl"  # which strategy each rollout ran when (`pacing/trace.py`)
-        self.pacing_path = path / "pacing.json"  # what the pacer has learnt of this machine (`pacing/store.py`)
+        self.pacing_path = (
+            path / "pacing.json"
+        )  # what the pacer has learnt of this machine (`pacing/store.py`)
         self.samples_path = path / "samples"
         self.checkpoints_path = path / "checkpoints"
 
@@ -33,10 +35,16 @@ class RunDirectory:
         if config.run.name:
             path = root / config.run.name
             if path.exists():
-                raise ConfigError(f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or choose another name")
+                raise ConfigError(
+                    f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or choose another name"
+                )
         else:
             stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            path = next(p for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000)))) if not p.exists())
+            path = next(
+                p
+                for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
+                if not p.exists()
+            )
         run = cls(path)
         try:
             path.mkdir(parents=True)
@@ -44,7 +52,9 @@ class RunDirectory:
             run.checkpoints_path.mkdir()
             run.write_config(config)
         except OSError as error:
-            raise ConfigError(f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to") from None
+            raise ConfigError(
+                f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to"
+            ) from None
         return run
 
     @classmethod
@@ -60,7 +70,9 @@ class RunDirectory:
         except yaml.YAMLError:
             empty = False  # `load_config` says what is wrong with it
         if empty:  # it would pass for a recipe of nothing but defaults
-            raise ConfigError(f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was started with, then go on")
+            raise ConfigError(
+                f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was started with, then go on"
+            )
         return load_config(str(self.config_path))
 
     def write_config(self, config: Config) -> None:
@@ -82,7 +94,11 @@ class RunDirectory:
         for number, line in enumerate(lines, start=1):
             record = _record(line)
             if record is None:
-                logger.warning("%s: line %d is damaged and left out; the records after it are kept", self.metrics_path, number)
+                logger.warning(
+                    "%s: line %d is damaged and left out; the records after it are kept",
+                    self.metrics_path,
+                    number,
+                )
             else:
                 yield record
         if (record := _record(unfinished)) is not None:
@@ -104,7 +120,11 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode())
     except ValueError:  # also bytes that are no text
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record else None
+    return (
+        record
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+        else None
+    )
 
 
 def replace_file(path: Path, text: str) -> None:

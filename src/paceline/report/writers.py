@@ -17,7 +17,9 @@ class TensorBoardWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError("report.tensorboard = true needs the package tensorboard: pip install 'paceline[tensorboard]'") from None
+            raise ConfigError(
+                "report.tensorboard = true needs the package tensorboard: pip install 'paceline[tensorboard]'"
+            ) from None
         self.writer = SummaryWriter(str(folder))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -33,8 +35,17 @@ class WandbWriter:
         try:
             import wandb
         except ImportError:
-            raise ConfigError("report.wandb = true needs the package wandb: pip install 'paceline[wandb]'") from None
-        self.run = wandb.init(project="paceline", name=folder.name, dir=str(folder), config=config.model_dump(), resume="allow", id=folder.name)
+            raise ConfigError(
+                "report.wandb = true needs the package wandb: pip install 'paceline[wandb]'"
+            ) from None
+        self.run = wandb.init(
+            project="paceline",
+            name=folder.name,
+            dir=str(folder),
+            config=config.model_dump(),
+            resume="allow",
+            id=folder.name,
+        )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)

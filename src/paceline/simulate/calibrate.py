@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from paceline.simulate.fit import fit_hardware
-from paceline.simulate.hardware import DataSheet, Hardware, Links, Origin, Source, Training, load_hardware, shipped_profiles
+from paceline.simulate.hardware import (
+    DataSheet,
+    Hardware,
+    Links,
+    Origin,
+    Source,
+    Training,
+    load_hardware,
+    shipped_profiles,
+)
 from paceline.simulate.points import FIT, Measurements
 from paceline.simulate.predict import predict_attention, predict_experts, predict_gemm, predict_rest
 
@@ -41,9 +50,13 @@ def profile_from(name: str, points: Measurements, base: str | None = None) -> Ha
     on_cpu = points.device == "CPU"
     sheet = ceilings(points)
     links = Links(1, 1e10, 5e-5, 1e9, 1e-3)
-    hardware = fit_hardware(name, points, sheet, links, Training(0.5, 0.5, 0.0, 0.0), CPU_ROW_TILE if on_cpu else 1)
+    hardware = fit_hardware(
+        name, points, sheet, links, Training(0.5, 0.5, 0.0, 0.0), CPU_ROW_TILE if on_cpu else 1
+    )
     note = "best rates seen among the points" + ("; float32 counted as if it had 16 bits" if on_cpu else "")
-    return dataclasses.replace(hardware, provenance=hardware.provenance | {"data_sheet": Origin(Source.FITTED, note)})
+    return dataclasses.replace(
+        hardware, provenance=hardware.provenance | {"data_sheet": Origin(Source.FITTED, note)}
+    )
 
 
 def matching_profile(device: str) -> str | None:
@@ -63,7 +76,11 @@ def ceilings(points: Measurements) -> DataSheet:
 def fit_report(hardware: Hardware, points: Measurements) -> list[FitReport]:
     kernels = hardware.kernels
     parts = {
-        "products": [(p.use, predict_gemm(kernels, p) / p.seconds) for p in points.gemms if p.precision == "bf16" and p.kernel != "cublas"],
+        "products": [
+            (p.use, predict_gemm(kernels, p) / p.seconds)
+            for p in points.gemms
+            if p.precision == "bf16" and p.kernel != "cublas"
+        ],
         "attention": [(p.use, predict_attention(kernels, p) / p.seconds) for p in points.attention],
         "rest": [(p.use, predict_rest(kernels, p) / p.seconds) for p in points.rest],
         "experts": [(p.use, predict_experts(kernels, p) / p.seconds) for p in points.experts],

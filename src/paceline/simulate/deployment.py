@@ -23,13 +23,28 @@ class Engine:
 
 
 PACELINE = Engine(
-    "paceline", 1.0e-4, 0.0, 5e-4, 0, 0.0, True,
+    "paceline",
+    1.0e-4,
+    0.0,
+    5e-4,
+    0,
+    0.0,
+    True,
     Origin(Source.MEASURED, "step: engine minus kernels alone at batch 128 (6.93 - 6.84 ms)"),
-)  # fmt: skip
+)
 VLLM = Engine(
-    "vllm", 6.38e-4, 1.65e-6, 2e-3, 512, 1.2e-4, False,
-    Origin(Source.FITTED, "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured layer: assumed"),
-)  # fmt: skip
+    "vllm",
+    6.38e-4,
+    1.65e-6,
+    2e-3,
+    512,
+    1.2e-4,
+    False,
+    Origin(
+        Source.FITTED,
+        "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured layer: assumed",
+    ),
+)
 KERNELS_ALONE = Engine("kernels", 0.0, 0.0, 0.0, 0, 0.0, False, PACELINE.origin)
 ENGINES = {engine.name: engine for engine in (PACELINE, VLLM)}
 
@@ -78,16 +93,29 @@ class Deployment:
     def __post_init__(self) -> None:
         model, split, hardware = self.model, self.parallelism, self.hardware
         if split.tensor < 1 or split.expert < 1 or split.devices % split.tensor:
-            raise ValueError(f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1 and ep a multiple of tp where it is larger")
+            raise ValueError(
+                f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1 and ep a multiple of tp where it is larger"
+            )
         if model.heads % split.tensor:
-            raise ValueError(f"tp = {split.tensor} must divide the {model.heads} attention heads of {model.name}")
+            raise ValueError(
+                f"tp = {split.tensor} must divide the {model.heads} attention heads of {model.name}"
+            )
         if split.expert > 1 and (not model.experts or model.experts % split.expert):
-            raise ValueError(f"ep = {split.expert} must divide the number of experts of {model.name}, which is {model.experts}")
+            raise ValueError(
+                f"ep = {split.expert} must divide the number of experts of {model.name}, which is {model.experts}"
+            )
         if "fp8" in (self.precision.weights, self.precision.kv) and not hardware.has_fp8:
-            raise ValueError(f"{hardware.name} has no FP8 arithmetic in its profile; use --weights bf16 --kv bf16")
+            raise ValueError(
+                f"{hardware.name} has no FP8 arithmetic in its profile; use --weights bf16 --kv bf16"
+            )
         if self.kv_tokens < 1:
-            need, have = self.weight_bytes_per_device / 1e9, MEMORY_SHARE * hardware.data_sheet.memory_bytes / 1e9
-            raise ValueError(f"{model.name} needs {need:.0f} GB a device for weights, {hardware.name} has {have:.0f} GB: raise --tp or --ep")
+            need, have = (
+                self.weight_bytes_per_device / 1e9,
+                MEMORY_SHARE * hardware.data_sheet.memory_bytes / 1e9,
+            )
+            raise ValueError(
+                f"{model.name} needs {need:.0f} GB a device for weights, {hardware.name} has {have:.0f} GB: raise --tp or --ep"
+            )
 
     @property
     def weight_bytes_per_device(self) -> float:

@@ -47,26 +47,45 @@ def read_run(path: Path) -> RunFacts:
     late = trained[len(trained) // 2 :]  # the first steps compile, and lengths drift
     observed, prompts = _samples(run, {int(record["step"]) for record in late})
     if len(observed) >= FEW_SAMPLES:
-        origin = Origin(Source.MEASURED, f"{len(observed)} responses in {path}/samples, steps {late[0]['step']} to {late[-1]['step']}")
+        origin = Origin(
+            Source.MEASURED,
+            f"{len(observed)} responses in {path}/samples, steps {late[0]['step']} to {late[-1]['step']}",
+        )
         lengths = Lengths(mean(observed), 0.0, min(observed), max(observed), tuple(observed), origin)
     else:
         lengths = _from_metrics(late, config.rollout.max_tokens)
     accept = [record["speculation/accept_length"] for record in late if "speculation/accept_length" in record]
     acceptance = None
     if accept and config.rollout.speculation.drafters:
-        tokens = _proposal_length(run, {int(record["step"]) for record in late}) or config.rollout.speculation.tokens
+        tokens = (
+            _proposal_length(run, {int(record["step"]) for record in late})
+            or config.rollout.speculation.tokens
+        )
         origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {path}")
         acceptance = Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
     return RunFacts(
-        path.name, config, len(late), lengths, round(mean(prompts)) if prompts else 128,
-        median(record["time/rollout"] for record in late), median(record["time/learn"] for record in late),
-        median(record["time/sync"] for record in late), mean(record["rollout/tokens"] for record in late), acceptance,
-    )  # fmt: skip
+        path.name,
+        config,
+        len(late),
+        lengths,
+        round(mean(prompts)) if prompts else 128,
+        median(record["time/rollout"] for record in late),
+        median(record["time/learn"] for record in late),
+        median(record["time/sync"] for record in late),
+        mean(record["rollout/tokens"] for record in late),
+        acceptance,
+    )
 
 
 def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
     """Tokens that a row was verified with in the steps that speculated, which adaptive pacing varies; 0 where there is no trace."""
-    rows = [row for step, rows in read_trace(run.trace_path).items() if step in steps for row in rows if row.decision.strategy.count]
+    rows = [
+        row
+        for step, rows in read_trace(run.trace_path).items()
+        if step in steps
+        for row in rows
+        if row.decision.strategy.count
+    ]
     verified = sum(row.rows for row in rows)
     return round(sum(row.decision.strategy.count * row.rows for row in rows) / verified) if verified else 0
 
@@ -89,7 +108,13 @@ def _from_metrics(records: list[dict], limit: int) -> Lengths:
     p95 = max(average, mean(record["rollout/length_p95"] for record in records))
     excess = 1.645**2 - 2 * math.log(p95 / average)
     sigma = 1.645 - math.sqrt(excess) if excess > 0 else 1.645
-    return Lengths(average, sigma, 1, limit, origin=Origin(Source.FITTED, "log-normal through the recorded mean and 95th percentile"))
+    return Lengths(
+        average,
+        sigma,
+        1,
+        limit,
+        origin=Origin(Source.FITTED, "log-normal through the recorded mean and 95th percentile"),
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +138,13 @@ class WhatIf:
     max_running: int | None = None
 
 
-def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages: GivenStages | None = None, own_acceptance: bool = True) -> Scenario:
+def scenario_of(
+    facts: RunFacts,
+    flags: Flags,
+    length_scale: float = 1.0,
+    stages: GivenStages | None = None,
+    own_acceptance: bool = True,
+) -> Scenario:
     """`own_acceptance`: what the run's drafter reached, where it had one; otherwise what the flags say."""
     scenario = build(flags)
     lengths = facts.lengths
@@ -121,7 +152,11 @@ def scenario_of(facts: RunFacts, flags: Flags, length_scale: float = 1.0, stages
         observed = tuple(max(1, round(n * length_scale)) for n in lengths.observed)
         origin = Origin(Source.ASSUMED, f"the run's lengths x {length_scale:g}")
         lengths = dataclasses.replace(
-            lengths, mean=lengths.mean * length_scale, high=round(lengths.high * length_scale), observed=observed, origin=origin
+            lengths,
+            mean=lengths.mean * length_scale,
+            high=round(lengths.high * length_scale),
+            observed=observed,
+            origin=origin,
         )
     speculation = scenario.speculation
     if facts.acceptance is not None and own_acceptance:
@@ -148,7 +183,12 @@ class RunAnswer:
     @property
     def step_seconds(self) -> float:
         stages = self.changed.outcome.stages
-        return self.correction * self.changed.outcome.exposed_generation_seconds + stages.logprob + stages.train + stages.sync
+        return (
+            self.correction * self.changed.outcome.exposed_generation_seconds
+            + stages.logprob
+            + stages.train
+            + stages.sync
+        )
 
 
 def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
@@ -168,7 +208,9 @@ def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
     scaled = dataclasses.replace(measured, train=learn)
     if change.model is not None or change.hardware is not None:
         scaled = GivenStages()  # another model or device: nothing of the run's learning carries over
-    changed = ask(scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None))
+    changed = ask(
+        scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None)
+    )
     return RunAnswer(facts, base, changed, facts.rollout_seconds / base.outcome.rollout_seconds)
 
 

@@ -122,7 +122,9 @@ class Hardware:
     kernels: Kernels
     links: Links
     training: Training
-    provenance: dict[str, Origin]  # by part: data_sheet, gemm_bf16, gemm_fp8, attention, other, experts, links, training
+    provenance: dict[
+        str, Origin
+    ]  # by part: data_sheet, gemm_bf16, gemm_fp8, attention, other, experts, links, training
 
     @property
     def has_fp8(self) -> bool:
@@ -146,7 +148,9 @@ def load_hardware(name: str) -> Hardware:
             return _scaled(record, load_hardware(record["scaled_from"]))
         return parse_hardware(record)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes one") from None
+        raise ValueError(
+            f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes one"
+        ) from None
 
 
 def parse_hardware(record: dict[str, Any]) -> Hardware:
@@ -195,20 +199,35 @@ def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:
     fp8 = None
     if kernels.gemm_fp8 is not None and sheet.fp8_flops:
         ratio = sheet.fp8_flops / base.data_sheet.fp8_flops
-        fp8 = dataclasses.replace(kernels.gemm_fp8, bandwidth=kernels.gemm_fp8.bandwidth * bandwidth, flops=kernels.gemm_fp8.flops * ratio)
+        fp8 = dataclasses.replace(
+            kernels.gemm_fp8,
+            bandwidth=kernels.gemm_fp8.bandwidth * bandwidth,
+            flops=kernels.gemm_fp8.flops * ratio,
+        )
     attention, other, experts, gemm = kernels.attention, kernels.other, kernels.experts, kernels.gemm_bf16
     scaled = Kernels(
         dataclasses.replace(gemm, bandwidth=gemm.bandwidth * bandwidth, flops=gemm.flops * flops),
         fp8,
         dataclasses.replace(
-            attention, bandwidth=attention.bandwidth * bandwidth, flops=attention.flops * flops, prefill_flops=attention.prefill_flops * flops
+            attention,
+            bandwidth=attention.bandwidth * bandwidth,
+            flops=attention.flops * flops,
+            prefill_flops=attention.prefill_flops * flops,
         ),
         dataclasses.replace(other, bandwidth=other.bandwidth * bandwidth),
         dataclasses.replace(experts, bandwidth=experts.bandwidth * bandwidth, flops=experts.flops * flops),
     )
     note = f"{base.name}'s curve x ratio of the data sheets (bandwidth {bandwidth:.2f}, bf16 {flops:.2f})"
-    provenance = dict.fromkeys(("gemm_bf16", "gemm_fp8", "attention", "other", "experts"), Origin(Source.ASSUMED, note))
+    provenance = dict.fromkeys(
+        ("gemm_bf16", "gemm_fp8", "attention", "other", "experts"), Origin(Source.ASSUMED, note)
+    )
     return Hardware(
-        record["name"], sheet, scaled, Links(**record["links"]), Training(**record.get("training") or dataclasses.asdict(base.training)),
-        provenance | {"training": Origin(Source.ASSUMED, "as for the base profile")} | _origins(record["provenance"]),
-    )  # fmt: skip
+        record["name"],
+        sheet,
+        scaled,
+        Links(**record["links"]),
+        Training(**record.get("training") or dataclasses.asdict(base.training)),
+        provenance
+        | {"training": Origin(Source.ASSUMED, "as for the base profile")}
+        | _origins(record["provenance"]),
+    )

@@ -5,7 +5,12 @@ from collections.abc import Callable
 import numpy as np
 
 
-def fit_positive(predict: Callable[[np.ndarray], np.ndarray], measured: np.ndarray, start: np.ndarray, iterations: int = 200) -> np.ndarray:
+def fit_positive(
+    predict: Callable[[np.ndarray], np.ndarray],
+    measured: np.ndarray,
+    start: np.ndarray,
+    iterations: int = 200,
+) -> np.ndarray:
     """Parameters > 0 that minimise sum(log(predict / measured)^2)."""
     theta = np.log(np.asarray(start, dtype=float))
     target = np.log(np.asarray(measured, dtype=float))
@@ -15,9 +20,13 @@ def fit_positive(predict: Callable[[np.ndarray], np.ndarray], measured: np.ndarr
 
     damping, current = 1e-2, residual(theta)
     for _ in range(iterations):
-        jacobian = np.stack([(residual(theta + step) - current) / 1e-5 for step in 1e-5 * np.eye(len(theta))], axis=1)
+        jacobian = np.stack(
+            [(residual(theta + step) - current) / 1e-5 for step in 1e-5 * np.eye(len(theta))], axis=1
+        )
         normal, gradient = jacobian.T @ jacobian, jacobian.T @ current
-        move = np.linalg.solve(normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(theta))), -gradient)
+        move = np.linalg.solve(
+            normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(theta))), -gradient
+        )
         tried = theta + np.clip(move, -1.0, 1.0)
         new = residual(tried)
         if new @ new < current @ current:

@@ -19,7 +19,15 @@ from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.sampler import sample
 from paceline.kernels.swiglu import silu_multiply
-from paceline.simulate.points import FIT, HELD_OUT, AttentionPoint, ExpertPoint, GemmPoint, Measurements, RestPoint
+from paceline.simulate.points import (
+    FIT,
+    HELD_OUT,
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    Measurements,
+    RestPoint,
+)
 
 BLOCK = 16
 
@@ -45,29 +53,67 @@ class Grid:
 
 
 GPU = Grid(
-    4096, 32, 8, 128, 12288, 151936,
+    4096,
+    32,
+    8,
+    128,
+    12288,
+    151936,
     gemm_rows=(1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096, 16384),
     attention=(
-        (1, 256, 1), (1, 1024, 1), (1, 8192, 1), (1, 32000, 1), (4, 2048, 1), (8, 512, 1), (8, 8192, 1), (32, 256, 1), (32, 1024, 1), (32, 4096, 1),
-        (64, 256, 1), (128, 512, 1), (128, 2048, 1), (256, 256, 1), (256, 1024, 1),
-        (1, 1024, 4), (8, 1024, 4), (32, 1024, 4), (8, 1024, 8), (32, 2048, 8),
+        (1, 256, 1),
+        (1, 1024, 1),
+        (1, 8192, 1),
+        (1, 32000, 1),
+        (4, 2048, 1),
+        (8, 512, 1),
+        (8, 8192, 1),
+        (32, 256, 1),
+        (32, 1024, 1),
+        (32, 4096, 1),
+        (64, 256, 1),
+        (128, 512, 1),
+        (128, 2048, 1),
+        (256, 256, 1),
+        (256, 1024, 1),
+        (1, 1024, 4),
+        (8, 1024, 4),
+        (32, 1024, 4),
+        (8, 1024, 8),
+        (32, 2048, 8),
     ),
     prefill=((64, 128, 0), (1, 4096, 0), (1, 8192, 0), (1, 8192, 20000), (4, 1024, 1024)),
     tokens=(1, 16, 64, 256, 1024, 8192),
     experts=(128, 8, 2048, 768),
     expert_rows=(1, 4, 16, 64, 256, 1024, 4096),
-)  # fmt: skip
+)
 CPU = Grid(
-    256, 8, 4, 32, 768, 4096,
+    256,
+    8,
+    4,
+    32,
+    768,
+    4096,
     gemm_rows=(1, 8, 32, 64, 128, 256),
-    attention=((1, 64, 1), (1, 512, 1), (4, 64, 1), (4, 256, 1), (16, 64, 1), (16, 256, 1), (32, 128, 1), (4, 64, 4), (4, 256, 6), (8, 128, 6)),
+    attention=(
+        (1, 64, 1),
+        (1, 512, 1),
+        (4, 64, 1),
+        (4, 256, 1),
+        (16, 64, 1),
+        (16, 256, 1),
+        (32, 128, 1),
+        (4, 64, 4),
+        (4, 256, 6),
+        (8, 128, 6),
+    ),
     prefill=((4, 64, 0), (8, 32, 0), (1, 128, 0)),
     tokens=(1, 8, 32, 128),
     experts=(8, 2, 128, 128),
     expert_rows=(1, 8, 32, 128),
     copies_bytes=4_000_000,
     repeats=3,
-)  # fmt: skip
+)
 
 
 class Bench:
@@ -140,9 +186,13 @@ class Bench:
                 x = self.random(rows, depth)
                 wide = torch.float32 if number == 4 else None
                 seconds = self.seconds(lambda: [linear(x, w, wide) for w in weights]) / len(weights)  # noqa: B023
-                yield GemmPoint(rows, ((width, depth, 1),), seconds, use=HELD_OUT if (place + number) % 3 == 2 else FIT)
+                yield GemmPoint(
+                    rows, ((width, depth, 1),), seconds, use=HELD_OUT if (place + number) % 3 == 2 else FIT
+                )
 
-    def caches(self, lengths: list[int], layers: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    def caches(
+        self, lengths: list[int], layers: int
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         blocks = -(-max(lengths) // BLOCK)
         table = torch.randperm(len(lengths) * blocks).int().view(len(lengths), blocks).to(self.device)
         shape = (len(lengths) * blocks, BLOCK, self.grid.kv_heads, self.grid.head_dim)
@@ -155,9 +205,13 @@ class Bench:
             caches, table = self.caches([context + queries] * rows, layers)
             q = self.random(rows, queries, grid.heads, grid.head_dim)
             contexts = torch.full((rows,), context, dtype=torch.int32, device=self.device)
-            seconds = self.seconds(lambda: [paged_attention(q, k, v, table, contexts) for k, v in caches]) / layers  # noqa: B023
+            seconds = (
+                self.seconds(lambda: [paged_attention(q, k, v, table, contexts) for k, v in caches]) / layers
+            )  # noqa: B023
             use = HELD_OUT if place % 4 == 3 else FIT
-            yield AttentionPoint(grid.heads, grid.kv_heads, grid.head_dim, (context,) * rows, seconds, queries, use=use)
+            yield AttentionPoint(
+                grid.heads, grid.kv_heads, grid.head_dim, (context,) * rows, seconds, queries, use=use
+            )
 
     def prefills(self) -> Iterable[AttentionPoint]:
         grid = self.grid
@@ -166,9 +220,14 @@ class Bench:
             q = self.random(sequences * new, grid.heads, grid.head_dim)
             bounds = torch.arange(0, sequences * new + 1, new, device=self.device, dtype=torch.int32)
             contexts = torch.full((sequences,), context, dtype=torch.int32, device=self.device)
-            seconds = self.seconds(lambda: [prefill_attention(q, k, v, table, bounds, contexts) for k, v in caches]) / 2  # noqa: B023
+            seconds = (
+                self.seconds(lambda: [prefill_attention(q, k, v, table, bounds, contexts) for k, v in caches])
+                / 2
+            )  # noqa: B023
             use = HELD_OUT if place % 3 == 2 else FIT
-            yield AttentionPoint(grid.heads, grid.kv_heads, grid.head_dim, (context,) * sequences, seconds, 1, new, use)
+            yield AttentionPoint(
+                grid.heads, grid.kv_heads, grid.head_dim, (context,) * sequences, seconds, 1, new, use
+            )
 
     def rest(self) -> Iterable[RestPoint]:
         grid = self.grid
@@ -184,13 +243,17 @@ class Bench:
 
             def run() -> None:
                 for k, v in caches:  # noqa: B023
-                    rope_and_write_kv(qkv, positions, positions, cos, sin, k, v, grid.heads, head_norm, head_norm, 1e-6)  # noqa: B023
+                    rope_and_write_kv(
+                        qkv, positions, positions, cos, sin, k, v, grid.heads, head_norm, head_norm, 1e-6
+                    )  # noqa: B023
                     rms_norm_residual(x, residual, norm, 1e-6)  # noqa: B023
                     silu_multiply(gate_up)  # noqa: B023
                     rms_norm_residual(x, residual, norm, 1e-6)  # noqa: B023
 
             use = HELD_OUT if place % 3 == 2 else FIT
-            yield RestPoint(tokens, grid.hidden, qkv_width, grid.feed_forward, self.seconds(run) / layers, use=use)
+            yield RestPoint(
+                tokens, grid.hidden, qkv_width, grid.feed_forward, self.seconds(run) / layers, use=use
+            )
             if tokens * grid.vocab > 1e9:
                 continue
             logits = torch.randn(tokens, grid.vocab, device=self.device)
@@ -202,7 +265,9 @@ class Bench:
         count, chosen, hidden, width = self.grid.experts
         if not count:
             return
-        layers = [(self.random(count, 2 * width, hidden), self.random(count, hidden, width)) for _ in range(2)]
+        layers = [
+            (self.random(count, 2 * width, hidden), self.random(count, hidden, width)) for _ in range(2)
+        ]
         router = self.random(count, hidden)
         for place, rows in enumerate(self.grid.expert_rows):
             x = self.random(rows, hidden)
@@ -234,9 +299,11 @@ def measure_kernels(device: torch.device, grid: Grid, note: Callable[[str], None
         return made
 
     return Measurements(
-        name, software, date,
+        name,
+        software,
+        date,
         gemms=collect("products", bench.gemms()),
         attention=(*collect("attention", bench.attention()), *collect("prefill attention", bench.prefills())),
         rest=collect("norms, RoPE, activation, sampler", bench.rest()),
         experts=collect("experts", bench.experts()),
-    )  # fmt: skip
+    )

@@ -19,7 +19,9 @@ NEW_TOKENS = 48
 class StepBench:
     """Measures points of one model until the time is up; what was left out is said."""
 
-    def __init__(self, model: str, device: torch.device, deadline: float, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: str, device: torch.device, deadline: float, note: Callable[[str], None]
+    ) -> None:
         self.model, self.device, self.deadline, self.note = model, device, deadline, note
         self.policy: Decoder = bench_policy(model, device)
         self.steps: list[StepPoint] = []
@@ -34,7 +36,9 @@ class StepBench:
         for prompt, k in dict.fromkeys((prompt, k) for _, prompt, k in points):
             batches = [rows for rows, p, depth in points if (p, depth) == (prompt, k)]
             length = prompt + NEW_TOKENS * 2 + 2
-            settings = EngineSettings(max_running=max(batches), kv_tokens=max(batches) * (length + 64), max_length=length)
+            settings = EngineSettings(
+                max_running=max(batches), kv_tokens=max(batches) * (length + 64), max_length=length
+            )
             pacer = FixedPacer(Strategy(NoDrafter.name, k), 10**6) if k else None
             engine = Engine(self.policy, settings, drafters=[NoDrafter()] if k else (), pacer=pacer)
             for rows in batches:
@@ -51,7 +55,9 @@ class StepBench:
         self.steps.append(StepPoint(self.model, rows, prompt + NEW_TOKENS // 2, seconds, k + 1, use=use))
         if not k:
             self.steps.append(StepPoint(self.model, rows, 0, short, 1, prompt))
-        self.note(f"{self.model} batch {rows} prompt {prompt} k {k}: step {seconds * 1e3:.3f} ms, prefill and first token {short * 1e3:.1f} ms")
+        self.note(
+            f"{self.model} batch {rows} prompt {prompt} k {k}: step {seconds * 1e3:.3f} ms, prefill and first token {short * 1e3:.1f} ms"
+        )
 
     def rollout(self, requests: int, prompt: int, mean: float, high: int) -> None:
         if self.late:
@@ -59,12 +65,17 @@ class StepBench:
             return
         lengths = [int(n) for n in Lengths(mean, 1.0, 16, high).draw_as_bench(requests)]
         kv_tokens = sum(lengths) + requests * (prompt + 64)
-        engine = Engine(self.policy, EngineSettings(max_running=requests, kv_tokens=kv_tokens, max_length=prompt + max(lengths) + 2))
+        engine = Engine(
+            self.policy,
+            EngineSettings(max_running=requests, kv_tokens=kv_tokens, max_length=prompt + max(lengths) + 2),
+        )
         self._seconds(engine, lengths, prompt)
         engine.take_stats()
         seconds = self._seconds(engine, lengths, prompt)
         stats = engine.take_stats()
-        tail = sum(s for s, running in zip(stats.step_seconds, stats.running, strict=True) if running * 8 <= requests)
+        tail = sum(
+            s for s, running in zip(stats.step_seconds, stats.running, strict=True) if running * 8 <= requests
+        )
         self.rollouts.append(RolloutPoint(self.model, requests, prompt, (mean, 1.0, 16, high), seconds, tail))
         self.note(f"{self.model} rollout of {requests}: {seconds:.2f} s, tail {tail:.2f} s")
 

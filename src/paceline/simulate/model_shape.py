@@ -61,7 +61,11 @@ class ModelShape:
 
     def _body(self, experts: int) -> int:
         dense = (self.layers - self.expert_layers) * 3 * self.hidden * self.feed_forward
-        sparse = self.expert_layers * (experts * self.expert_parameters + self.hidden * self.experts + 3 * self.hidden * self.shared_feed_forward)
+        sparse = self.expert_layers * (
+            experts * self.expert_parameters
+            + self.hidden * self.experts
+            + 3 * self.hidden * self.shared_feed_forward
+        )
         return self.layers * self.attention_parameters + dense + sparse
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> float:
@@ -75,31 +79,53 @@ def load_model(name: str) -> ModelShape:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a folder or file with a Hugging Face config.json")
+        raise ValueError(
+            f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a folder or file with a Hugging Face config.json"
+        )
     return from_huggingface(path.parent.name or name, json.loads(path.read_text()))
 
 
 def from_decoder_config(name: str, config: DecoderConfig) -> ModelShape:
     return ModelShape(
-        name, config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
-        config.vocab_size, config.tie_embeddings, config.num_experts, config.num_experts_per_token, config.expert_intermediate_size,
+        name,
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.vocab_size,
+        config.tie_embeddings,
+        config.num_experts,
+        config.num_experts_per_token,
+        config.expert_intermediate_size,
         dense_layers=len(config.dense_layers),
-    )  # fmt: skip
+    )
 
 
 def from_huggingface(name: str, config: dict[str, Any]) -> ModelShape:
     config = config.get("text_config") or config  # multimodal models keep the decoder's shape here
     if config.get("kv_lora_rank"):
-        raise ValueError(f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, only grouped-query attention is")
-    missing = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if key not in config]
+        raise ValueError(
+            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, only grouped-query attention is"
+        )
+    missing = [
+        key
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if key not in config
+    ]
     if missing:
-        raise ValueError(f"{name}: config.json has no {', '.join(missing)}; supported are decoders described like Llama, Qwen or Mixtral")
+        raise ValueError(
+            f"{name}: config.json has no {', '.join(missing)}; supported are decoders described like Llama, Qwen or Mixtral"
+        )
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     expert_width = _first(config, "moe_intermediate_size", "intermediate_size") if experts else 0
     shared = config.get("shared_expert_intermediate_size") or config.get("n_shared_experts", 0) * expert_width
     layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step") or 1
     listed, first_dense = config.get("mlp_only_layers") or (), config.get("first_k_dense_replace") or 0
-    dense = sum(i in listed or (i + 1) % step != 0 or i < first_dense for i in range(layers)) if experts else 0
+    dense = (
+        sum(i in listed or (i + 1) % step != 0 or i < first_dense for i in range(layers)) if experts else 0
+    )
     return ModelShape(
         name=name,
         hidden=config["hidden_size"],

@@ -11,7 +11,14 @@ from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, L
 Array = np.ndarray | float
 
 
-def gemm(curve: GemmCurve, rows: Array, width: float, depth: float, weight_bytes: float, activation_bytes: float = 2.0) -> np.ndarray:
+def gemm(
+    curve: GemmCurve,
+    rows: Array,
+    width: float,
+    depth: float,
+    weight_bytes: float,
+    activation_bytes: float = 2.0,
+) -> np.ndarray:
     """rows x depth times a depth x width weight matrix.
 
     launch + ||(bytes / bandwidth, operations / rate)||_p. The norm is a roofline whose knee is as round as measured: near the
@@ -24,18 +31,32 @@ def gemm(curve: GemmCurve, rows: Array, width: float, depth: float, weight_bytes
 
 
 def decode_attention(
-    curve: AttentionCurve, rows: Array, queries: int, keys: Array, longest: Array, heads: float, kv_heads: float, head_dim: int, kv_bytes: float
+    curve: AttentionCurve,
+    rows: Array,
+    queries: int,
+    keys: Array,
+    longest: Array,
+    heads: float,
+    kv_heads: float,
+    head_dim: int,
+    kv_bytes: float,
 ) -> np.ndarray:
     """One layer, `keys` in total over all rows. Linear in `keys` for given rows: the event simulation integrates it in closed form."""
     per_key = decode_attention_per_key(curve, queries, heads, kv_heads, head_dim, kv_bytes)
-    return decode_attention_fixed(curve, rows, queries) + np.asarray(longest) * curve.serial_seconds_per_key + keys * per_key
+    return (
+        decode_attention_fixed(curve, rows, queries)
+        + np.asarray(longest) * curve.serial_seconds_per_key
+        + keys * per_key
+    )
 
 
 def decode_attention_fixed(curve: AttentionCurve, rows: Array, queries: int) -> np.ndarray:
     return curve.launch_seconds + np.asarray(rows) * queries * curve.row_seconds
 
 
-def decode_attention_per_key(curve: AttentionCurve, queries: int, heads: float, kv_heads: float, head_dim: int, kv_bytes: float) -> float:
+def decode_attention_per_key(
+    curve: AttentionCurve, queries: int, heads: float, kv_heads: float, head_dim: int, kv_bytes: float
+) -> float:
     """Seconds that one more cached key of one row adds: reading it, or multiplying by it."""
     read = 2 * kv_heads * head_dim * kv_bytes / curve.bandwidth
     pairs = kv_heads * _padded(queries * heads / kv_heads, curve.query_tile)
@@ -47,7 +68,15 @@ def prefill_attention(curve: AttentionCurve, pairs: Array, heads: float, head_di
     return curve.launch_seconds + 4 * np.asarray(pairs) * heads * head_dim / curve.prefill_flops
 
 
-def expert_products(curve: ExpertCurve, rows: Array, experts_here: float, share: float, hidden: int, width: float, weight_bytes: float) -> np.ndarray:
+def expert_products(
+    curve: ExpertCurve,
+    rows: Array,
+    experts_here: float,
+    share: float,
+    hidden: int,
+    width: float,
+    weight_bytes: float,
+) -> np.ndarray:
     """The three products of all experts on one device. Each of `rows` tokens goes to a given expert with probability `share`.
 
     Expected distinct experts: n (1 - (1 - share)^rows), as in "MoE" analyses of decoding; each reads its weights once, and
@@ -62,7 +91,9 @@ def expert_products(curve: ExpertCurve, rows: Array, experts_here: float, share:
     return 4 * curve.launch_seconds + curve.busiest_share * _norm(moved / curve.bandwidth, arithmetic, 3.0)
 
 
-def layer_rest(curve: OtherCurve, tokens: Array, hidden: int, qkv_width: float, feed_forward: float) -> np.ndarray:
+def layer_rest(
+    curve: OtherCurve, tokens: Array, hidden: int, qkv_width: float, feed_forward: float
+) -> np.ndarray:
     """Two residual norms, RoPE with the cache write, the activation: bytes in and out at 16 bits."""
     values = 2 * 4 * hidden + 2 * qkv_width + 3 * feed_forward
     return curve.layer_seconds + np.asarray(tokens) * values * 2 / curve.bandwidth

@@ -47,9 +47,15 @@ class Outcome:
 
 
 def summarise(
-    records: list[StepRecord], replicas: list[Replica], response_times: list[list[float]], stages: StageSeconds, schedule: Schedule,
-    devices: int, drafter_seconds: float, provenance: dict[str, Origin],
-) -> Outcome:  # fmt: skip
+    records: list[StepRecord],
+    replicas: list[Replica],
+    response_times: list[list[float]],
+    stages: StageSeconds,
+    schedule: Schedule,
+    devices: int,
+    drafter_seconds: float,
+    provenance: dict[str, Origin],
+) -> Outcome:
     warm = records[schedule.lag + 1 :] if schedule.lag and len(records) > schedule.lag + 1 else records
     end = records[-1].stop
     rollouts, tails = [], []
@@ -57,7 +63,9 @@ def summarise(
         if not times:
             continue
         ordered = np.sort(np.array(times))
-        rollouts.append(ordered[-1] - record.first_request if schedule.take == "batch" else ordered[-1] - ordered[0])
+        rollouts.append(
+            ordered[-1] - record.first_request if schedule.take == "batch" else ordered[-1] - ordered[0]
+        )
         tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
     busy = sum(replica.totals.busy_seconds for replica in replicas)
     generating = sum(rollouts) if schedule.take == "batch" and schedule.lag == 0 else end
@@ -107,4 +115,8 @@ def timeline(replicas: list[Replica], points: int = 240) -> Timeline:
 
     running = np.maximum(0.0, total(rows))
     mean_draft = np.divide(total(drafts), running, out=np.zeros_like(running), where=running > 0.5)
-    return Timeline(tuple(map(float, grid)), tuple(map(float, np.round(running, 6))), tuple(map(float, np.round(mean_draft, 6))))
+    return Timeline(
+        tuple(map(float, grid)),
+        tuple(map(float, np.round(running, 6))),
+        tuple(map(float, np.round(mean_draft, 6))),
+    )

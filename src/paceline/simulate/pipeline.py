@@ -62,15 +62,29 @@ class StepRecord:
 
 
 class Pipeline:
-    def __init__(self, replicas: list[Replica], batches: list[np.ndarray], group: int, prompt: int, stages: StageSeconds, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        replicas: list[Replica],
+        batches: list[np.ndarray],
+        group: int,
+        prompt: int,
+        stages: StageSeconds,
+        schedule: Schedule,
+    ) -> None:
         self.replicas, self.stages, self.schedule = replicas, stages, schedule
-        self.batches = [self._requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)]
+        self.batches = [
+            self._requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)
+        ]
         self.batch_size = len(batches[0])
         self.version = 0
         self.released = 0
         self.queue: deque[Request] = deque()  # released, but no replica had a slot
-        self.outstanding_versions: dict[int, int] = {}  # requests that have begun and are not scored yet, by version
-        self.ready: list[tuple[int, int, Request]] = []  # finished and scored, not learned from: by batch, or oldest version first
+        self.outstanding_versions: dict[
+            int, int
+        ] = {}  # requests that have begun and are not scored yet, by version
+        self.ready: list[
+            tuple[int, int, Request]
+        ] = []  # finished and scored, not learned from: by batch, or oldest version first
         self.ready_by_key: dict[int, int] = {}
         self.updating = False
         self.records: list[StepRecord] = []
@@ -82,7 +96,9 @@ class Pipeline:
 
     def _requests(self, index: int, lengths: np.ndarray, group: int, prompt: int) -> list[Request]:
         first = index * len(lengths)
-        return [Request(first + i, prompt, int(n), (first + i) // group, index) for i, n in enumerate(lengths)]
+        return [
+            Request(first + i, prompt, int(n), (first + i) // group, index) for i, n in enumerate(lengths)
+        ]
 
     def run(self) -> list[StepRecord]:
         self._release(0.0)
@@ -198,7 +214,10 @@ class Pipeline:
             share -= taken
             left[version] = left.get(version, 0) + self.ready_by_key[version] - taken
         lag = self.schedule.lag
-        return all(sum(n for version, n in left.items() if version + lag <= self.version + i) <= i * self.batch_size for i in range(lag + 1))
+        return all(
+            sum(n for version, n in left.items() if version + lag <= self.version + i) <= i * self.batch_size
+            for i in range(lag + 1)
+        )
 
     # -- requests to replicas ---------------------------------------------------------------------------------------
 

@@ -102,7 +102,9 @@ class RolloutPoint:
     lengths: tuple[float, float, int, int]  # mean, sigma, low, high
     seconds: float
     tail_seconds: float = 0.0
-    step_seconds_by_running: tuple[tuple[int, float], ...] = ()  # at most this many running, more than half of it
+    step_seconds_by_running: tuple[
+        tuple[int, float], ...
+    ] = ()  # at most this many running, more than half of it
     engine: str = "paceline"
     use: str = HELD_OUT
 
@@ -123,20 +125,29 @@ class Measurements:
 
 
 KINDS = {
-    "gemms": GemmPoint, "attention": AttentionPoint, "experts": ExpertPoint, "rest": RestPoint, "steps": StepPoint, "ratios": RatioPoint,
+    "gemms": GemmPoint,
+    "attention": AttentionPoint,
+    "experts": ExpertPoint,
+    "rest": RestPoint,
+    "steps": StepPoint,
+    "ratios": RatioPoint,
     "rollouts": RolloutPoint,
-}  # fmt: skip
+}
 
 
 def load_measurements(path: Path) -> Measurements:
     record: dict[str, Any] = json.loads(path.read_text())
-    points = {name: tuple(kind(**_tupled(entry)) for entry in record.pop(name, ())) for name, kind in KINDS.items()}
+    points = {
+        name: tuple(kind(**_tupled(entry)) for entry in record.pop(name, ())) for name, kind in KINDS.items()
+    }
     return Measurements(**points, **_tupled(record))
 
 
 def merged(parts: list[Measurements]) -> Measurements:
     """All points of several files of one kind of device; the first one's description."""
-    points = {name: tuple(point for part in parts for point in getattr(part, name)) for name in (*KINDS, "notes")}
+    points = {
+        name: tuple(point for part in parts for point in getattr(part, name)) for name in (*KINDS, "notes")
+    }
     return replace(parts[0], **points)
 
 

@@ -7,7 +7,15 @@ from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Par
 from paceline.simulate.hardware import Hardware, Kernels
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
-from paceline.simulate.points import AttentionPoint, ExpertPoint, GemmPoint, RatioPoint, RestPoint, RolloutPoint, StepPoint
+from paceline.simulate.points import (
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    RatioPoint,
+    RestPoint,
+    RolloutPoint,
+    StepPoint,
+)
 from paceline.simulate.replica import Replica
 from paceline.simulate.speculation import Speculation, eagle
 from paceline.simulate.step_cost import StepCost
@@ -17,7 +25,12 @@ from paceline.simulate.workload import Lengths
 def predict_gemm(kernels: Kernels, point: GemmPoint) -> float:
     curve, width_bytes = (kernels.gemm_fp8, 1.0) if point.precision == "fp8" else (kernels.gemm_bf16, 2.0)
     assert curve is not None
-    return float(sum(count * op.gemm(curve, point.rows, width, depth, width_bytes) for width, depth, count in point.weights))
+    return float(
+        sum(
+            count * op.gemm(curve, point.rows, width, depth, width_bytes)
+            for width, depth, count in point.weights
+        )
+    )
 
 
 def predict_attention(kernels: Kernels, point: AttentionPoint) -> float:
@@ -27,18 +40,34 @@ def predict_attention(kernels: Kernels, point: AttentionPoint) -> float:
         return float(op.prefill_attention(kernels.attention, pairs, point.heads, point.head_dim))
     keys, longest = contexts.sum() + len(contexts), contexts.max()
     rows = len(contexts)
-    return float(op.decode_attention(kernels.attention, rows, point.queries, keys, longest, point.heads, point.kv_heads, point.head_dim, 2.0))
+    return float(
+        op.decode_attention(
+            kernels.attention,
+            rows,
+            point.queries,
+            keys,
+            longest,
+            point.heads,
+            point.kv_heads,
+            point.head_dim,
+            2.0,
+        )
+    )
 
 
 def predict_experts(kernels: Kernels, point: ExpertPoint) -> float:
     share = point.experts_per_token / point.experts
-    return float(op.expert_products(kernels.experts, point.rows, point.experts, share, point.hidden, point.width, 2.0))
+    return float(
+        op.expert_products(kernels.experts, point.rows, point.experts, share, point.hidden, point.width, 2.0)
+    )
 
 
 def predict_rest(kernels: Kernels, point: RestPoint) -> float:
     if point.vocab:
         return float(op.sampler(kernels.other, point.tokens, point.vocab))
-    return float(op.layer_rest(kernels.other, point.tokens, point.hidden, point.qkv_width, point.feed_forward))
+    return float(
+        op.layer_rest(kernels.other, point.tokens, point.hidden, point.qkv_width, point.feed_forward)
+    )
 
 
 def step_cost(hardware: Hardware, model: str, engine: str) -> StepCost:
@@ -51,7 +80,9 @@ def predict_step(hardware: Hardware, point: StepPoint) -> float:
     cost = step_cost(hardware, point.model, "kernels" if point.layer == "kernels" else point.engine)
     if point.prefill:
         new = point.rows * point.prefill
-        return cost.prefill(new, new * (point.context + point.prefill / 2)) + cost.step(point.rows, 0, point.prefill)
+        return cost.prefill(new, new * (point.context + point.prefill / 2)) + cost.step(
+            point.rows, 0, point.prefill
+        )
     return verify_seconds(cost, point.rows, point.queries, point.context)
 
 
@@ -65,7 +96,9 @@ def verify_seconds(cost: StepCost, rows: int, queries: int, context: float) -> f
 
 def predict_ratio(hardware: Hardware, point: RatioPoint) -> float:
     cost = step_cost(hardware, point.model, "kernels")
-    return verify_seconds(cost, point.rows, point.queries, point.context) / verify_seconds(cost, point.rows, 1, point.context)
+    return verify_seconds(cost, point.rows, point.queries, point.context) / verify_seconds(
+        cost, point.rows, 1, point.context
+    )
 
 
 def simulate_rollout(hardware: Hardware, point: RolloutPoint) -> Replica:

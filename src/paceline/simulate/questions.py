@@ -89,7 +89,11 @@ def flags_from_recipe(config: Config) -> Flags:
         prompt_tokens=config.task.max_prompt_tokens or 128,
         lengths=f"lognormal:{max(16, rollout.max_tokens // 4)},1.0,1,{rollout.max_tokens}",
         k="0" if drafter == "none" else k,
-        drafter=speculation.draft_model_path if drafter == "draft_model" else "history" if drafter == "history" else "eagle",
+        drafter=speculation.draft_model_path
+        if drafter == "draft_model"
+        else "history"
+        if drafter == "history"
+        else "eagle",
         spec_max_running=speculation.max_running,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
@@ -103,10 +107,27 @@ def ask(scenario: Scenario, correction: float = 1.0) -> Answer:
 
 
 SWEEPABLE: dict[str, Callable[[str], object]] = {
-    "model": str, "hardware": str, "gpus": int, "tp": int, "ep": int, "weights": str, "kv": str, "engine": str, "prompts": int, "samples": int,
-    "prompt_tokens": int, "k": str, "accept": str, "drafter": str, "mode": str, "lag": int, "train_share": float, "max_running": int,
-    "kv_tokens": int, "mean_length": float,
-}  # fmt: skip
+    "model": str,
+    "hardware": str,
+    "gpus": int,
+    "tp": int,
+    "ep": int,
+    "weights": str,
+    "kv": str,
+    "engine": str,
+    "prompts": int,
+    "samples": int,
+    "prompt_tokens": int,
+    "k": str,
+    "accept": str,
+    "drafter": str,
+    "mode": str,
+    "lag": int,
+    "train_share": float,
+    "max_running": int,
+    "kv_tokens": int,
+    "mean_length": float,
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +142,9 @@ class Sweep:
         for text in (part for given in texts for part in given.split()):
             key, equals, listed = text.partition("=")
             if not equals or key not in SWEEPABLE or not listed:
-                raise ValueError(f"--sweep {text!r}: use KEY=VALUE,VALUE with a KEY of {', '.join(SWEEPABLE)}")
+                raise ValueError(
+                    f"--sweep {text!r}: use KEY=VALUE,VALUE with a KEY of {', '.join(SWEEPABLE)}"
+                )
             keys.append(key)
             values.append(tuple(listed.split(",")))
         return cls(tuple(keys), tuple(values))
@@ -139,7 +162,9 @@ class Sweep:
             if key == "mean_length":
                 kind, _, numbers = flags.lengths.partition(":")
                 if kind != "lognormal":
-                    raise ValueError(f"--sweep mean_length needs log-normal lengths, not --lengths {flags.lengths!r}")
+                    raise ValueError(
+                        f"--sweep mean_length needs log-normal lengths, not --lengths {flags.lengths!r}"
+                    )
                 changes["lengths"] = f"lognormal:{converted},{numbers.partition(',')[2]}"
             else:
                 changes[key] = converted

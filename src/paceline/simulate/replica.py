@@ -70,16 +70,28 @@ class ReplicaTotals:
 
 class Replica:
     def __init__(
-        self, cost: StepCost, speculation: Speculation, max_running: int, kv_tokens: int, costs: dict[int, LinearCost] | None = None
+        self,
+        cost: StepCost,
+        speculation: Speculation,
+        max_running: int,
+        kv_tokens: int,
+        costs: dict[int, LinearCost] | None = None,
     ) -> None:
-        self.cost, self.speculation, self.max_running, self.kv_tokens = cost, speculation, max_running, kv_tokens
+        self.cost, self.speculation, self.max_running, self.kv_tokens = (
+            cost,
+            speculation,
+            max_running,
+            kv_tokens,
+        )
         self.costs = costs or {k: cost.linear(max_running, k) for k in sorted({0, *speculation.draft_tokens})}
         self.clock = 0.0
         self.progress = 0.0
         self.rows: dict[int, Request] = {}
         self.entered: dict[int, float] = {}  # progress at which a row entered
         self.waiting: deque[Request] = deque()
-        self.finish_marks: list[tuple[float, int, int]] = []  # (progress, id, entry number): stale ones are skipped
+        self.finish_marks: list[
+            tuple[float, int, int]
+        ] = []  # (progress, id, entry number): stale ones are skipped
         self.oldest: list[tuple[float, int, int]] = []  # (-(context offset), id, entry number)
         self.entry_number: dict[int, int] = {}
         self.entries = 0
@@ -185,7 +197,9 @@ class Replica:
         self.entry_number[request.id] = self.entries
         offset = request.prompt + request.done - self.progress
         self.offset_sum += offset
-        heapq.heappush(self.finish_marks, (self.progress + request.length - request.done, request.id, self.entries))
+        heapq.heappush(
+            self.finish_marks, (self.progress + request.length - request.done, request.id, self.entries)
+        )
         heapq.heappush(self.oldest, (-offset, request.id, self.entries))
         if self.groups[request.group]:
             self.shared_tokens += request.prompt
@@ -228,7 +242,13 @@ class Replica:
         if len(allowed) == 1:
             return allowed[0]
         keys, longest = self.context, self.longest
-        return max(allowed, key=lambda k: (self.speculation.accept_lengths[k] / self.costs[k].seconds(rows, keys, longest), -k))
+        return max(
+            allowed,
+            key=lambda k: (
+                self.speculation.accept_lengths[k] / self.costs[k].seconds(rows, keys, longest),
+                -k,
+            ),
+        )
 
     def _make_plan(self) -> Plan | None:
         rows = len(self.rows)

@@ -49,7 +49,11 @@ def text(answer: Answer) -> str:
     rows = [
         ("step", plain.step_seconds, now.step_seconds),
         ("  rollout (first request to last response)", plain.rollout_seconds, now.rollout_seconds),
-        ("  generation the learner waits for", plain.exposed_generation_seconds, now.exposed_generation_seconds),
+        (
+            "  generation the learner waits for",
+            plain.exposed_generation_seconds,
+            now.exposed_generation_seconds,
+        ),
         ("  tail (last eighth of the responses)", plain.tail_seconds, now.tail_seconds),
         ("  logprob", plain.stages.logprob, now.stages.logprob),
         ("  train", plain.stages.train, now.stages.train),
@@ -67,7 +71,9 @@ def text(answer: Answer) -> str:
     if now.drafter_training_seconds:
         verdict = "fits into" if now.drafter_trains_for_free else "does NOT fit into"
         wanted, idle = now.drafter_training_seconds, now.idle_device_seconds
-        lines.append(f"training the drafter wants {wanted:.1f} device seconds a step, which {verdict} the {idle:.1f} idle ones")
+        lines.append(
+            f"training the drafter wants {wanted:.1f} device seconds a step, which {verdict} the {idle:.1f} idle ones"
+        )
     lines += ["", "who says so:", *provenance_lines(now.provenance)]
     return "\n".join(lines)
 
@@ -102,7 +108,10 @@ def write_json(path: Path, answers: list[Answer]) -> None:
 
 def table(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> str:
     """A sweep, one line a combination."""
-    head = "".join(f"{key:>12}" for key in keys) + f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
+    head = (
+        "".join(f"{key:>12}" for key in keys)
+        + f"{'rollout s':>12}{'step s':>12}{'rollout x':>11}{'step x':>9}{'accept':>8}{'idle':>7}"
+    )
     lines = [head]
     for answer, values in zip(answers, names, strict=True):
         now = answer.outcome
@@ -122,7 +131,9 @@ def tail_chart(answer: Answer) -> str:
     return line_chart("Requests running", "seconds", "requests", lines)
 
 
-def write_html(path: Path, answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> None:
+def write_html(
+    path: Path, answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]
+) -> None:
     body = ["<h1>What would it give me?</h1>"]
     if len(answers) > 1:
         body += [f"<pre>{escape(table(answers, names, keys))}</pre>", *_sweep_charts(answers, names, keys)]
@@ -139,21 +150,43 @@ def _draft_chart(answer: Answer) -> str:
     if answer.scenario.speculation.off:
         return ""
     line = answer.outcome.timeline
-    return line_chart("Draft tokens per step, mean over rows", "seconds", "draft tokens", [Line("this", line.seconds, line.draft_tokens)])
+    return line_chart(
+        "Draft tokens per step, mean over rows",
+        "seconds",
+        "draft tokens",
+        [Line("this", line.seconds, line.draft_tokens)],
+    )
 
 
 def _sweep_charts(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> list[str]:
     """Speed-ups along the first key whose values are numbers, a line for each combination of the others."""
-    axis = next((i for i in range(len(keys)) if len({v[i] for v in names}) > 1 and all(_is_number(v[i]) for v in names)), None)
+    axis = next(
+        (
+            i
+            for i in range(len(keys))
+            if len({v[i] for v in names}) > 1 and all(_is_number(v[i]) for v in names)
+        ),
+        None,
+    )
     if axis is None:
         return []
     charts = []
-    for title, pick in (("Rollout speed-up", lambda a: a.rollout_speedup), ("Step speed-up", lambda a: a.step_speedup)):
+    for title, pick in (
+        ("Rollout speed-up", lambda a: a.rollout_speedup),
+        ("Step speed-up", lambda a: a.step_speedup),
+    ):
         series: dict[str, list[tuple[float, float]]] = {}
         for answer, values in zip(answers, names, strict=True):
-            label = ", ".join(f"{k} = {v}" for i, (k, v) in enumerate(zip(keys, values, strict=True)) if i != axis) or title.lower()
+            label = (
+                ", ".join(
+                    f"{k} = {v}" for i, (k, v) in enumerate(zip(keys, values, strict=True)) if i != axis
+                )
+                or title.lower()
+            )
             series.setdefault(label, []).append((float(values[axis]), pick(answer)))
-        lines = [Line(label, *map(tuple, zip(*sorted(points), strict=True))) for label, points in series.items()]
+        lines = [
+            Line(label, *map(tuple, zip(*sorted(points), strict=True))) for label, points in series.items()
+        ]
         charts.append(line_chart(title, keys[axis], "times plain decoding", lines, level=1.0))
     return charts
 

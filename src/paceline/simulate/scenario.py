@@ -59,15 +59,23 @@ class Scenario:
             raise ValueError(f"--engine {self.engine!r}: must be one of {', '.join(ENGINES)}")
         if self.replicas < 1:
             need = self.parallelism.devices
-            raise ValueError(f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, and a replica with this tp and ep needs {need}")
+            raise ValueError(
+                f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, and a replica with this tp and ep needs {need}"
+            )
         if self.mode == "sync" and self.lag:
-            raise ValueError(f"--lag {self.lag}: synchronous steps have none; use --mode one-step-off or async")
+            raise ValueError(
+                f"--lag {self.lag}: synchronous steps have none; use --mode one-step-off or async"
+            )
         if self.max_running < 1:
             raise ValueError(f"--max-running {self.max_running}: must be at least 1")
-        longest = self.workload.prompt_tokens + (max(self.workload.lengths.observed, default=0) or self.workload.lengths.high)
+        longest = self.workload.prompt_tokens + (
+            max(self.workload.lengths.observed, default=0) or self.workload.lengths.high
+        )
         if longest > self.replica_kv_tokens:
             have = self.replica_kv_tokens
-            raise ValueError(f"a response of {longest} tokens with its prompt does not fit the {have} KV tokens of a replica: raise --tp or --ep")
+            raise ValueError(
+                f"a response of {longest} tokens with its prompt does not fit the {have} KV tokens of a replica: raise --tp or --ep"
+            )
 
     @property
     def deployment(self) -> Deployment:
@@ -103,7 +111,9 @@ class Scenario:
 
     def plain(self) -> "Scenario":
         """The same without speculation, to compare with."""
-        return dataclasses.replace(self, speculation=dataclasses.replace(self.speculation, draft_tokens=(0,)), train_drafter=False)
+        return dataclasses.replace(
+            self, speculation=dataclasses.replace(self.speculation, draft_tokens=(0,)), train_drafter=False
+        )
 
 
 def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds:
@@ -112,10 +122,17 @@ def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds
     sizes = [np.asarray(lengths, dtype=float) + prompt for lengths in batches]
     tokens = float(np.mean([s.sum() for s in sizes]))
     pairs = float(np.mean([(s**2).sum() / 2 for s in sizes]))
-    given, hardware, model, devices = scenario.stages, scenario.hardware, scenario.model, scenario.train_devices
+    given, hardware, model, devices = (
+        scenario.stages,
+        scenario.hardware,
+        scenario.model,
+        scenario.train_devices,
+    )
     return StageSeconds(
         reward=scenario.reward_seconds,
-        logprob=logprob_seconds(hardware, model, devices, tokens, pairs) if given.logprob is None else given.logprob,
+        logprob=logprob_seconds(hardware, model, devices, tokens, pairs)
+        if given.logprob is None
+        else given.logprob,
         train=train_seconds(hardware, model, devices, tokens, pairs) if given.train is None else given.train,
         sync=sync_seconds(scenario.deployment, scenario.replicas) if given.sync is None else given.sync,
     )
@@ -129,21 +146,37 @@ def simulate(scenario: Scenario) -> Outcome:
     cost = StepCost(scenario.deployment, drafter)
     first = Replica(cost, scenario.speculation, scenario.max_running, scenario.replica_kv_tokens)
     replicas = [first, *(first.twin() for _ in range(scenario.replicas - 1))]
-    pipeline = Pipeline(replicas, batches, scenario.workload.samples_per_prompt, scenario.workload.prompt_tokens, stages, schedule)
+    pipeline = Pipeline(
+        replicas,
+        batches,
+        scenario.workload.samples_per_prompt,
+        scenario.workload.prompt_tokens,
+        stages,
+        schedule,
+    )
     records = pipeline.run()
     drafter_seconds = 0.0
     if scenario.train_drafter:
         tokens = float(np.mean([lengths.sum() for lengths in batches]))
         drafter_seconds = drafter_train_seconds(scenario.hardware, scenario.model, drafter, tokens)
     return summarise(
-        records, replicas, pipeline.response_times, stages, schedule, scenario.parallelism.devices, drafter_seconds, provenance(scenario)
+        records,
+        replicas,
+        pipeline.response_times,
+        stages,
+        schedule,
+        scenario.parallelism.devices,
+        drafter_seconds,
+        provenance(scenario),
     )
 
 
 def provenance(scenario: Scenario) -> dict[str, Origin]:
     """Who says so, for every part that this scenario uses."""
     hardware = scenario.hardware.provenance
-    parts = {name: hardware[name] for name in ("attention", "other", "training", "data_sheet") if name in hardware}
+    parts = {
+        name: hardware[name] for name in ("attention", "other", "training", "data_sheet") if name in hardware
+    }
     parts["gemm"] = hardware["gemm_fp8" if scenario.precision.weights == "fp8" else "gemm_bf16"]
     if scenario.model.expert_layers:
         parts["experts"] = hardware["experts"]

@@ -28,7 +28,11 @@ class Drafter:
             return self.model.parameters
         if not self.layers:
             return 0.0
-        layer = 2 * model.hidden * model.qkv_width + model.heads * model.head_dim * model.hidden + 3 * model.hidden * self.feed_forward
+        layer = (
+            2 * model.hidden * model.qkv_width
+            + model.heads * model.head_dim * model.hidden
+            + 3 * model.hidden * self.feed_forward
+        )
         return self.layers * layer + self.vocab * model.hidden + 3 * model.hidden**2
 
 
@@ -62,7 +66,9 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         if not self.by_depth or not all(0 <= p <= 1 for p in self.by_depth):
-            raise ValueError(f"acceptance {self.by_depth}: give one or more probabilities between 0 and 1, by depth")
+            raise ValueError(
+                f"acceptance {self.by_depth}: give one or more probabilities between 0 and 1, by depth"
+            )
 
     def accept_length(self, draft_tokens: int) -> float:
         """1 + sum over depths of the probability that everything up to there is accepted (Leviathan et al. 2023, eq. 1, by depth)."""
@@ -73,15 +79,26 @@ class Acceptance:
         return total
 
     @classmethod
-    def from_accept_length(cls, accept_length: float, draft_tokens: int, origin: Origin | None = None) -> "Acceptance":
+    def from_accept_length(
+        cls, accept_length: float, draft_tokens: int, origin: Origin | None = None
+    ) -> "Acceptance":
         """The constant probability that gives this accept length at this depth, by bisection."""
         if not 1 <= accept_length <= draft_tokens + 1:
-            raise ValueError(f"accept length {accept_length}: with k = {draft_tokens} it lies between 1 and {draft_tokens + 1}")
+            raise ValueError(
+                f"accept length {accept_length}: with k = {draft_tokens} it lies between 1 and {draft_tokens + 1}"
+            )
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if cls((middle,)).accept_length(draft_tokens) < accept_length else (low, middle)
-        return cls((high,), origin or Origin(Source.ASSUMED, f"accept length {accept_length:g} at k = {draft_tokens}"))
+            low, high = (
+                (middle, high)
+                if cls((middle,)).accept_length(draft_tokens) < accept_length
+                else (low, middle)
+            )
+        return cls(
+            (high,),
+            origin or Origin(Source.ASSUMED, f"accept length {accept_length:g} at k = {draft_tokens}"),
+        )
 
     @classmethod
     def parse(cls, text: str) -> "Acceptance":
@@ -92,7 +109,9 @@ class Acceptance:
                 return cls.from_accept_length(float(length), int(tokens))
             return cls(tuple(float(p) for p in text.split(",")), Origin(Source.ASSUMED, f"acceptance {text}"))
         except ValueError as error:
-            raise ValueError(f"--accept {text!r}: use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k ({error})") from None
+            raise ValueError(
+                f"--accept {text!r}: use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k ({error})"
+            ) from None
 
 
 @dataclass(frozen=True)

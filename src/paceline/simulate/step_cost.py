@@ -29,7 +29,15 @@ class Breakdown:
 
     @property
     def total(self) -> np.ndarray:
-        return self.gemm + self.attention_fixed + self.experts + self.rest + self.collectives + self.draft + self.engine
+        return (
+            self.gemm
+            + self.attention_fixed
+            + self.experts
+            + self.rest
+            + self.collectives
+            + self.draft
+            + self.engine
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,13 @@ class StepCost:
         rest = self._rest(tokens) + op.sampler(self.kernels.other, tokens, logits)
         host = engine.step_seconds + rows * engine.row_seconds
         if engine.graph_tokens:
-            host = host + np.where(tokens > engine.graph_tokens, model.layers * engine.eager_layer_seconds, 0.0)
+            host = host + np.where(
+                tokens > engine.graph_tokens, model.layers * engine.eager_layer_seconds, 0.0
+            )
         return Breakdown(
             gemm=self._dense_gemms(tokens) + self._head(tokens),
-            attention_fixed=model.layers * op.decode_attention_fixed(self.kernels.attention, local, draft_tokens + 1),
+            attention_fixed=model.layers
+            * op.decode_attention_fixed(self.kernels.attention, local, draft_tokens + 1),
             experts=self._experts(tokens),
             rest=rest,
             collectives=self._collectives(tokens),
@@ -83,10 +94,18 @@ class StepCost:
         )
 
     def linear(self, max_rows: int, draft_tokens: int) -> LinearCost:
-        groups, curve, model = self.deployment.parallelism.attention_groups, self.kernels.attention, self.model
+        groups, curve, model = (
+            self.deployment.parallelism.attention_groups,
+            self.kernels.attention,
+            self.model,
+        )
         queries = draft_tokens + 1
         per_key = model.layers * self.attention_per_key(queries) + draft_tokens * self.draft_per_key
-        return LinearCost(self.breakdown(np.arange(max_rows + 1), draft_tokens).total, per_key / groups, model.layers * curve.serial_seconds_per_key)
+        return LinearCost(
+            self.breakdown(np.arange(max_rows + 1), draft_tokens).total,
+            per_key / groups,
+            model.layers * curve.serial_seconds_per_key,
+        )
 
     def step(self, rows: int, draft_tokens: int, context: float) -> float:
         """For rows of equal context."""
@@ -101,7 +120,9 @@ class StepCost:
 
     def attention_per_key(self, queries: int) -> float:
         kv_bytes = self.deployment.precision.kv_bytes
-        return op.decode_attention_per_key(self.kernels.attention, queries, self.heads, self.kv_heads, self.model.head_dim, kv_bytes)
+        return op.decode_attention_per_key(
+            self.kernels.attention, queries, self.heads, self.kv_heads, self.model.head_dim, kv_bytes
+        )
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
@@ -109,11 +130,19 @@ class StepCost:
         """Seconds to fill the cache for `tokens` tokens that attend to `pairs` (query, key) pairs; no logits."""
         if tokens <= 0:
             return 0.0
-        groups, engine, curve = self.deployment.parallelism.attention_groups, self.deployment.engine, self.kernels.attention
+        groups, engine, curve = (
+            self.deployment.parallelism.attention_groups,
+            self.deployment.engine,
+            self.kernels.attention,
+        )
         local = np.asarray(tokens / groups)
-        attention = self.model.layers * op.prefill_attention(curve, pairs / groups, self.heads, self.model.head_dim)
+        attention = self.model.layers * op.prefill_attention(
+            curve, pairs / groups, self.heads, self.model.head_dim
+        )
         products = self._dense_gemms(local) + self._experts(local)
-        return float(products + self._collectives(local) + self._rest(local) + attention + engine.prefill_seconds)
+        return float(
+            products + self._collectives(local) + self._rest(local) + attention + engine.prefill_seconds
+        )
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -123,11 +152,20 @@ class StepCost:
     def _dense_gemms(self, tokens: np.ndarray) -> np.ndarray:
         model, tensor = self.model, self.deployment.parallelism.tensor
         q = model.heads * model.head_dim
-        seconds = model.layers * (self._gemm(tokens, model.qkv_width / tensor, model.hidden) + self._gemm(tokens, model.hidden, q / tensor))
-        seconds = seconds + (model.layers - model.expert_layers) * self._feed_forward(tokens, model.feed_forward / tensor)
+        seconds = model.layers * (
+            self._gemm(tokens, model.qkv_width / tensor, model.hidden)
+            + self._gemm(tokens, model.hidden, q / tensor)
+        )
+        seconds = seconds + (model.layers - model.expert_layers) * self._feed_forward(
+            tokens, model.feed_forward / tensor
+        )
         if model.expert_layers:
             router = op.gemm(self.kernels.gemm_bf16, tokens, model.experts, model.hidden, 2.0)
-            shared = self._feed_forward(tokens, model.shared_feed_forward / tensor) if model.shared_feed_forward else 0.0
+            shared = (
+                self._feed_forward(tokens, model.shared_feed_forward / tensor)
+                if model.shared_feed_forward
+                else 0.0
+            )
             seconds = seconds + model.expert_layers * (router + shared)
         return seconds
 
@@ -135,7 +173,13 @@ class StepCost:
         return self._gemm(tokens, 2 * width, self.model.hidden) + self._gemm(tokens, self.model.hidden, width)
 
     def _head(self, tokens: np.ndarray) -> np.ndarray:
-        return op.gemm(self.kernels.gemm_bf16, tokens, self.model.vocab / self.deployment.parallelism.tensor, self.model.hidden, 2.0)
+        return op.gemm(
+            self.kernels.gemm_bf16,
+            tokens,
+            self.model.vocab / self.deployment.parallelism.tensor,
+            self.model.hidden,
+            2.0,
+        )
 
     def _experts(self, tokens: np.ndarray) -> np.ndarray:
         """Experts see the tokens of all attention groups; without expert parallelism every device holds a slice of each."""
@@ -145,15 +189,24 @@ class StepCost:
         here, width = (model.experts / split.expert, 1) if split.expert > 1 else (model.experts, split.tensor)
         everybody = tokens * split.attention_groups
         seconds = op.expert_products(
-            self.kernels.experts, everybody, here, model.experts_per_token / model.experts, model.hidden, model.expert_feed_forward / width,
+            self.kernels.experts,
+            everybody,
+            here,
+            model.experts_per_token / model.experts,
+            model.hidden,
+            model.expert_feed_forward / width,
             self.deployment.precision.weight_bytes,
-        )  # fmt: skip
+        )
         return model.expert_layers * seconds
 
     def _rest(self, tokens: np.ndarray) -> np.ndarray:
         model, tensor = self.model, self.deployment.parallelism.tensor
-        wide = model.expert_feed_forward * model.experts_per_token if model.expert_layers else model.feed_forward
-        return model.layers * op.layer_rest(self.kernels.other, tokens, model.hidden, model.qkv_width / tensor, wide / tensor)
+        wide = (
+            model.expert_feed_forward * model.experts_per_token if model.expert_layers else model.feed_forward
+        )
+        return model.layers * op.layer_rest(
+            self.kernels.other, tokens, model.hidden, model.qkv_width / tensor, wide / tensor
+        )
 
     def _collectives(self, tokens: np.ndarray) -> np.ndarray:
         """Two sums a layer under tensor parallelism; experts beyond an attention group's devices need two exchanges instead of the second."""
@@ -181,11 +234,17 @@ class StepCost:
             return np.full_like(rows, drafter.fixed_seconds)
         tensor = self.deployment.parallelism.tensor
         q = model.heads * model.head_dim
-        layer = op.gemm(curve, rows, model.qkv_width / tensor, 2 * model.hidden, 2.0) + op.gemm(curve, rows, model.hidden, q / tensor, 2.0)
+        layer = op.gemm(curve, rows, model.qkv_width / tensor, 2 * model.hidden, 2.0) + op.gemm(
+            curve, rows, model.hidden, q / tensor, 2.0
+        )
         layer = layer + op.gemm(curve, rows, 2 * drafter.feed_forward / tensor, model.hidden, 2.0)
         layer = layer + op.gemm(curve, rows, model.hidden, drafter.feed_forward / tensor, 2.0)
         layer = layer + op.decode_attention_fixed(self.kernels.attention, rows, 1)
-        layer = layer + op.layer_rest(self.kernels.other, rows, model.hidden, model.qkv_width / tensor, drafter.feed_forward / tensor)
+        layer = layer + op.layer_rest(
+            self.kernels.other, rows, model.hidden, model.qkv_width / tensor, drafter.feed_forward / tensor
+        )
         layer = layer + 2 * op.all_reduce(self.deployment.hardware.links, tensor, rows * model.hidden * 2.0)
-        head = op.gemm(curve, rows, drafter.vocab / tensor, model.hidden, 2.0) + op.sampler(self.kernels.other, rows, drafter.vocab / tensor)
+        head = op.gemm(curve, rows, drafter.vocab / tensor, model.hidden, 2.0) + op.sampler(
+            self.kernels.other, rows, drafter.vocab / tensor
+        )
         return draft_tokens * (drafter.layers * layer + head) + drafter.fixed_seconds

@@ -18,7 +18,9 @@ class Line:
     points: bool = False  # markers instead of a line
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: list[Line], log_x: bool = False, level: float | None = None) -> str:
+def line_chart(
+    title: str, x_label: str, y_label: str, lines: list[Line], log_x: bool = False, level: float | None = None
+) -> str:
     xs = np.concatenate([np.asarray(line.x, dtype=float) for line in lines])
     ys = np.concatenate([np.asarray(line.y, dtype=float) for line in lines])
     x_low, x_high = float(xs.min()), float(xs.max())
@@ -37,25 +39,38 @@ def line_chart(title: str, x_label: str, y_label: str, lines: list[Line], log_x:
         f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>',
     ]
     for tick in _ticks(0.0, y_high):
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}" stroke="#9ca3af" stroke-opacity="0.3"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}" stroke="#9ca3af" stroke-opacity="0.3"/>'
+        )
         parts.append(f'<text x="{LEFT - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in _log_ticks(x_low, x_high) if log_x else _ticks(x_low, x_high):
-        parts.append(f'<text x="{px(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
+        parts.append(
+            f'<text x="{px(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
+        )
     if level is not None:
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(level):.1f}" y2="{py(level):.1f}" stroke="#6b7280" stroke-dasharray="2 3"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(level):.1f}" y2="{py(level):.1f}" stroke="#6b7280" stroke-dasharray="2 3"/>'
+        )
     for number, line in enumerate(lines):
         colour = COLOURS[number % len(COLOURS)]
         if line.points:
-            parts += [f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5" fill="{colour}"/>' for x, y in zip(line.x, line.y, strict=True)]
+            parts += [
+                f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5" fill="{colour}"/>'
+                for x, y in zip(line.x, line.y, strict=True)
+            ]
         else:
             path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, line.y, strict=True))
             dash = ' stroke-dasharray="6 4"' if line.dashed else ""
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         row = TOP + 8 + 18 * number
         parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{row}" fill="{colour}">{escape(line.label)}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
+    )
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text></svg>')
+    parts.append(
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text></svg>'
+    )
     return "\n".join(parts)
 
 
@@ -71,6 +86,9 @@ def _ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    power_of_two = [float(2**i) for i in range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 2)))) + 1)]
+    power_of_two = [
+        float(2**i)
+        for i in range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 2)))) + 1)
+    ]
     ticks = [t for t in power_of_two if low <= t <= high]
     return ticks[:: max(1, len(ticks) // 8)] or [low]

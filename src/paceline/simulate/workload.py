@@ -24,14 +24,20 @@ class Lengths:
         kind, _, numbers = text.partition(":")
         try:
             if kind == "fixed":
-                return cls(float(numbers), 0.0, 1, int(numbers), origin=Origin(Source.ASSUMED, f"lengths {text}"))
+                return cls(
+                    float(numbers), 0.0, 1, int(numbers), origin=Origin(Source.ASSUMED, f"lengths {text}")
+                )
             if kind == "lognormal":
                 mean, sigma, low, high = (float(x) for x in numbers.split(","))
                 if mean > 0 and sigma >= 0 and 1 <= low <= high:
-                    return cls(mean, sigma, int(low), int(high), origin=Origin(Source.ASSUMED, f"lengths {text}"))
+                    return cls(
+                        mean, sigma, int(low), int(high), origin=Origin(Source.ASSUMED, f"lengths {text}")
+                    )
         except ValueError:
             pass
-        raise ValueError(f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:4096,1.0,16,32768")
+        raise ValueError(
+            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:4096,1.0,16,32768"
+        )
 
     def draw(self, count: int, seed: int) -> np.ndarray:
         """MEAN is that of the log-normal before it is cut to [low, high], as in `paceline bench rollout`."""

@@ -18,15 +18,23 @@ from paceline.config import ConfigError
 from paceline.tasks.base import Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for the same thing; templates read one of the first two
+REASONING_FIELDS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names for the same thing; templates read one of the first two
 
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
         try:
             self.template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the policy's chat template is not valid Jinja (line {error.lineno}: {error.message})") from None
+            raise ConfigError(
+                f"the policy's chat template is not valid Jinja (line {error.lineno}: {error.message})"
+            ) from None
         self.variables = {**(special_tokens or {}), **(options or {})}
 
     @classmethod
@@ -47,10 +55,14 @@ class ChatTemplate:
         """The conversation as text; with `generate`, up to where the policy is to speak."""
         chat = [_known_reasoning(message) for message in messages]
         try:
-            return self.template.render(messages=chat, tools=None, documents=None, add_generation_prompt=generate, **self.variables)
+            return self.template.render(
+                messages=chat, tools=None, documents=None, add_generation_prompt=generate, **self.variables
+            )
         except jinja2.TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(f"the policy's chat template refuses messages with roles [{roles}]: {error}") from None
+            raise ConfigError(
+                f"the policy's chat template refuses messages with roles [{roles}]: {error}"
+            ) from None
 
     def follow_up(self, messages: Sequence[Message]) -> str:
         """What stands between a response and the next one when `messages` come in between.
@@ -62,14 +74,21 @@ class ChatTemplate:
         opening: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
         text = self.render([*opening, *messages])
         if marker not in text:
-            raise ConfigError("the policy's chat template drops earlier responses, so a task with turns cannot answer with messages; use text")
+            raise ConfigError(
+                "the policy's chat template drops earlier responses, so a task with turns cannot answer with messages; use text"
+            )
         return text.rpartition(marker)[2]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
     return environment
 
 
@@ -84,10 +103,16 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Iterable[str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Iterable[str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:
@@ -96,7 +121,9 @@ def _raise(message: str) -> None:
 
 def _known_reasoning(message: Message) -> Message:
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _token_text(token: str | dict[str, Any]) -> str:

@@ -24,7 +24,9 @@ class Dialogue:
         self.logprobs: tuple[float, ...] = ()
         self.segments: tuple[Segment, ...] = ()
         self.top_logprobs: tuple[dict[int, float], ...] = ()
-        self.routing: Routing | None = None  # of everything up to the last response: each turn's begins with what was before it
+        self.routing: Routing | None = (
+            None  # of everything up to the last response: each turn's begins with what was before it
+        )
         self.finish_reason = FinishReason.ABORTED
         self.error = ""
         self.observation: tuple[int, ...] = ()  # handed out, not yet followed by a response
@@ -42,7 +44,9 @@ class Dialogue:
         start = len(self.tokens)
         self.tokens += completion.tokens
         self.logprobs += completion.logprobs
-        self.segments += tuple(replace(s, start=s.start + start, stop=s.stop + start) for s in completion.segments)
+        self.segments += tuple(
+            replace(s, start=s.start + start, stop=s.stop + start) for s in completion.segments
+        )
         self.top_logprobs += completion.top_logprobs
         self.routing = completion.routing
         self.conversation += (Turn(text, sampled=True),)
@@ -55,10 +59,24 @@ class Dialogue:
             return None
         self.observation, self.observed = observation, text
         prompt = self.request.prompt + self.tokens + observation
-        return replace(self.request, prompt=prompt, sampling=replace(self.request.sampling, max_tokens=remaining), continues=self.request.id)
+        return replace(
+            self.request,
+            prompt=prompt,
+            sampling=replace(self.request.sampling, max_tokens=remaining),
+            continues=self.request.id,
+        )
 
     def completion(self) -> Completion:
-        return Completion(self.request, self.tokens, self.logprobs, self.finish_reason, self.segments, self.error, self.top_logprobs, self.routing)
+        return Completion(
+            self.request,
+            self.tokens,
+            self.logprobs,
+            self.finish_reason,
+            self.segments,
+            self.error,
+            self.top_logprobs,
+            self.routing,
+        )
 
     def _take_observation(self, weight_version: int) -> None:
         """An observation counts once a response follows; until then it may turn out that nothing does."""

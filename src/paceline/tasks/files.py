@@ -21,17 +21,26 @@ Row = dict[str, Any]
 class FileProblems:
     def __init__(self, config: DataConfig, seed: int) -> None:
         if not config.path:
-            raise ConfigError("task.data.path is empty; give a .jsonl or .parquet file, such as task.data.path=train.jsonl")
+            raise ConfigError(
+                "task.data.path is empty; give a .jsonl or .parquet file, such as task.data.path=train.jsonl"
+            )
         rows = read_problems(Path(config.path), config, "path")
         if config.held_out_path:
             self.held_out = read_problems(Path(config.held_out_path), config, "held_out_path")
             known = {_digest(problem.prompt) for problem in self.held_out}
             self.train = [problem for problem in rows if _digest(problem.prompt) not in known]
             if len(self.train) < len(rows):
-                logger.warning("%s: %d rows are also in %s and were dropped", config.path, len(rows) - len(self.train), config.held_out_path)
+                logger.warning(
+                    "%s: %d rows are also in %s and were dropped",
+                    config.path,
+                    len(rows) - len(self.train),
+                    config.held_out_path,
+                )
         else:
             self.held_out = [problem for problem in rows if is_held_out(problem, config.held_out_share, seed)]
-            self.train = [problem for problem in rows if not is_held_out(problem, config.held_out_share, seed)]
+            self.train = [
+                problem for problem in rows if not is_held_out(problem, config.held_out_share, seed)
+            ]
         for side, problems in (("training", self.train), ("held-out", self.held_out)):
             if not problems:
                 raise ConfigError(
@@ -86,13 +95,17 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 def _problem(row: Row, config: DataConfig, where: str) -> Problem:
     prompt = _prompt(_column(row, config.prompt_column, "prompt_column", where), where)
-    answer_column = config.answer_column or ("reward_model.ground_truth" if "answer" not in row and "reward_model" in row else "answer")
+    answer_column = config.answer_column or (
+        "reward_model.ground_truth" if "answer" not in row and "reward_model" in row else "answer"
+    )
     answer = _column(row, answer_column, "answer_column", where)
     answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     if config.answer_pattern:
         found = re.search(config.answer_pattern, answer)
         if found is None or not found.groups():
-            raise ConfigError(f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer {answer[-80:]!r}")
+            raise ConfigError(
+                f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer {answer[-80:]!r}"
+            )
         answer = found.group(1)
     used = {config.prompt_column.split(".")[0]}
     extra = {name: value for name, value in row.items() if name not in used}
@@ -102,10 +115,16 @@ def _problem(row: Row, config: DataConfig, where: str) -> Problem:
 def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(isinstance(message, dict) and "role" in message for message in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(message, dict) and "role" in message for message in value)
+    ):
         # parquet gives every message of a column the same keys; the ones that were not there come as None
         return tuple({name: part for name, part in message.items() if part is not None} for message in value)
-    raise ConfigError(f"{where}: a prompt must be text or a list of messages with `role` and `content`, not {value!r:.80}")
+    raise ConfigError(
+        f"{where}: a prompt must be text or a list of messages with `role` and `content`, not {value!r:.80}"
+    )
 
 
 def _column(row: Row, name: str, key: str, where: str) -> Any:
@@ -113,9 +132,13 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if value is None:
-        raise ConfigError(f"{where} has no value in task.data.{key} = {name!r}; its columns are {', '.join(row)}")
+        raise ConfigError(
+            f"{where} has no value in task.data.{key} = {name!r}; its columns are {', '.join(row)}"
+        )
     return value
 
 
 def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), digest_size=12).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), digest_size=12
+    ).hexdigest()

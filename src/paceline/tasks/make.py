@@ -23,9 +23,13 @@ from paceline.tasks.rewards.worker import Step
 from paceline.tasks.running_sums import RunningSums
 from paceline.tasks.task import Task, Turns
 
-TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}  # function, and the texts that end a turn
+TOOLS = {
+    "calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))
+}  # function, and the texts that end a turn
 GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
-EXTRAS = {"math-verify": ("math_verify", "math")}  # scorer: the package it needs, and the extra that brings it
+EXTRAS = {
+    "math-verify": ("math_verify", "math")
+}  # scorer: the package it needs, and the extra that brings it
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
@@ -49,7 +53,9 @@ def _check_extraction(how: str) -> None:
     try:
         groups = re.compile(how).groups
     except re.error as error:
-        raise ConfigError(f"task.extract = {how!r}: neither {', '.join(NAMED)} nor a regular expression ({error})") from None
+        raise ConfigError(
+            f"task.extract = {how!r}: neither {', '.join(NAMED)} nor a regular expression ({error})"
+        ) from None
     if groups < 1:
         raise ConfigError(
             f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'"
@@ -74,9 +80,14 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
     called = [reward for reward in wanted if not _is_own(reward, problems)]
     tool, stop = _tool(config)
-    targets: list[Target | Step] = [*(_target(reward, config) for reward in called), *([tool] if tool else [])]
+    targets: list[Target | Step] = [
+        *(_target(reward, config) for reward in called),
+        *([tool] if tool else []),
+    ]
     if not targets:
-        return Scoring([Reward(reward, own_verdict(problems.score), require_end=False) for reward in wanted]), None
+        return Scoring(
+            [Reward(reward, own_verdict(problems.score), require_end=False) for reward in wanted]
+        ), None
 
     pool = WorkerPool(targets, config.reward_workers)
     try:
@@ -84,7 +95,9 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
     except ValueError as error:
         raise ConfigError(f"task.{'rewards or task.turns.step' if tool else 'rewards'}: {error}") from None
     if tool and coroutines[-1]:
-        raise ConfigError(f"task.turns.step = {config.turns.step!r} is a coroutine; a tool must be a plain function")
+        raise ConfigError(
+            f"task.turns.step = {config.turns.step!r} is a coroutine; a tool must be a plain function"
+        )
     loop = EventLoop() if any(coroutines) else None
 
     def run(reward: RewardConfig) -> Reward:
@@ -92,8 +105,14 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
             return Reward(reward, own_verdict(problems.score), require_end=False)
         index = called.index(reward)
         target = targets[index]
-        call = from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
-        return Reward(reward, call, require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values()))
+        call = (
+            from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
+        )
+        return Reward(
+            reward,
+            call,
+            require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values()),
+        )
 
     turns = Turns(pool, len(targets) - 1, stop) if tool else None
     return Scoring([run(reward) for reward in wanted], pool, loop), turns
@@ -109,11 +128,19 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
         raise ConfigError(f"task.rewards: {function!r} takes one response at a time; leave out `batch`")
     if function == "task":
         if config.name != "reasoning-gym":
-            raise ConfigError(f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or module:function")
+            raise ConfigError(
+                f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or module:function"
+            )
         function = GYM_VERIFIER
-        options = {"dataset": config.dataset, "options": json.dumps(config.options), "threshold": config.threshold}
+        options = {
+            "dataset": config.dataset,
+            "options": json.dumps(config.options),
+            "threshold": config.threshold,
+        }
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
-        raise ConfigError(f"task.rewards: {function!r} needs a package that is not installed; pip install 'paceline[{EXTRAS[function][1]}]'")
+        raise ConfigError(
+            f"task.rewards: {function!r} needs a package that is not installed; pip install 'paceline[{EXTRAS[function][1]}]'"
+        )
     return Target(BUILTIN.get(function, function), options, reward.time_limit, reward.batch, config.extract)
 
 
@@ -124,5 +151,7 @@ def _tool(config: TaskConfig) -> tuple[Step | None, tuple[str, ...]]:
         return None, ()
     function, stop = TOOLS.get(name, (name, ()))
     if not re.search(r".:.", function):
-        raise ConfigError(f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, module:function or path/to/file.py:function")
+        raise ConfigError(
+            f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, module:function or path/to/file.py:function"
+        )
     return Step(function, turns.options, turns.time_limit), tuple(turns.stop) or stop

@@ -30,5 +30,9 @@ class ProblemOrder:
         if epoch not in self._shuffles:
             order = list(range(len(self.problems)))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._shuffles = {epoch: order} if epoch - 1 not in self._shuffles else {epoch - 1: self._shuffles[epoch - 1], epoch: order}
+            self._shuffles = (
+                {epoch: order}
+                if epoch - 1 not in self._shuffles
+                else {epoch - 1: self._shuffles[epoch - 1], epoch: order}
+            )
         return self.problems[self._shuffles[epoch][index]]

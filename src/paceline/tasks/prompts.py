@@ -27,7 +27,9 @@ class PromptEncoder:
             prompt = self.prompt_format.replace("{prompt}", prompt)
             if not self.chat:
                 if self.system_prompt:
-                    raise ConfigError("task.system_prompt needs a chat, and the prompts are plain text; set task.chat=true")
+                    raise ConfigError(
+                        "task.system_prompt needs a chat, and the prompts are plain text; set task.chat=true"
+                    )
                 return tuple(self.tokenizer.encode(prompt).ids)
             prompt = ({"role": "user", "content": prompt},)
         if self.system_prompt and prompt[0].get("role") != "system":
@@ -40,7 +42,9 @@ class PromptEncoder:
         if isinstance(observation.content, str):
             return tuple(self.tokenizer.encode(observation.content, add_special_tokens=False).ids)
         messages: tuple[Message, ...] = observation.content
-        tokens = tuple(self.tokenizer.encode(self._template().follow_up(messages), add_special_tokens=False).ids)
+        tokens = tuple(
+            self.tokenizer.encode(self._template().follow_up(messages), add_special_tokens=False).ids
+        )
         return tokens[1:] if tokens and tokens[0] == last_token else tokens
 
     def _template(self) -> ChatTemplate:
@@ -52,13 +56,23 @@ class PromptEncoder:
         return self.template
 
 
-def without_overlong(problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str) -> list[Problem]:
+def without_overlong(
+    problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str
+) -> list[Problem]:
     """The problems whose prompt has at most `limit` tokens."""
     lengths = [len(encoder.encode(problem)) for problem in problems]
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if not kept:
-        raise ConfigError(f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} tokens; allow more")
+        raise ConfigError(
+            f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} tokens; allow more"
+        )
     if len(kept) < len(problems):
         dropped = len(problems) - len(kept)
-        logger.warning("task.max_prompt_tokens = %d: %d of %d %s prompts are longer and were dropped", limit, dropped, len(problems), what)
+        logger.warning(
+            "task.max_prompt_tokens = %d: %d of %d %s prompts are longer and were dropped",
+            limit,
+            dropped,
+            len(problems),
+            what,
+        )
     return kept

@@ -16,14 +16,18 @@ TRIES = 20  # draws per wanted problem before the dataset counts as exhausted
 
 
 class ReasoningGymProblems:
-    def __init__(self, dataset: str, options: dict[str, Any], seed: int, train_problems: int, held_out_problems: int) -> None:
+    def __init__(
+        self, dataset: str, options: dict[str, Any], seed: int, train_problems: int, held_out_problems: int
+    ) -> None:
         wanted = train_problems + held_out_problems
         source = open_dataset(dataset, options | {"seed": seed, "size": TRIES * wanted})
         problems: dict[str, Problem] = {}
         for index in range(TRIES * wanted):
             entry = source[index]
             problem_id = f"{dataset}/{hashlib.blake2b(entry['question'].encode(), digest_size=8).hexdigest()}"
-            answer = "" if entry["answer"] is None else str(entry["answer"])  # some have many, and only a verifier
+            answer = (
+                "" if entry["answer"] is None else str(entry["answer"])
+            )  # some have many, and only a verifier
             problems.setdefault(problem_id, Problem(problem_id, entry["question"], answer, {"entry": entry}))
             if len(problems) == wanted:
                 break
@@ -42,14 +46,20 @@ def open_dataset(name: str, options: dict[str, Any]) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:  # of the package, or of one of the many it imports
-        raise ConfigError(f"task.name = 'reasoning-gym' needs the package: {error}; pip install 'paceline[reasoning]'") from None
+        raise ConfigError(
+            f"task.name = 'reasoning-gym' needs the package: {error}; pip install 'paceline[reasoning]'"
+        ) from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"task.dataset = {name!r}: reasoning-gym has no such dataset.{hint} It has {', '.join(sorted(DATASETS))}.")
+        raise ConfigError(
+            f"task.dataset = {name!r}: reasoning-gym has no such dataset.{hint} It has {', '.join(sorted(DATASETS))}."
+        )
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError, ValueError) as error:
         given = {key: value for key, value in options.items() if key not in ("seed", "size")}
         known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
-        raise ConfigError(f"task.options = {json.dumps(given, default=str)}: {name} refuses them ({error}); it knows {', '.join(known)}") from None
+        raise ConfigError(
+            f"task.options = {json.dumps(given, default=str)}: {name} refuses them ({error}); it knows {', '.join(known)}"
+        ) from None

@@ -41,14 +41,18 @@ class TokenLoss:
 
 
 class Algorithm(Protocol):
-    kl_in_reward: ClassVar[bool]  # the KL to the reference lowers the advantages, rather than adding to the loss
+    kl_in_reward: ClassVar[
+        bool
+    ]  # the KL to the reference lowers the advantages, rather than adding to the loss
 
     def __init__(self, config: LearningConfig) -> None: ...
 
     def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None) -> list[list[Advantage]]:
         """By group and sample; all values zero when the rewards say nothing. `log_ratios` only where `kl_in_reward`."""
 
-    def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss: ...
+    def token_loss(
+        self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
+    ) -> TokenLoss: ...
 
 
 def normalise(values: Sequence[float]) -> list[float]:
@@ -72,10 +76,14 @@ def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
 
     Held within what exp can take: an infinite ratio times the zero weight of a token that was masked would be NaN.
     """
-    return (logprobs_R - batch.anchor_logprobs_R.to(logprobs_R.dtype)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return (logprobs_R - batch.anchor_logprobs_R.to(logprobs_R.dtype)).clamp(
+        -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
+    )
 
 
-def clipped_surrogate(config: LearningConfig, ratio_R: torch.Tensor, advantages_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def clipped_surrogate(
+    config: LearningConfig, ratio_R: torch.Tensor, advantages_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """-min(r A, clip(r, 1 - low, 1 + high) A), and where the clip took the gradient (PPO, arXiv 1707.06347, eq. 7)."""
     bounded_R = ratio_R.clamp(1 - config.clip_low, 1 + config.clip_high)
     free_R, held_R = ratio_R * advantages_R, bounded_R * advantages_R
@@ -83,7 +91,11 @@ def clipped_surrogate(config: LearningConfig, ratio_R: torch.Tensor, advantages_
 
 
 def with_reference_kl(
-    config: LearningConfig, loss_R: torch.Tensor, clipped_R: torch.Tensor, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
+    config: LearningConfig,
+    loss_R: torch.Tensor,
+    clipped_R: torch.Tensor,
+    logprobs_R: torch.Tensor,
+    reference_R: torch.Tensor | None,
 ) -> TokenLoss:
     """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased, never negative.
 
@@ -97,7 +109,11 @@ def with_reference_kl(
 
 
 def token_weights(
-    loss_mean: Literal["token", "sequence", "constant"], batch: MicroBatch, total_tokens: int, total_sequences: int, max_tokens: int
+    loss_mean: Literal["token", "sequence", "constant"],
+    batch: MicroBatch,
+    total_tokens: int,
+    total_sequences: int,
+    max_tokens: int,
 ) -> torch.Tensor:
     """What each response token counts in its optimiser step, however that is cut into micro-batches; totals are the step's.
 

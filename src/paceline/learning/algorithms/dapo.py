@@ -26,10 +26,15 @@ def punish_overlong(groups: Sequence[Group], max_tokens: int, share: float) -> l
     """The groups with the punishment added to each reward and shown as the reward component `overlong`."""
     if share == 0:
         return list(groups)
-    return [replace(group, samples=tuple(_punished(sample, max_tokens, share) for sample in group.samples)) for group in groups]
+    return [
+        replace(group, samples=tuple(_punished(sample, max_tokens, share) for sample in group.samples))
+        for group in groups
+    ]
 
 
 def _punished(sample: Sample, max_tokens: int, share: float) -> Sample:
     punishment = overlong_punishment(len(sample.completion.tokens), max_tokens, share)
     components = sample.score.components | {"overlong": punishment}
-    return replace(sample, score=replace(sample.score, reward=sample.score.reward + punishment, components=components))
+    return replace(
+        sample, score=replace(sample.score, reward=sample.score.reward + punishment, components=components)
+    )

@@ -14,5 +14,7 @@ from paceline.types import Group
 
 
 class DrGRPO(GRPO):
-    def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None = None) -> list[list[Advantage]]:
+    def advantages(
+        self, groups: Sequence[Group], log_ratios: LogRatios | None = None
+    ) -> list[list[Advantage]]:
         return [[Advantage(value) for value in centre(group.rewards)] for group in groups]

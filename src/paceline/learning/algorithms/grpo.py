@@ -14,7 +14,15 @@ from typing import ClassVar
 import torch
 
 from paceline.config import LearningConfig
-from paceline.learning.algorithms.base import Advantage, LogRatios, TokenLoss, clipped_surrogate, log_ratio, normalise, with_reference_kl
+from paceline.learning.algorithms.base import (
+    Advantage,
+    LogRatios,
+    TokenLoss,
+    clipped_surrogate,
+    log_ratio,
+    normalise,
+    with_reference_kl,
+)
 from paceline.learning.batch import MicroBatch
 from paceline.types import Group
 
@@ -25,10 +33,14 @@ class GRPO:
     def __init__(self, config: LearningConfig) -> None:
         self.config = config
 
-    def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None = None) -> list[list[Advantage]]:
+    def advantages(
+        self, groups: Sequence[Group], log_ratios: LogRatios | None = None
+    ) -> list[list[Advantage]]:
         return [[Advantage(value) for value in normalise(group.rewards)] for group in groups]
 
-    def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss:
+    def token_loss(
+        self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
+    ) -> TokenLoss:
         ratio_R = log_ratio(batch, logprobs_R).exp()
         loss_R, clipped_R = clipped_surrogate(self.config, ratio_R, batch.advantages_R.to(logprobs_R.dtype))
         return with_reference_kl(self.config, loss_R, clipped_R, logprobs_R, reference_R)

@@ -15,7 +15,9 @@ from paceline.learning.batch import MicroBatch
 
 
 class GSPO(GRPO):
-    def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss:
+    def token_loss(
+        self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
+    ) -> TokenLoss:
         mask_R = batch.mask_R.to(logprobs_R.dtype)
         log_ratio_R = torch.where(batch.mask_R, log_ratio(batch, logprobs_R), 0.0)
         mean_B = batch.sequence_sums(log_ratio_R) / batch.sequence_sums(mask_R).clamp(min=1)

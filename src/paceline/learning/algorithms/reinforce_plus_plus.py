@@ -18,7 +18,14 @@ from typing import ClassVar
 import torch
 
 from paceline.config import LearningConfig
-from paceline.learning.algorithms.base import EPSILON, Advantage, LogRatios, TokenLoss, clipped_surrogate, log_ratio
+from paceline.learning.algorithms.base import (
+    EPSILON,
+    Advantage,
+    LogRatios,
+    TokenLoss,
+    clipped_surrogate,
+    log_ratio,
+)
 from paceline.learning.batch import MicroBatch
 from paceline.types import Group
 
@@ -29,7 +36,9 @@ class ReinforcePlusPlus:
     def __init__(self, config: LearningConfig) -> None:
         self.config = config
 
-    def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None = None) -> list[list[Advantage]]:
+    def advantages(
+        self, groups: Sequence[Group], log_ratios: LogRatios | None = None
+    ) -> list[list[Advantage]]:
         if len({reward for group in groups for reward in group.rewards}) < 2:
             return [[Advantage(0.0)] * len(group.samples) for group in groups]
         penalties = self._penalties(groups, log_ratios)
@@ -37,7 +46,11 @@ class ReinforcePlusPlus:
         for group, group_penalties in zip(groups, penalties, strict=True):
             for sample, sample_penalties in zip(group.samples, group_penalties, strict=True):
                 mask = sample.completion.loss_mask
-                unscaled += [sample.score.reward - p for p, sampled in zip(sample_penalties, mask, strict=True) if sampled]
+                unscaled += [
+                    sample.score.reward - p
+                    for p, sampled in zip(sample_penalties, mask, strict=True)
+                    if sampled
+                ]
         mean = sum(unscaled) / max(1, len(unscaled))
         deviation = (sum((x - mean) ** 2 for x in unscaled) / max(1, len(unscaled) - 1)) ** 0.5 + EPSILON
         return [
@@ -48,7 +61,9 @@ class ReinforcePlusPlus:
             for group, group_penalties in zip(groups, penalties, strict=True)
         ]
 
-    def _penalties(self, groups: Sequence[Group], log_ratios: LogRatios | None) -> list[list[tuple[float, ...]]]:
+    def _penalties(
+        self, groups: Sequence[Group], log_ratios: LogRatios | None
+    ) -> list[list[tuple[float, ...]]]:
         """kl_coef times the sum of the KL from each token on; observations add nothing."""
         if log_ratios is None:
             return [[(0.0,) * len(sample.completion.tokens) for sample in group.samples] for group in groups]
@@ -56,12 +71,17 @@ class ReinforcePlusPlus:
         for group, group_ratios in zip(groups, log_ratios, strict=True):
             penalties.append([])
             for sample, ratios in zip(group.samples, group_ratios, strict=True):
-                counted = [x if sampled else 0.0 for x, sampled in zip(ratios, sample.completion.loss_mask, strict=True)]
+                counted = [
+                    x if sampled else 0.0
+                    for x, sampled in zip(ratios, sample.completion.loss_mask, strict=True)
+                ]
                 to_go = list(accumulate(reversed(counted)))[::-1]
                 penalties[-1].append(tuple(self.config.kl_coef * x for x in to_go))
         return penalties
 
-    def token_loss(self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None) -> TokenLoss:
+    def token_loss(
+        self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
+    ) -> TokenLoss:
         ratio_R = log_ratio(batch, logprobs_R).exp()
         loss_R, clipped_R = clipped_surrogate(self.config, ratio_R, batch.advantages_R.to(logprobs_R.dtype))
         return TokenLoss(loss_R, clipped_R, torch.zeros_like(logprobs_R))

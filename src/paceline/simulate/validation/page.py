@@ -26,7 +26,13 @@ def sections(hardware: Hardware, points: Measurements) -> list[Section]:
 
 
 def render(all_sections: list[Section], hardware: Hardware) -> str:
-    parts = [INTRODUCTION.read_text(), "## In short", "", "| what | figures | predictions: median and worst error |", "|---|---|---|"]
+    parts = [
+        INTRODUCTION.read_text(),
+        "## In short",
+        "",
+        "| what | figures | predictions: median and worst error |",
+        "|---|---|---|",
+    ]
     for section in all_sections:
         seen = [c for c in section.checks if c.kind == FIT]
         unseen = predictions(section.checks)
@@ -51,13 +57,19 @@ def _held_out_line(all_sections: list[Section]) -> list[str]:
         "rollout": [c for c in own if "rollout" in c.what],
     }
     lines = [f"- held-out {name} on the H200: {summary(checks)}" for name, checks in groups.items() if checks]
-    return ["The aim for our own decode, verify and rollout times was 10% (median) and 20% (worst):", "", *lines]
+    return [
+        "The aim for our own decode, verify and rollout times was 10% (median) and 20% (worst):",
+        "",
+        *lines,
+    ]
 
 
 def table(checks: tuple[Check, ...]) -> list[str]:
     lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
     for c in checks:
-        lines.append(f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |")
+        lines.append(
+            f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |"
+        )
     return lines
 
 

@@ -23,7 +23,9 @@ ROWS = tuple(2**i for i in range(12))
 
 def cost_of(split: Parallelism) -> StepCost:
     model = load_model("qwen3-235b-a22b")
-    return StepCost(Deployment(load_hardware("gb200"), model, ENGINES["paceline"], Precision(), split), eagle(model))
+    return StepCost(
+        Deployment(load_hardware("gb200"), model, ENGINES["paceline"], Precision(), split), eagle(model)
+    )
 
 
 def speedup(cost: StepCost, rows: int, k: int, accept: float) -> float:
@@ -34,28 +36,70 @@ def projection() -> Section:
     """The whole section; its asynchronous part simulates 2,048 devices."""
     checks, remarks = asynchronous_part()
     section = synchronous_part()
-    return dataclasses.replace(section, checks=(*section.checks, *checks), remarks=(*section.remarks, *remarks))
+    return dataclasses.replace(
+        section, checks=(*section.checks, *checks), remarks=(*section.remarks, *remarks)
+    )
 
 
 def synchronous_part() -> Section:
     narrow, wide = cost_of(Parallelism(8, 8)), cost_of(Parallelism(8, 64))
-    curves = {k: [speedup(narrow, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()}
-    wide_curves = {k: [speedup(wide, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()}
+    curves = {
+        k: [speedup(narrow, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()
+    }
+    wide_curves = {
+        k: [speedup(wide, rows, k, accept) for rows in ROWS] for k, (accept, _, _) in PUBLISHED.items()
+    }
     first = PUBLISHED[3]
-    fits = {rows: max(abs(speedup(narrow, rows, k, accept) / published - 1) for k, (accept, published, _) in PUBLISHED.items()) for rows in ROWS}
+    fits = {
+        rows: max(
+            abs(speedup(narrow, rows, k, accept) / published - 1)
+            for k, (accept, published, _) in PUBLISHED.items()
+        )
+        for rows in ROWS
+    }
     best = min(ROWS, key=lambda rows: abs(speedup(narrow, rows, 3, 3.0) / first[1] - 1))
     holds = [rows for rows in ROWS if fits[rows] <= 0.10]
     share = (1 - 1 / first[2]) / (1 - 1 / first[1])
     whole = {k: _whole_rollout(k, accept) for k, (accept, _, _) in PUBLISHED.items()}
     checks = (
-        Check(f"k = 3, accept 3: rollout, {best} rows on 8 GPUs", first[1], speedup(narrow, best, 3, 3.0), "x", FIT),
-        Check(f"k = 7, accept 5: rollout, {best} rows on 8 GPUs", PUBLISHED[7][1], speedup(narrow, best, 7, 5.0), "x", PREDICTION),
+        Check(
+            f"k = 3, accept 3: rollout, {best} rows on 8 GPUs",
+            first[1],
+            speedup(narrow, best, 3, 3.0),
+            "x",
+            FIT,
+        ),
+        Check(
+            f"k = 7, accept 5: rollout, {best} rows on 8 GPUs",
+            PUBLISHED[7][1],
+            speedup(narrow, best, 7, 5.0),
+            "x",
+            PREDICTION,
+        ),
         *(
-            Check(f"k = {k}, accept {accept:g}: a whole rollout on 2,048 GPUs", published, whole[k], "x", PREDICTION)
+            Check(
+                f"k = {k}, accept {accept:g}: a whole rollout on 2,048 GPUs",
+                published,
+                whole[k],
+                "x",
+                PREDICTION,
+            )
             for k, (accept, published, _) in PUBLISHED.items()
         ),
-        Check(f"k = 3: step, generation {100 * share:.0f}% of it", first[2], 1 / (share / first[1] + 1 - share), "x", FIT),
-        Check("k = 7: step, the same share", PUBLISHED[7][2], 1 / (share / PUBLISHED[7][1] + 1 - share), "x", PREDICTION),
+        Check(
+            f"k = 3: step, generation {100 * share:.0f}% of it",
+            first[2],
+            1 / (share / first[1] + 1 - share),
+            "x",
+            FIT,
+        ),
+        Check(
+            "k = 7: step, the same share",
+            PUBLISHED[7][2],
+            1 / (share / PUBLISHED[7][1] + 1 - share),
+            "x",
+            PREDICTION,
+        ),
     )
     low, high = speedup(narrow, 4, 7, 5.0), speedup(narrow, 2048, 7, 5.0)
     needed = {rows: narrow.step(rows, 7, CONTEXT) / narrow.step(rows, 0, CONTEXT) for rows in (4, 64, 512)}
@@ -80,7 +124,12 @@ def synchronous_part() -> Section:
     lines += [Line(f"k = {k}, EP 64", ROWS, tuple(wide_curves[k]), dashed=True) for k in PUBLISHED]
     lines += [Line("published", (best, best), (PUBLISHED[3][1], PUBLISHED[7][1]), points=True)]
     by_batch = line_chart(
-        "Qwen3-235B-A22B on GB200, TP8, context 8,192", "requests running per replica", "speed-up of a step", lines, log_x=True, level=1.0
+        "Qwen3-235B-A22B on GB200, TP8, context 8,192",
+        "requests running per replica",
+        "speed-up of a step",
+        lines,
+        log_x=True,
+        level=1.0,
     )
     return Section(
         "Qwen3-235B-A22B, projected",
@@ -97,8 +146,16 @@ def asynchronous_part() -> tuple[tuple[Check, ...], tuple[str, ...]]:
     train_share = min(by_share, key=lambda x: abs(by_share[x].step_speedup - 2.5))
     answer = by_share[train_share]
     checks = (
-        Check("async on 2,048: rollout (k = 7, accept 5 assumed)", 3.5, answer.rollout_speedup, "x", PREDICTION),
-        Check(f"async on 2,048: step, {100 * train_share:.0f}% of the devices learn", 2.5, answer.step_speedup, "x", FIT),
+        Check(
+            "async on 2,048: rollout (k = 7, accept 5 assumed)", 3.5, answer.rollout_speedup, "x", PREDICTION
+        ),
+        Check(
+            f"async on 2,048: step, {100 * train_share:.0f}% of the devices learn",
+            2.5,
+            answer.step_speedup,
+            "x",
+            FIT,
+        ),
     )
     shares = ", ".join(f"{100 * share:.0f}%: {by_share[share].step_speedup:.2f}x" for share in by_share)
     remark = (
@@ -118,8 +175,16 @@ def _by_acceptance(cost: StepCost) -> str:
         for p in np.linspace(0.3, 0.95, 27):
             acceptance = Acceptance((float(p),))
             values.append(max(1.0, *(acceptance.accept_length(k) * plain / s for k, s in seconds.items())))
-        lines.append(Line(f"{rows} running", tuple(map(float, np.linspace(0.3, 0.95, 27))), tuple(map(float, values))))
-    return line_chart("The best k of 0..8, by acceptance", "probability that a draft token is accepted", "speed-up of a step", lines, level=1.0)
+        lines.append(
+            Line(f"{rows} running", tuple(map(float, np.linspace(0.3, 0.95, 27))), tuple(map(float, values)))
+        )
+    return line_chart(
+        "The best k of 0..8, by acceptance",
+        "probability that a draft token is accepted",
+        "speed-up of a step",
+        lines,
+        level=1.0,
+    )
 
 
 def _active(tokens: int) -> float:
@@ -128,9 +193,15 @@ def _active(tokens: int) -> float:
 
 def _scenario(mode: str) -> Scenario:
     return Scenario(
-        load_hardware("gb200"), load_model("qwen3-235b-a22b"), 2048, Parallelism(8, 8), mode=mode, steps=5 if mode == "async" else 0,
-        workload=Workload(256, 16, 512, Lengths(8192, 1.0, 64, 32768)), speculation=Speculation((7,), Acceptance.from_accept_length(5.0, 7)),
-    )  # fmt: skip
+        load_hardware("gb200"),
+        load_model("qwen3-235b-a22b"),
+        2048,
+        Parallelism(8, 8),
+        mode=mode,
+        steps=5 if mode == "async" else 0,
+        workload=Workload(256, 16, 512, Lengths(8192, 1.0, 64, 32768)),
+        speculation=Speculation((7,), Acceptance.from_accept_length(5.0, 7)),
+    )
 
 
 def _async(train_share: float) -> Scenario:

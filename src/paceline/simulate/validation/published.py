@@ -48,10 +48,14 @@ def cost_on(hardware: str | Hardware, model: str, tensor: int, engine: Engine) -
 def nvidia_scenario(rows: int, acceptance: float, mean: float, k: int) -> Scenario:
     """Batch and lengths are not stated: `rows` responses a device and a log-normal with this mean and little spread."""
     return Scenario(
-        load_hardware("gb200"), load_model("qwen3-8b"), 32, engine="vllm", max_running=512,
+        load_hardware("gb200"),
+        load_model("qwen3-8b"),
+        32,
+        engine="vllm",
+        max_running=512,
         workload=Workload(rows * 32 // 16, 16, 512, Lengths(mean, LENGTH_SPREAD, 64, 40000)),
         speculation=Speculation((k,), Acceptance((acceptance,))),
-    )  # fmt: skip
+    )
 
 
 def mean_length_for(seconds: float, rows: int) -> float:
@@ -59,7 +63,11 @@ def mean_length_for(seconds: float, rows: int) -> float:
     low, high = 256.0, 32768.0
     for _ in range(11):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if simulate(nvidia_scenario(rows, 0.0, middle, 0)).rollout_seconds < seconds else (low, middle)
+        low, high = (
+            (middle, high)
+            if simulate(nvidia_scenario(rows, 0.0, middle, 0)).rollout_seconds < seconds
+            else (low, middle)
+        )
     return low
 
 
@@ -74,12 +82,20 @@ def nvidia_steps() -> Section:
         checks += [
             Check(f"{workload}: generation, plain", plain[1], ours[0].rollout_seconds, "s", FIT),
             Check(f"{workload}: generation, k = 3", fast[1], ours[3].rollout_seconds, "s", FIT),
-            Check(f"{workload}: train", plain[3], stages.train, "s", FIT if workload == "Think" else PREDICTION),
+            Check(
+                f"{workload}: train", plain[3], stages.train, "s", FIT if workload == "Think" else PREDICTION
+            ),
             Check(f"{workload}: logprob", plain[2], stages.logprob, "s", PREDICTION),
             Check(f"{workload}: weight sync", plain[0], stages.sync, "s", PREDICTION),
             Check(f"{workload}: total, plain", plain[4], ours[0].step_seconds, "s", PREDICTION),
             Check(f"{workload}: total, k = 3", fast[4], ours[3].step_seconds, "s", PREDICTION),
-            Check(f"{workload}: step speed-up", plain[4] / fast[4], ours[0].step_seconds / ours[3].step_seconds, "x", PREDICTION),
+            Check(
+                f"{workload}: step speed-up",
+                plain[4] / fast[4],
+                ours[0].step_seconds / ours[3].step_seconds,
+                "x",
+                PREDICTION,
+            ),
         ]
         remarks.append(
             f"{workload}: {rows} responses a device, acceptance {acceptance:.2f} per token (from the sweep below), mean length {mean:.0f}."
@@ -88,7 +104,15 @@ def nvidia_steps() -> Section:
     needed = utilisation * checks[3].predicted / checks[3].measured
     learner = 75.0 - 10.4
     speedup = NVIDIA_STEPS["Think, plain"][1] / NVIDIA_STEPS["Think, k = 3"][1]
-    checks.append(Check("async, 16 nodes: step with speculation", 60.5, learner + max(0.0, 75.0 / speedup - learner), "s", PREDICTION))
+    checks.append(
+        Check(
+            "async, 16 nodes: step with speculation",
+            60.5,
+            learner + max(0.0, 75.0 / speedup - learner),
+            "s",
+            PREDICTION,
+        )
+    )
     remarks += [
         f"Batch and lengths are not stated in what we have. Per workload three parameters (responses, acceptance, mean length) are set by the "
         "generation figures, and one spread of the "
@@ -103,7 +127,9 @@ def nvidia_steps() -> Section:
     return Section("NVIDIA's step table (Qwen3-8B, 32 GB200)", NVIDIA, tuple(checks), tuple(remarks))
 
 
-def fit_k_sweep(engine: Engine, targets: dict[int, float], seen: tuple[int, ...], context: float = 2000.0) -> tuple[int, float, dict[int, float]]:
+def fit_k_sweep(
+    engine: Engine, targets: dict[int, float], seen: tuple[int, ...], context: float = 2000.0
+) -> tuple[int, float, dict[int, float]]:
     """(rows a device, acceptance per token, predicted speed-ups) with the least worst error on the depths in `seen`."""
     cost = cost_on("gb200", "qwen3-8b", 1, engine)
     linear = {k: cost.linear(512, k) for k in (0, *targets)}
@@ -113,12 +139,20 @@ def fit_k_sweep(engine: Engine, targets: dict[int, float], seen: tuple[int, ...]
         lengths = {k: Acceptance((float(acceptance),)).accept_length(k) for k in targets}
         plain = linear[0].fixed[rows] + linear[0].per_key * rows * context + linear[0].per_longest * context
         ratios = {
-            k: lengths[k] * plain / (linear[k].fixed[rows] + linear[k].per_key * rows * context + linear[k].per_longest * context) for k in targets
+            k: lengths[k]
+            * plain
+            / (linear[k].fixed[rows] + linear[k].per_key * rows * context + linear[k].per_longest * context)
+            for k in targets
         }
         errors = np.max([np.abs(np.log(ratios[k] / targets[k])) for k in seen], axis=0)
         i = int(np.argmin(errors))
         if best is None or errors[i] < best[0]:
-            best = (float(errors[i]), int(rows[i]), float(acceptance), {k: float(ratios[k][i]) for k in targets})
+            best = (
+                float(errors[i]),
+                int(rows[i]),
+                float(acceptance),
+                {k: float(ratios[k][i]) for k in targets},
+            )
     assert best is not None
     return best[1], best[2], best[3]
 
@@ -131,9 +165,13 @@ def nvidia_k_sweep() -> Section:
         rows, acceptance, predicted = fit_k_sweep(vllm, targets, tuple(targets))
         checks += [Check(f"{workload}, k = {k}", targets[k], predicted[k], "x", FIT) for k in targets]
         _, _, ablated = fit_k_sweep(without, targets, tuple(targets))
-        worst, worst_ablated = (max(abs(p[k] / targets[k] - 1) for k in targets) for p in (predicted, ablated))
+        worst, worst_ablated = (
+            max(abs(p[k] / targets[k] - 1) for k in targets) for p in (predicted, ablated)
+        )
         _, _, ends = fit_k_sweep(vllm, targets, (3, 7))
-        checks.append(Check(f"{workload}, k = 5, from k = 3 and 7 alone", targets[5], ends[5], "x", PREDICTION))
+        checks.append(
+            Check(f"{workload}, k = 5, from k = 3 and 7 alone", targets[5], ends[5], "x", PREDICTION)
+        )
         remarks.append(
             f"{workload}: {rows} rows a device and {acceptance:.2f} acceptance per token fit best, worst error {100 * worst:.0f}%. "
             f"Ablation: without the graph limit (steps of more than {vllm.graph_tokens} tokens launch every kernel by hand) the best fit misses by "
@@ -154,7 +192,9 @@ def _ngram_remark(workload: str, rows: int, context: float = 2000.0) -> str:
     """n-gram drafting was slower than none although it accepted tokens: what its drafting must have cost."""
     accept, measured = NVIDIA_NGRAM[workload]
     shape = load_model("qwen3-8b")
-    cost = StepCost(Deployment(load_hardware("gb200"), shape, ENGINES["vllm"], Precision(), Parallelism()), history())
+    cost = StepCost(
+        Deployment(load_hardware("gb200"), shape, ENGINES["vllm"], Precision(), Parallelism()), history()
+    )
     plain, verify = cost.step(rows, 0, context), cost.step(rows, 3, context)
     missing = accept * plain / measured - verify
     return (
@@ -186,7 +226,9 @@ class TltModel:
         return self.cost.step(batch, 0, self.context)
 
     def speculative(self, batch: int, tokens: int) -> float:
-        return verify_seconds(self.cost, batch, tokens, self.context) + self.cost.draft_seconds(batch * TLT_TOPK, TLT_DEPTH)
+        return verify_seconds(self.cost, batch, tokens, self.context) + self.cost.draft_seconds(
+            batch * TLT_TOPK, TLT_DEPTH
+        )
 
     def accept_length(self, tokens: int) -> float:
         return TLT_SPEEDUP[1][tokens] * self.speculative(1, tokens) / self.plain(1)
@@ -196,7 +238,15 @@ class TltModel:
         for batch, row in TLT_SPEEDUP.items():
             for tokens, speedup in row.items():
                 predicted = self.accept_length(tokens) * self.plain(batch) / self.speculative(batch, tokens)
-                made.append(Check(f"batch {batch}, {tokens} verify tokens", speedup, predicted, "x", FIT if batch == 1 else PREDICTION))
+                made.append(
+                    Check(
+                        f"batch {batch}, {tokens} verify tokens",
+                        speedup,
+                        predicted,
+                        "x",
+                        FIT if batch == 1 else PREDICTION,
+                    )
+                )
         return made
 
     def worst(self) -> float:
@@ -206,7 +256,13 @@ class TltModel:
 def tlt_batch_table() -> Section:
     model = TltModel()
     checks = model.checks()
-    floor = 2 * load_model("qwen2.5-32b").active_parameters * 32 * 64 / (4 * load_hardware("h100").data_sheet.bf16_flops)
+    floor = (
+        2
+        * load_model("qwen2.5-32b").active_parameters
+        * 32
+        * 64
+        / (4 * load_hardware("h100").data_sheet.bf16_flops)
+    )
     plain = model.plain(32)
     small = [check for check in predictions(checks) if _tokens(check) <= 256]
     ablations = {
@@ -237,10 +293,14 @@ def _tokens(check: Check) -> int:
 def tlt_scenario(nodes: int, responses: int) -> Scenario:
     """Speculation below 33 running requests, as TLT does; lengths are assumed."""
     return Scenario(
-        load_hardware("h100"), load_model("qwen2.5-7b"), 8 * nodes, Parallelism(2), engine="vllm",
+        load_hardware("h100"),
+        load_model("qwen2.5-7b"),
+        8 * nodes,
+        Parallelism(2),
+        engine="vllm",
         workload=Workload(responses // 16, 16, 512, Lengths(4096, 1.0, 64, 32768)),
         speculation=Speculation(tuple(range(9)), Acceptance.from_accept_length(4.59, 8), 32),
-    )  # fmt: skip
+    )
 
 
 def tlt_nodes() -> Section:
@@ -253,7 +313,10 @@ def tlt_nodes() -> Section:
         Check("7B on 8 nodes: step speed-up", TLT_NODES[8], on_eight[responses], "x", FIT),
         Check("7B on 1 node: step speed-up", TLT_NODES[1], one.step_speedup, "x", PREDICTION),
     )
-    always = dataclasses.replace(tlt_scenario(1, responses), speculation=Speculation(tuple(range(9)), Acceptance.from_accept_length(4.59, 8)))
+    always = dataclasses.replace(
+        tlt_scenario(1, responses),
+        speculation=Speculation(tuple(range(9)), Acceptance.from_accept_length(4.59, 8)),
+    )
     remarks = (
         f"{responses} responses a step fit the first row; mean length 4,096 (log-normal, at most 32,768) and accept length 4.59 at depth 8 assumed.",
         f"Why one node gains less: eight times the requests share a replica, so speculation (below 33 running) covers less of the rollout, and "

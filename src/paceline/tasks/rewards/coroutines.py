@@ -13,7 +13,16 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.tasks.rewards.functions import Asked, Failed, Reply, Target, keyword_arguments, load_function, read_result, wanted_arguments
+from paceline.tasks.rewards.functions import (
+    Asked,
+    Failed,
+    Reply,
+    Target,
+    keyword_arguments,
+    load_function,
+    read_result,
+    wanted_arguments,
+)
 
 BEAT = 0.2  # seconds between signs of life
 GRACE = 5.0  # a loop that is silent for longer than the time limit and this is blocked
@@ -34,7 +43,9 @@ class CoroutineReward:
     async def call(self, asked: Sequence[Asked], places: asyncio.Semaphore) -> Reply:
         async with places:  # the time limit does not run while a call waits for its turn
             try:
-                task = asyncio.ensure_future(self.function(**keyword_arguments(self.target, self.wanted, asked)))
+                task = asyncio.ensure_future(
+                    self.function(**keyword_arguments(self.target, self.wanted, asked))
+                )
                 # Not `wait_for`, which would wait for a coroutine that refuses to be cancelled.
                 done, _ = await asyncio.wait({task}, timeout=self.target.time_limit)
                 if not done:
@@ -85,7 +96,11 @@ class _LoopThread:
     def _begin(self, reward: CoroutineReward, asked: Sequence[Asked], future: "Future[Reply]") -> None:
         places = self.places.setdefault(reward.target, asyncio.Semaphore(reward.concurrency))
         task = self.loop.create_task(reward.call(asked, places))
-        task.add_done_callback(lambda done: self._settle(future, Failed("died", "the run ended") if done.cancelled() else done.result()))
+        task.add_done_callback(
+            lambda done: self._settle(
+                future, Failed("died", "the run ended") if done.cancelled() else done.result()
+            )
+        )
 
     def _run(self) -> None:
         self._beat()
@@ -108,7 +123,11 @@ class _LoopThread:
             if patience is not None and time.monotonic() - self.last_beat > patience:
                 self.blocked = True
                 self.stop()  # once it comes back, if it ever does
-                self._settle_all(Failed("timeout", "a coroutine blocked the event loop; it must await, or be a plain function"))
+                self._settle_all(
+                    Failed(
+                        "timeout", "a coroutine blocked the event loop; it must await, or be a plain function"
+                    )
+                )
                 return
 
     def _settle_all(self, reply: Reply) -> None:

@@ -76,15 +76,23 @@ def load_function(name: str) -> Callable[..., Any]:
     """Raises ValueError with the way out; whatever the user's module raises on import is part of the message."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise ValueError(f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or path/to/file.py:function")
+        raise ValueError(
+            f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or path/to/file.py:function"
+        )
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     except Exception as error:
         raise ValueError(f"{name!r}: {where} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        public = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{name!r}: {where} has no function {attribute!r}; it has {', '.join(public) or 'none'}")
+        public = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise ValueError(
+            f"{name!r}: {where} has no function {attribute!r}; it has {', '.join(public) or 'none'}"
+        )
     return function
 
 
@@ -112,18 +120,29 @@ def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], n
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(ARGUMENTS)
     takes = [p.name for p in parameters]
-    unknown = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in ARGUMENTS | dict(options)]
+    unknown = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in ARGUMENTS | dict(options)
+    ]
     if unknown:
-        raise ValueError(f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own `options`")
+        raise ValueError(
+            f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own `options`"
+        )
     surplus = [key for key in options if key not in takes]
     if surplus:
-        raise ValueError(f"{name!r} does not take the options {', '.join(surplus)}; its parameters are {', '.join(takes)}")
+        raise ValueError(
+            f"{name!r} does not take the options {', '.join(surplus)}; its parameters are {', '.join(takes)}"
+        )
     return [argument for argument in ARGUMENTS if argument in takes]
 
 
 def keyword_arguments(target: Target, wanted: Sequence[str], asked: Sequence[Asked]) -> dict[str, Any]:
     """For a batch every argument is a list; otherwise `asked` is one."""
-    values = {name: [ARGUMENTS[name](problem, response, target.extraction) for problem, response in asked] for name in wanted}
+    values = {
+        name: [ARGUMENTS[name](problem, response, target.extraction) for problem, response in asked]
+        for name in wanted
+    }
     return (values if target.batch else {name: value[0] for name, value in values.items()}) | target.options
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import reasoning_gym
 
 
-def verify(extracted: str | None, extra: dict[str, Any], dataset: str, options: str, threshold: float) -> float:
+def verify(
+    extracted: str | None, extra: dict[str, Any], dataset: str, options: str, threshold: float
+) -> float:
     """The dataset's own score. Some pay 0.01 to 0.05 for anything at all: below `threshold` counts nothing."""
     if extracted is None:
         return 0.0

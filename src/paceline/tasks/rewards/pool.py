@@ -60,7 +60,9 @@ class WorkerPool:
         self.state.enqueue(Job(index, arguments, future))
         if self.threads < self.size:
             self.threads += 1
-            threading.Thread(target=_serve, args=(self.state, self.targets), name="rewards", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(self.state, self.targets), name="rewards", daemon=True
+            ).start()
         return future
 
 
@@ -132,7 +134,11 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}  # noqa: PTH109
         environment.setdefault("OMP_NUM_THREADS", "1")  # several workers, and a policy that wants the cores
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from paceline.tasks.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"],
+            [
+                sys.executable,
+                "-c",
+                f"from paceline.tasks.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})",
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -149,11 +155,19 @@ class Worker:
     def _load(self, targets: Sequence[Target | Step]) -> Ready:
         try:
             self.connection.send(list(targets))
-            reply = self.connection.recv() if self.connection.poll(START_LIMIT) else LoadError(f"importing took longer than {START_LIMIT:.0f} s")
+            reply = (
+                self.connection.recv()
+                if self.connection.poll(START_LIMIT)
+                else LoadError(f"importing took longer than {START_LIMIT:.0f} s")
+            )
         except (EOFError, ConnectionError):
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # not yet reaped: its group can still be killed
+            os.waitid(
+                os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT
+            )  # not yet reaped: its group can still be killed
             self.kill()
-            reply = LoadError(f"the worker process ended while importing (exit status {self.process.returncode})")
+            reply = LoadError(
+                f"the worker process ended while importing (exit status {self.process.returncode})"
+            )
         if isinstance(reply, LoadError):
             raise ValueError(reply.message)
         return reply
@@ -168,7 +182,9 @@ class Worker:
             return Failed("died", "its process ended")
 
     def kill(self) -> None:
-        if self.process.returncode is None:  # not yet waited for, so the group's number cannot be somebody else's
+        if (
+            self.process.returncode is None
+        ):  # not yet waited for, so the group's number cannot be somebody else's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()  # the connection is closed with this object: a thread may still be reading it

@@ -32,7 +32,9 @@ class Reward:
 class Scoring:
     """All rewards of a task."""
 
-    def __init__(self, rewards: Sequence[Reward], pool: WorkerPool | None = None, loop: EventLoop | None = None) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], pool: WorkerPool | None = None, loop: EventLoop | None = None
+    ) -> None:
         self.rewards = list(rewards)
         self.pool = pool
         self.loop = loop
@@ -44,8 +46,15 @@ class Scoring:
     def report(self, name: str, failed: Failed) -> None:
         if (name, failed.reason) not in self.reported:
             self.reported.add((name, failed.reason))
-            logger.warning("%s failed (%s): %s. Further failures of this kind are only counted: reward/%s%s/%s", name, failed.reason,
-                           failed.message, FAILED, name, failed.reason)  # fmt: skip
+            logger.warning(
+                "%s failed (%s): %s. Further failures of this kind are only counted: reward/%s%s/%s",
+                name,
+                failed.reason,
+                failed.message,
+                FAILED,
+                name,
+                failed.reason,
+            )
 
     def close(self) -> None:
         if self.pool is not None:
@@ -85,8 +94,14 @@ class GroupScoring:
         """Waits for every reward."""
         return [self._score(index, response) for index, response in enumerate(self.responses)]
 
-    def _call(self, reward: Reward, calls: dict[int, tuple["Future[Reply]", int]], indices: Sequence[int]) -> None:
-        asked = {i: self.responses[i] for i in indices if self.responses[i] is not None and not (reward.require_end and self.responses[i].truncated)}
+    def _call(
+        self, reward: Reward, calls: dict[int, tuple["Future[Reply]", int]], indices: Sequence[int]
+    ) -> None:
+        asked = {
+            i: self.responses[i]
+            for i in indices
+            if self.responses[i] is not None and not (reward.require_end and self.responses[i].truncated)
+        }
         if asked:
             future = reward.run([(self.problem, response) for response in asked.values()])
             calls.update({index: (future, place) for place, index in enumerate(asked)})

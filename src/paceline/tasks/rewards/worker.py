@@ -17,7 +17,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.tasks.base import Done, Observation, Problem, Turn
-from paceline.tasks.rewards.functions import Asked, Failed, Paid, Target, keyword_arguments, load_function, read_result, wanted_arguments
+from paceline.tasks.rewards.functions import (
+    Asked,
+    Failed,
+    Paid,
+    Target,
+    keyword_arguments,
+    load_function,
+    read_result,
+    wanted_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,9 @@ def main(descriptor: int, parent: int) -> None:
         except Exception as error:
             connection.send(LoadError(str(error)))
             return
-        connection.send(Ready(tuple(inspect.iscoroutinefunction(load_function(target.function)) for target in targets)))
+        connection.send(
+            Ready(tuple(inspect.iscoroutinefunction(load_function(target.function)) for target in targets))
+        )
         while True:
             index, arguments = connection.recv()
             # Should the parent be killed while a function holds the interpreter's lock (a regular expression that
@@ -77,21 +88,37 @@ def _prepare(target: Target | Step) -> Call:
     return lambda asked: _reward(function, target, wanted, asked)
 
 
-def _reward(function: Callable[..., Any], target: Target, wanted: list[str], asked: list[Asked]) -> list[Paid]:
+def _reward(
+    function: Callable[..., Any], target: Target, wanted: list[str], asked: list[Asked]
+) -> list[Paid]:
     return read_result(target, function(**keyword_arguments(target, wanted, asked)), len(asked))
 
 
-def _step(function: Callable[..., Any], target: Step, problem: Problem, conversation: tuple[Turn, ...]) -> Observation | Done:
+def _step(
+    function: Callable[..., Any], target: Step, problem: Problem, conversation: tuple[Turn, ...]
+) -> Observation | Done:
     result = function(problem, conversation, **target.options)
     if not isinstance(result, Observation | Done):
-        raise TypeError(f"a step must return Observation or Done (paceline.tasks.base), not {type(result).__name__}")
-    if isinstance(result, Observation) and not isinstance(result.content, str) and not _are_messages(result.content):
-        raise TypeError(f"an observation must be text or messages with `role` and `content`, not {result.content!r:.80}")
+        raise TypeError(
+            f"a step must return Observation or Done (paceline.tasks.base), not {type(result).__name__}"
+        )
+    if (
+        isinstance(result, Observation)
+        and not isinstance(result.content, str)
+        and not _are_messages(result.content)
+    ):
+        raise TypeError(
+            f"an observation must be text or messages with `role` and `content`, not {result.content!r:.80}"
+        )
     return result
 
 
 def _are_messages(content: Any) -> bool:
-    return isinstance(content, tuple | list) and bool(content) and all(isinstance(message, dict) and "role" in message for message in content)
+    return (
+        isinstance(content, tuple | list)
+        and bool(content)
+        and all(isinstance(message, dict) and "role" in message for message in content)
+    )
 
 
 def _describe(error: BaseException) -> str:

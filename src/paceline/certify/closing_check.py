@@ -35,7 +35,9 @@ def check_speculation(session: Session, position: int, step: int) -> Speculation
     if not isinstance(engine, Engine) or engine.pacer is None:
         return None
     rollout = session.config.rollout
-    problems = ProblemOrder(session.task.train, session.config.run.seed, position).take(rollout.prompts_per_step)
+    problems = ProblemOrder(session.task.train, session.config.run.seed, position).take(
+        rollout.prompts_per_step
+    )
     pacer, drafters = engine.pacer, engine.drafter_state()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     completions, stats = {}, {}
@@ -45,7 +47,9 @@ def check_speculation(session: Session, position: int, step: int) -> Speculation
             engine.pacer = pacer if paced else None
             engine.take_stats()
             start = time.perf_counter()
-            groups = session.sampler.sample(problems, Purpose.TRAIN, step, rollout.samples_per_prompt, session.train_sampling())
+            groups = session.sampler.sample(
+                problems, Purpose.TRAIN, step, rollout.samples_per_prompt, session.train_sampling()
+            )
             seconds[paced].append(time.perf_counter() - start)
             completions[paced], stats[paced] = _outputs(groups), engine.take_stats()
     engine.pacer = pacer
@@ -56,7 +60,9 @@ def check_speculation(session: Session, position: int, step: int) -> Speculation
         plain_steps=len(stats[False].running),
         paced_steps=len(stats[True].running),
         accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
-        identical=completions[True] == completions[False] if engine.settings.verify == "shared-noise" else None,
+        identical=completions[True] == completions[False]
+        if engine.settings.verify == "shared-noise"
+        else None,
     )
 
 

@@ -20,7 +20,11 @@ from paceline.policy.huggingface import load_policy
 
 
 def make_drafter(
-    name: str, policy: Decoder, settings: SpeculationConfig, widened_from: Path | None = None, tokenizer: Tokenizer | None = None
+    name: str,
+    policy: Decoder,
+    settings: SpeculationConfig,
+    widened_from: Path | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Drafter:
     """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was trained.
     `tokenizer`: the policy's, which a draft model must share."""
@@ -28,11 +32,22 @@ def make_drafter(
         return HistoryDrafter()
     with blame_recipe(name, settings):
         if name == "draft_model":
-            return DraftModel(load_policy(draft_model_folder(settings, policy.config, tokenizer), policy.dtype, policy.device))
-        path, config = eagle_head(settings, policy.config if widened_from is None or settings.eagle_path == FRESH else read_config(widened_from))
+            return DraftModel(
+                load_policy(
+                    draft_model_folder(settings, policy.config, tokenizer), policy.dtype, policy.device
+                )
+            )
+        path, config = eagle_head(
+            settings,
+            policy.config
+            if widened_from is None or settings.eagle_path == FRESH
+            else read_config(widened_from),
+        )
         if path == FRESH:
             return EagleDrafter(EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0))
         if widened_from is None:
             return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
         small = load_policy(widened_from, torch.float32, policy.device)
-        return EagleDrafter(widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy))
+        return EagleDrafter(
+            widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy)
+        )

@@ -5,14 +5,19 @@ from typing import Annotated, Optional
 
 import typer
 
-from paceline.bench.commands import app as bench_app
-from paceline.certify.commands import certify
+from paceline.cli.bench import app as bench_app
+from paceline.cli.certify import certify
+from paceline.cli.drafter import app as drafter_app
+from paceline.cli.models import app as models_app
+from paceline.cli.simulate import app as simulate_app
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
-from paceline.drafting.commands import app as drafter_app
-from paceline.models.commands import app as models_app
-from paceline.simulate.commands import app as simulate_app
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="RL post-training at speculative speed.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training at speculative speed.",
+)
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
@@ -20,7 +25,9 @@ app.add_typer(models_app, name="models")
 app.command()(certify)
 app.add_typer(simulate_app, name="simulate")
 
-RecipeArgument = Annotated[Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")]
+RecipeArgument = Annotated[
+    Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")
+]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
 
 
@@ -29,18 +36,24 @@ def train(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,
     resume: Annotated[Optional[Path], typer.Option(help="continue the run in this directory")] = None,
-    replay: Annotated[Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")] = None,
+    replay: Annotated[
+        Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")
+    ] = None,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     recipe, overrides = _split(recipe, overrides)
+    from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train as run_training
     from paceline.report.console import Console
-    from paceline.sentinel import TrainingFailed
 
     if resume is not None:
         if recipe is not None:
-            raise ConfigError(f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as section.key=value")
-        config = load_config(str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides)
+            raise ConfigError(
+                f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as section.key=value"
+            )
+        config = load_config(
+            str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides
+        )
     else:
         config = load_config(recipe or "default", overrides)
     console = Console()
@@ -57,8 +70,13 @@ def train(
 @app.command()
 def warmup(
     out: Annotated[Path, typer.Argument(help="folder for the new checkpoint")],
-    data: Annotated[Optional[Path], typer.Option(help="JSONL with `prompt` and `response`; without it, the built-in policy is made")] = None,
-    policy: Annotated[str, typer.Option(help="with --data: the Hugging Face folder to start from")] = "builtin",
+    data: Annotated[
+        Optional[Path],
+        typer.Option(help="JSONL with `prompt` and `response`; without it, the built-in policy is made"),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="with --data: the Hugging Face folder to start from")
+    ] = "builtin",
     seed: int = 0,
     epochs: Annotated[int, typer.Option(help="with --data")] = 3,
     batch_size: Annotated[int, typer.Option(help="with --data")] = 32,
@@ -68,8 +86,8 @@ def warmup(
     family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
 ) -> None:
     """Makes a starting checkpoint by supervised training."""
+    from paceline.learning.warmup import make_builtin, warm_up_on_file
     from paceline.session import policy_folder
-    from paceline.warmup import make_builtin, warm_up_on_file
 
     def progress(step: int, total: int, loss: float) -> None:
         if step == 1 or step % 25 == 0 or step == total:
@@ -84,12 +102,14 @@ def warmup(
 
 @app.command("eval")
 def evaluate_command(
-    policy: Annotated[str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")],
+    policy: Annotated[
+        str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")
+    ],
     overrides: OverridesArgument = None,
     recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
-    from paceline.evaluation import evaluate
+    from paceline.rollout.evaluation import evaluate
     from paceline.session import open_session
 
     session = open_session(_noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"])))
@@ -106,24 +126,34 @@ def rollout(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,
     steps: Annotated[int, typer.Option(help="how many steps' worth of samples")] = 1,
-    save: Annotated[Optional[Path], typer.Option(help="folder to write the samples to, for `train --replay`")] = None,
+    save: Annotated[
+        Optional[Path], typer.Option(help="folder to write the samples to, for `train --replay`")
+    ] = None,
 ) -> None:
     """Generates and scores samples without learning."""
     recipe, overrides = _split(recipe, overrides)
     from paceline.report.metrics import rollout_metrics
-    from paceline.report.samples import write_groups
-    from paceline.rollout import LiveRollouts
+    from paceline.rollout.samples import write_groups
+    from paceline.rollout.sources import LiveRollouts
     from paceline.session import open_session
     from paceline.tasks.order import ProblemOrder
 
     session = open_session(_noted(load_config(recipe or "default", overrides)))
     settings = session.config.rollout
     order = ProblemOrder(session.task.train, session.config.run.seed)
-    source = LiveRollouts(session.sampler, order, settings.prompts_per_step, settings.samples_per_prompt, session.train_sampling())
+    source = LiveRollouts(
+        session.sampler,
+        order,
+        settings.prompts_per_step,
+        settings.samples_per_prompt,
+        session.train_sampling(),
+    )
     for step in range(1, steps + 1):
         groups = source.collect(step)
         metrics = rollout_metrics(groups, source.take_stats())
-        typer.echo(f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length {metrics['rollout/length_mean']:.1f}")
+        typer.echo(
+            f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length {metrics['rollout/length_mean']:.1f}"
+        )
         if save is not None:
             write_groups(save / f"step_{step:06d}.jsonl", groups, session.tokenizer)
     session.close()
@@ -138,7 +168,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; default: as saved")] = "",
 ) -> None:
     """Writes a checkpoint's policy as a Hugging Face folder that transformers and vLLM open."""
-    from paceline.export import export_policy
+    from paceline.cli.export import export_policy
 
     source = export_policy(checkpoint, out, dtype)
     typer.echo(f"{source} written to {out}")
@@ -148,7 +178,9 @@ def export(
 def report(
     run: Annotated[Path, typer.Argument(help="a run directory")],
     step: Annotated[Optional[int], typer.Option(help="whose rollout; default: the last one")] = None,
-    out: Annotated[Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")
+    ] = None,
 ) -> None:
     """Writes a page that shows how a run's rollout was paced."""
     from paceline.report.pace_page import write_page
@@ -170,7 +202,7 @@ def plan(
 ) -> None:
     """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit. policy.path may name a shape such as qwen3-8b."""
     recipe, overrides = _split(recipe, overrides)
-    from paceline.plan.commands import show_plan
+    from paceline.cli.plan import show_plan
 
     show_plan(load_config(recipe or "default", overrides), gpu, memory_gb, as_json)
 
@@ -178,14 +210,18 @@ def plan(
 @app.command()
 def doctor() -> None:
     """Says what this machine can run, and why not the rest."""
-    from paceline.doctor import examine
+    from paceline.cli.doctor import examine
 
     for finding in examine():
         typer.echo(f"{'yes' if finding.works else 'no ':<4}{finding.what:<28}{finding.detail}")
 
 
 @app.command()
-def recipes(name: Annotated[Optional[str], typer.Argument(help="print this one, with every default filled in")] = None) -> None:
+def recipes(
+    name: Annotated[
+        Optional[str], typer.Argument(help="print this one, with every default filled in")
+    ] = None,
+) -> None:
     """Lists the shipped recipes."""
     if name is not None:
         typer.echo(dump_config(load_config(name)), nl=False)

@@ -29,10 +29,18 @@ def examine() -> list[Finding]:
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        built = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no usable driver or device"
+        built = (
+            "this torch is a CPU build"
+            if torch.version.cuda is None
+            else "torch finds no usable driver or device"
+        )
         return Finding("gpu", False, f"{built}; runs use the CPU")
     properties = torch.cuda.get_device_properties(0)
-    return Finding("gpu", True, f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {torch.cuda.device_count()} device(s)")
+    return Finding(
+        "gpu",
+        True,
+        f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {torch.cuda.device_count()} device(s)",
+    )
 
 
 def _triton() -> Finding:
@@ -41,7 +49,9 @@ def _triton() -> Finding:
     import triton
 
     return Finding(
-        "triton", torch.cuda.is_available(), triton.__version__ if torch.cuda.is_available() else f"{triton.__version__}, but no GPU to run on"
+        "triton",
+        torch.cuda.is_available(),
+        triton.__version__ if torch.cuda.is_available() else f"{triton.__version__}, but no GPU to run on",
     )
 
 

@@ -14,8 +14,8 @@ resumed run goes on as it would have.
 
 from collections.abc import Callable
 
-from paceline.backends.base import RolloutStats
-from paceline.rollout import RolloutSource
+from paceline.rollout.sources import RolloutSource
+from paceline.stats import RolloutStats
 from paceline.types import Group
 
 # A request's seed depends on its step, its prompt and its occurrence. A prompt that comes up again in a later round must be
@@ -50,7 +50,9 @@ class DynamicSampling:
             "rollout/surplus_groups": float(len(uneven) - len(taken)),
         }
         if len(taken) < self.prompts:
-            self.warn(f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} rounds; going on with those")
+            self.warn(
+                f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} rounds; going on with those"
+            )
         return taken or first_round  # without any, the step is reported and its update skipped
 
     def take_stats(self) -> RolloutStats:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from paceline.backends.reference import ReferenceBackend, truncate
+from paceline.engine.reference import ReferenceBackend, truncate
 from paceline.kernels.noise import gumbel
 from paceline.policy.config import from_huggingface
 from paceline.policy.huggingface import exported_tensors, load_policy
@@ -14,7 +14,9 @@ from tests.oracles import FAMILIES, double_precision, small_model
 EOS = 2
 
 
-def naive_sample(oracle: transformers.PreTrainedModel, request: Request, limit: int) -> tuple[list[int], list[float]]:
+def naive_sample(
+    oracle: transformers.PreTrainedModel, request: Request, limit: int
+) -> tuple[list[int], list[float]]:
     tokens, logprobs, sampling = [], [], request.sampling
     while True:
         sequence = torch.tensor([[*request.prompt, *tokens]])
@@ -35,7 +37,12 @@ def make_requests(count: int) -> list[Request]:
     requests = []
     for i in range(count):
         prompt = tuple(torch.randint(3, 97, (1 + 5 * (i % 4),), generator=g).tolist())
-        sampling = SamplingParams(temperature=(1.0, 0.6, 0.0)[i % 3], max_tokens=5 + 7 * (i % 5), stop_token_ids=(11, 12), ignore_eos=i % 2 == 0)
+        sampling = SamplingParams(
+            temperature=(1.0, 0.6, 0.0)[i % 3],
+            max_tokens=5 + 7 * (i % 5),
+            stop_token_ids=(11, 12),
+            ignore_eos=i % 2 == 0,
+        )
         requests.append(Request(str(i), prompt, 1000 + i, sampling))
     return requests
 
@@ -106,10 +113,14 @@ def test_pause_and_new_weights_make_segments(backend):
     backend.resume()
     (completion,) = backend.completions()
     assert completion.segments == (Segment(0, 4, 0), Segment(4, 20, 7))
-    continued = Request("c", request.prompt + completion.tokens[:4], 9, SamplingParams(max_tokens=16, ignore_eos=True))
+    continued = Request(
+        "c", request.prompt + completion.tokens[:4], 9, SamplingParams(max_tokens=16, ignore_eos=True)
+    )
     backend.submit([continued])
     (again,) = backend.completions()
-    assert again.tokens == completion.tokens[4:], "a sequence continued elsewhere with the same seed gives the same tokens"
+    assert again.tokens == completion.tokens[4:], (
+        "a sequence continued elsewhere with the same seed gives the same tokens"
+    )
     assert again.logprobs == pytest.approx(completion.logprobs[4:], abs=1e-12)
 
 

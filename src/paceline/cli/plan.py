@@ -9,7 +9,7 @@ from rich.table import Table
 from paceline.config import Config, ConfigError
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
-from paceline.plan.ways_out import refusal, ways_out
+from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.config import DecoderConfig
 from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
@@ -21,22 +21,34 @@ def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None
     machine, shape = _machine(gpu, memory_gb), _shape(config)
     dtype = DTYPES["bfloat16" if config.policy.dtype == "auto" else config.policy.dtype]
     plan = make_plan(config, shape, dtype, machine)
-    ways = ways_out(config, shape, dtype, machine) if plan.problem else []
+    fitting = suggestions(config, shape, dtype, machine) if plan.problem else []
     if as_json:
-        print(json.dumps(as_tree(plan, [str(way) for way in ways]), indent=2))
+        print(json.dumps(as_tree(plan, [str(way) for way in fitting]), indent=2))
     else:
         rich.console.Console(highlight=False).print(table(plan, shape))
     if plan.problem:
-        raise refusal(plan, ways)
+        raise refusal(plan, fitting)
 
 
 def table(plan: Plan, shape: DecoderConfig) -> Table:
     title = f"{shape.num_parameters / 1e9:.2f} B parameters on {plan.machine.name}, GB"
     out = Table(title=title, title_justify="left", header_style="bold")
-    for column, justify in (("part", "left"), ("always", "right"), ("rollout", "right"), ("learning", "right"), ("key", "left")):
+    for column, justify in (
+        ("part", "left"),
+        ("always", "right"),
+        ("rollout", "right"),
+        ("learning", "right"),
+        ("key", "left"),
+    ):
         out.add_column(column, justify=justify)
 
-    def row(name: str, always: int | None = None, rollout: int | None = None, learning: int | None = None, note: str = "") -> None:
+    def row(
+        name: str,
+        always: int | None = None,
+        rollout: int | None = None,
+        learning: int | None = None,
+        note: str = "",
+    ) -> None:
         out.add_row(name, *("" if x is None else f"{x / 1e9:.2f}" for x in (always, rollout, learning)), note)
 
     for part in plan.parts:
@@ -44,11 +56,17 @@ def table(plan: Plan, shape: DecoderConfig) -> Table:
     out.add_section()
     pool = f"KV pool: {plan.kv_tokens} tokens{', asleep while learning' if plan.sleeps else ''}"
     row("peak", None, plan.rollout_peak, plan.learning_peak, pool)
-    row("usable", None, plan.usable_bytes, plan.usable_bytes, f"of {plan.machine.total_bytes / 1e9:.1f}, {plan.machine.taken_bytes / 1e9:.1f} taken")
+    row(
+        "usable",
+        None,
+        plan.usable_bytes,
+        plan.usable_bytes,
+        f"of {plan.machine.total_bytes / 1e9:.1f}, {plan.machine.taken_bytes / 1e9:.1f} taken",
+    )
     return out
 
 
-def as_tree(plan: Plan, ways: list[str]) -> dict:
+def as_tree(plan: Plan, fitting: list[str]) -> dict:
     return {
         "machine": asdict(plan.machine),
         "parts": [asdict(part) for part in plan.parts],
@@ -59,18 +77,22 @@ def as_tree(plan: Plan, ways: list[str]) -> dict:
         "kv_pool_sleeps": plan.sleeps,
         "fits": not plan.problem,
         "problem": plan.problem,
-        "what_would_fit": ways,
+        "what_would_fit": fitting,
     }
 
 
 def _machine(gpu: str, memory_gb: float) -> Machine:
     if gpu and memory_gb:
-        raise ConfigError(f"--gpu {gpu} and --memory-gb {memory_gb:g} say the same thing twice; give one of them")
+        raise ConfigError(
+            f"--gpu {gpu} and --memory-gb {memory_gb:g} say the same thing twice; give one of them"
+        )
     if gpu:
         return named_gpu(gpu)
     machine = gpu_of_size(memory_gb) if memory_gb else gpu_at_hand()
     if machine is None:
-        raise ConfigError("there is no GPU at hand to plan for; name one, such as --gpu H200, or give --memory-gb")
+        raise ConfigError(
+            "there is no GPU at hand to plan for; name one, such as --gpu H200, or give --memory-gb"
+        )
     return machine
 
 

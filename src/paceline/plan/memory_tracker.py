@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """`live` and `peak` count storages made since it was switched on; those of `known` tensors are somebody else's."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from paceline.backends.base import BASE_PRECISION, RolloutStats
+from paceline.backend import BASE_PRECISION
 from paceline.kernels.noise import gumbel
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
+from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request, Segment
 
 CAPACITY_STEP = 64
@@ -51,7 +52,9 @@ class Row:
 class ReferenceBackend:
     pacer = None
 
-    def __init__(self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
+    def __init__(
+        self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0
+    ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.max_running = max_running
@@ -141,7 +144,9 @@ class ReferenceBackend:
             limit = self.policy.config.max_positions
             if not row.request.prompt or len(row.request.prompt) >= limit:
                 length = len(row.request.prompt)
-                yield row.complete(FinishReason.REFUSED, f"prompt of {length} tokens; this policy takes 1 to {limit - 1}")
+                yield row.complete(
+                    FinishReason.REFUSED, f"prompt of {length} tokens; this policy takes 1 to {limit - 1}"
+                )
             elif row.aborted:
                 yield row.complete(FinishReason.ABORTED)
             else:
@@ -165,7 +170,10 @@ class ReferenceBackend:
         capacity = max([packed.longest, *[k.shape[2] for k, _ in self.cache[:1]]])
         old = self.cache or [(k[:0], v[:0]) for k, v in new_cache]
         self.cache = [
-            tuple(torch.cat((_widen(a, capacity), _widen(b, capacity))) for a, b in zip(before, new, strict=True))
+            tuple(
+                torch.cat((_widen(a, capacity), _widen(b, capacity)))
+                for a, b in zip(before, new, strict=True)
+            )
             for before, new in zip(old, new_cache, strict=True)
         ]
         self.running.extend(rows)
@@ -174,7 +182,9 @@ class ReferenceBackend:
     def _decode(self) -> None:
         start = time.perf_counter()
         rows, device = self.running, self.policy.device
-        positions_B = torch.tensor([len(row.request.prompt) + len(row.tokens) - 1 for row in rows], device=device)
+        positions_B = torch.tensor(
+            [len(row.request.prompt) + len(row.tokens) - 1 for row in rows], device=device
+        )
         longest = int(positions_B.max()) + 1
         if longest > self.cache[0][0].shape[2]:
             self.cache = [tuple(_widen(x, longest + CAPACITY_STEP) for x in pair) for pair in self.cache]
@@ -186,7 +196,9 @@ class ReferenceBackend:
             k_cache[row_index, :, positions_B], v_cache[row_index, :, positions_B] = k_BHD, v_BHD
             k, v = k_cache[:, :, :longest], v_cache[:, :, :longest]
             grouped = q_BHD.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q_BHD.unsqueeze(2), k, v, visible_B1L, enable_gqa=grouped).squeeze(2)
+            return F.scaled_dot_product_attention(
+                q_BHD.unsqueeze(2), k, v, visible_B1L, enable_gqa=grouped
+            ).squeeze(2)
 
         last_tokens = torch.tensor([row.tokens[-1] for row in rows], device=device)
         self._sample(rows, self.policy(last_tokens, positions_B, attend))
@@ -198,7 +210,9 @@ class ReferenceBackend:
         seeds = torch.tensor([row.request.seed for row in rows], device=device)
         positions = torch.tensor([len(row.request.prompt) + len(row.tokens) for row in rows], device=device)
         logits_BV = self.policy.logits(hidden_BE)
-        temperatures = torch.tensor([row.request.sampling.temperature for row in rows], dtype=logits_BV.dtype, device=device)
+        temperatures = torch.tensor(
+            [row.request.sampling.temperature for row in rows], dtype=logits_BV.dtype, device=device
+        )
         scaled_BV = logits_BV / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
         noise_BV = gumbel(seeds, positions, logits_BV.shape[1]) * (temperatures > 0)[:, None]
         kept_BV = scaled_BV
@@ -206,7 +220,9 @@ class ReferenceBackend:
             kept_BV = torch.stack([truncate(scaled_BV[i], row.request) for i, row in enumerate(rows)])
         tokens_B = (kept_BV + noise_BV).argmax(-1)
         logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - scaled_BV.logsumexp(-1)
-        for i, (row, token, logprob) in enumerate(zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
+        for i, (row, token, logprob) in enumerate(
+            zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        ):
             row.append(token, logprob, self.version)
             if row.request.sampling.top_logprobs:
                 top = scaled_BV[i].log_softmax(-1).topk(row.request.sampling.top_logprobs)

@@ -43,23 +43,34 @@ def builtin_config(family: str = "llama") -> DecoderConfig:
     if family == "llama":
         return dense
     if family == "qwen3_moe":  # two experts of eight do a token's work of the dense one
-        experts = dict(num_experts=8, num_experts_per_token=2, expert_intermediate_size=128, normalise_expert_weights=True)
+        experts = dict(
+            num_experts=8,
+            num_experts_per_token=2,
+            expert_intermediate_size=128,
+            normalise_expert_weights=True,
+        )
         return replace(dense, family=family, num_layers=4, qk_norm=True, **experts)
     raise ValueError(f"--family {family!r} has no built-in policy; there is one for: llama, qwen3_moe")
 
 
-def make_builtin(folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama") -> None:
+def make_builtin(
+    folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama"
+) -> None:
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
-    settings = LearningConfig(lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048)
+    settings = LearningConfig(
+        lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048
+    )
     batches = _builtin_batches(tokenizer, seed, careful_steps, total)
     train_supervised(policy, batches, total, settings, lambda step, loss: progress(step, total, loss))
     save_policy(policy, folder, dtype=DTYPES["bfloat16"])  # half the size; the values are rounded once, here
     save_tokenizer(tokenizer, folder)
 
 
-def _builtin_batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total: int) -> Iterator[list[Example]]:
+def _builtin_batches(
+    tokenizer: Tokenizer, seed: int, careful_steps: int, total: int
+) -> Iterator[list[Example]]:
     defaults = TaskConfig()
     task = running_sums.RunningSums(defaults.seed, defaults.train_problems, defaults.eval_problems)
     held_out = {problem.prompt for problem in task.held_out}
@@ -76,10 +87,21 @@ def _builtin_batches(tokenizer: Tokenizer, seed: int, careful_steps: int, total:
         yield examples
 
 
-def warm_up_on_file(policy_folder: str, data: Path, out: Path, epochs: int, batch_size: int, lr: float, seed: int, progress: Progress) -> None:
+def warm_up_on_file(
+    policy_folder: str,
+    data: Path,
+    out: Path,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    seed: int,
+    progress: Progress,
+) -> None:
     policy, tokenizer = load_policy(policy_folder, DTYPES["float32"]), load_tokenizer(policy_folder)
     if not policy.config.eos_token_ids:
-        raise ValueError(f"{policy_folder}/config.json names no eos_token_id, so a response has no end to learn")
+        raise ValueError(
+            f"{policy_folder}/config.json names no eos_token_id, so a response has no end to learn"
+        )
     examples = [_example(tokenizer, p, r, policy.config.eos_token_ids[0]) for p, r in _read_pairs(data)]
     steps_per_epoch = -(-len(examples) // batch_size)
     total = epochs * steps_per_epoch
@@ -104,11 +126,15 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
             record = json.loads(line)
             yield record["prompt"], record["response"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: each line must be a JSON object with `prompt` and `response` ({error!r})") from None
+            raise ValueError(
+                f"{path}:{number}: each line must be a JSON object with `prompt` and `response` ({error!r})"
+            ) from None
         found = True
     if not found:
         raise ValueError(f"{path} holds no examples")
 
 
 def _example(tokenizer: Tokenizer, prompt: str, response: str, end: int) -> Example:
-    return Example(tuple(tokenizer.encode(prompt).ids), (*tokenizer.encode(response, add_special_tokens=False).ids, end))
+    return Example(
+        tuple(tokenizer.encode(prompt).ids), (*tokenizer.encode(response, add_special_tokens=False).ids, end)
+    )

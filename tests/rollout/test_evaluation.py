@@ -5,12 +5,24 @@ import itertools
 import pytest
 
 from paceline.config import ConfigError, load_config
-from paceline.evaluation import estimate, pass_at_k, summarise
 from paceline.report.writers import make_writers
-from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, Score, request_seed
+from paceline.rollout.evaluation import estimate, pass_at_k, summarise
+from paceline.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Purpose,
+    Request,
+    Sample,
+    SamplingParams,
+    Score,
+    request_seed,
+)
 
 
-@pytest.mark.parametrize("samples, correct, k", [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 3, 4), (8, 1, 8)])
+@pytest.mark.parametrize(
+    "samples, correct, k", [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 3, 4), (8, 1, 8)]
+)
 def test_pass_at_k_counts_every_choice(samples, correct, k):
     outcomes = [i < correct for i in range(samples)]
     choices = list(itertools.combinations(outcomes, k))
@@ -29,14 +41,24 @@ def make_group(name: str, outcomes: list[bool]) -> Group:
     for i, correct in enumerate(outcomes):
         request = Request(f"{name}/{i}", (1,), i, SamplingParams())
         reason = FinishReason.STOP if correct else FinishReason.LENGTH
-        samples.append(Sample(Completion(request, (1,) * (i + 1), (0.0,) * (i + 1), reason, ()), Score(float(correct), correct)))
+        samples.append(
+            Sample(
+                Completion(request, (1,) * (i + 1), (0.0,) * (i + 1), reason, ()),
+                Score(float(correct), correct),
+            )
+        )
     return Group(name, tuple(samples))
 
 
 def test_summary():
-    evaluation = summarise([make_group("a", [True, False]), make_group("b", [False, False]), make_group("c", [True, True])], [1, 2])
+    evaluation = summarise(
+        [make_group("a", [True, False]), make_group("b", [False, False]), make_group("c", [True, True])],
+        [1, 2],
+    )
     assert evaluation.accuracy.value == pytest.approx(0.5)
-    assert evaluation.pass_at[1].value == pytest.approx(0.5) and evaluation.pass_at[2].value == pytest.approx(2 / 3)
+    assert evaluation.pass_at[1].value == pytest.approx(0.5) and evaluation.pass_at[2].value == pytest.approx(
+        2 / 3
+    )
     assert evaluation.mean_length == 1.5 and evaluation.truncated == 0.5
     assert evaluation.metrics()["eval/pass@2"] == pytest.approx(2 / 3)
 

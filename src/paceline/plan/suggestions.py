@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from paceline.config import Config, ConfigError
-from paceline.plan.lengths import Lengths
+from paceline.engine.lengths import Lengths
 from paceline.plan.machine import Machine
 from paceline.plan.plan import Plan, make_plan
 from paceline.policy.config import DecoderConfig
@@ -16,7 +16,7 @@ Change = tuple[str, Any]  # section.key and its value
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Suggestion:
     changes: tuple[Change, ...]
     plan: Plan
 
@@ -25,20 +25,25 @@ class WayOut:
         return f"{keys} ({self.plan.peak_bytes / 1e9:.1f} GB with its KV pool)"
 
 
-def ways_out(config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True) -> list[WayOut]:
+def suggestions(
+    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True
+) -> list[Suggestion]:
     """Smallest changes first; one that contains another that already helps is left out."""
-    found: list[WayOut] = []
+    found: list[Suggestion] = []
     for changes in _candidates(config, shape, learns):
         if any(set(way.changes) <= set(changes) for way in found):
             continue
         plan = make_plan(_changed(config, changes), shape, dtype, machine, learns)
         if not plan.problem:
-            found.append(WayOut(changes, plan))
+            found.append(Suggestion(changes, plan))
     return found
 
 
-def refusal(plan: Plan, ways: list[WayOut]) -> ConfigError:
-    offered = "; or ".join(str(way) for way in ways) or "nothing on this GPU: take a smaller policy or a larger GPU"
+def refusal(plan: Plan, fitting: list[Suggestion]) -> ConfigError:
+    offered = (
+        "; or ".join(str(way) for way in fitting)
+        or "nothing on this GPU: take a smaller policy or a larger GPU"
+    )
     return ConfigError(f"{plan.problem}\nwhat would fit: {offered}")
 
 
@@ -47,11 +52,26 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     own_pool = (("rollout.kv_tokens", 0),) if config.rollout.kv_tokens else ()
     if not learns:
         return [changes for changes in (own_pool, (fewer_rows,)) if changes]
-    checkpointing = () if config.policy.activation_checkpointing else (("policy.activation_checkpointing", True),)
-    smallest = max(64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch)
-    smaller = () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
+    checkpointing = (
+        () if config.policy.activation_checkpointing else (("policy.activation_checkpointing", True),)
+    )
+    smallest = max(
+        64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch
+    )
+    smaller = (
+        () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
+    )
     lora = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
-    tried = [own_pool, checkpointing, smaller, (fewer_rows,), checkpointing + smaller, lora, lora + checkpointing, lora + checkpointing + smaller]
+    tried = [
+        own_pool,
+        checkpointing,
+        smaller,
+        (fewer_rows,),
+        checkpointing + smaller,
+        lora,
+        lora + checkpointing,
+        lora + checkpointing + smaller,
+    ]
     return list(dict.fromkeys(changes for changes in tried if changes))
 
 

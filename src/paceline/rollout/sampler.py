@@ -1,8 +1,4 @@
-"""From problems to scored groups: where a step's samples come from.
-
-`LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run wrote. The
-loop cannot tell them apart.
-"""
+"""From problems to scored groups: requests go to a backend, completions to the task's rewards as they arrive, turns to its tool."""
 
 import logging
 from collections import Counter
@@ -10,65 +6,32 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from threading import Condition
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from paceline.backends.base import Backend, RolloutStats
-from paceline.report.samples import read_groups
+from paceline.backend import Backend
 from paceline.tasks.base import Done, Observation, Problem, Response
 from paceline.tasks.dialogue import Dialogue
-from paceline.tasks.order import ProblemOrder
 from paceline.tasks.rewards.functions import Failed
 from paceline.tasks.rewards.scoring import GroupScoring
 from paceline.tasks.task import Task, Turns
-from paceline.types import Completion, FinishReason, Group, Purpose, Request, Sample, SamplingParams, request_seed
+from paceline.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Purpose,
+    Request,
+    Sample,
+    SamplingParams,
+    request_seed,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class NothingSampled(ValueError):
     """The backend refused every request; the message says why, in the words of the first refusal."""
-
-
-class RolloutSource(Protocol):
-    def collect(self, step: int) -> list[Group]:
-        """The groups that step `step` learns from, in prompt order."""
-
-    def take_stats(self) -> RolloutStats: ...
-
-
-class LiveRollouts:
-    def __init__(self, sampler: "GroupSampler", order: ProblemOrder, prompts: int, samples: int, sampling: SamplingParams) -> None:
-        self.sampler = sampler
-        self.order = order
-        self.prompts = prompts
-        self.samples = samples
-        self.sampling = sampling
-
-    def collect(self, step: int) -> list[Group]:
-        problems = self.order.take(self.prompts)
-        return self.sampler.sample(problems, Purpose.TRAIN, step, self.samples, self.sampling)
-
-    def take_stats(self) -> RolloutStats:
-        return self.sampler.backend.take_stats()
-
-
-class SavedRollouts:
-    """Replays `paceline rollout --save`: step n learns from the n-th saved file, over and over if there are fewer."""
-
-    def __init__(self, folder: Path) -> None:
-        self.files = sorted(folder.glob("step_*.jsonl"))
-        if not self.files:
-            raise FileNotFoundError(f"{folder} holds no step_*.jsonl; make some with `paceline rollout --save {folder}`")
-
-    def collect(self, step: int) -> list[Group]:
-        return read_groups(self.files[(step - 1) % len(self.files)])
-
-    def take_stats(self) -> RolloutStats:
-        return RolloutStats()
 
 
 class GroupSampler:
@@ -85,7 +48,9 @@ class GroupSampler:
         self.run_seed = run_seed
         self.said_refused = False
 
-    def sample(self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams) -> list[Group]:
+    def sample(
+        self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
+    ) -> list[Group]:
         requests = self._requests(problems, purpose, step, samples, sampling)
         groups = [self.task.scoring.open_group(problem, samples) for problem in problems]
         underway = {
@@ -101,7 +66,13 @@ class GroupSampler:
             self._take_turns(self.task.turns, underway)
         self._report_refusals([sample.dialogue for sample in underway.values()])
         return [
-            Group(group.problem.id, tuple(Sample(underway[r.id].dialogue.completion(), s) for r, s in zip(siblings, group.scores(), strict=True)))
+            Group(
+                group.problem.id,
+                tuple(
+                    Sample(underway[r.id].dialogue.completion(), s)
+                    for r, s in zip(siblings, group.scores(), strict=True)
+                ),
+            )
             for group, siblings in zip(groups, requests, strict=True)
         ]
 
@@ -115,8 +86,12 @@ class GroupSampler:
             )
         if refused and not self.said_refused:
             self.said_refused = True
-            logger.warning("%d of %d requests were refused and score 0, the first because: %s. Further ones are only counted: rollout/refused",
-                           len(refused), len(dialogues), refused[0].error)  # fmt: skip
+            logger.warning(
+                "%d of %d requests were refused and score 0, the first because: %s. Further ones are only counted: rollout/refused",
+                len(refused),
+                len(dialogues),
+                refused[0].error,
+            )
 
     def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
         """Generates and asks the tool at the same time, until every sample has said its last word."""
@@ -128,7 +103,9 @@ class GroupSampler:
                 sample = self._add_response(underway, completion)
                 if sample.dialogue.finish_reason is FinishReason.STOP:
                     in_tool += 1
-                    turns.step(sample.group.problem, sample.dialogue.conversation).add_done_callback(partial(answers.put, sample))
+                    turns.step(sample.group.problem, sample.dialogue.conversation).add_done_callback(
+                        partial(answers.put, sample)
+                    )
                 else:
                     sample.finish()
             continuations = []
@@ -142,9 +119,13 @@ class GroupSampler:
             if continuations:
                 generating += len(continuations)
                 self.backend.submit(continuations)
-        self.backend.abort(underway)  # nothing is running: this lets go of the caches held for turns that did not come
+        self.backend.abort(
+            underway
+        )  # nothing is running: this lets go of the caches held for turns that did not come
 
-    def _add_response(self, underway: dict[str, "SampleUnderway"], completion: Completion) -> "SampleUnderway":
+    def _add_response(
+        self, underway: dict[str, "SampleUnderway"], completion: Completion
+    ) -> "SampleUnderway":
         sample = underway[completion.request.id]
         sample.dialogue.add_response(completion, self.tokenizer.decode(completion.tokens))
         return sample
@@ -157,7 +138,9 @@ class GroupSampler:
         tokens = self.task.prompts.encode_observation(answer, sample.dialogue.tokens[-1])
         return sample.dialogue.continue_with(tokens, self.tokenizer.decode(tokens))
 
-    def _requests(self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams) -> list[list[Request]]:
+    def _requests(
+        self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
+    ) -> list[list[Request]]:
         turns = self.task.turns
         if turns is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))
@@ -168,9 +151,16 @@ class GroupSampler:
             occurrence = seen[problem.id]
             seen[problem.id] += 1
             name = f"{purpose}/{step}/{number}"
-            seeds = [request_seed(purpose, self.run_seed, step, problem.id, occurrence, i) for i in range(samples)]
+            seeds = [
+                request_seed(purpose, self.run_seed, step, problem.id, occurrence, i) for i in range(samples)
+            ]
             groups.append(
-                [Request(f"{name}/{i}", prompt, seed, sampling, name, hold=turns is not None, purpose=purpose) for i, seed in enumerate(seeds)]
+                [
+                    Request(
+                        f"{name}/{i}", prompt, seed, sampling, name, hold=turns is not None, purpose=purpose
+                    )
+                    for i, seed in enumerate(seeds)
+                ]
             )
         return groups
 
@@ -191,7 +181,10 @@ class SampleUnderway:
             self.group.add(self.index, None)
         else:
             last = dialogue.conversation[-1].text if dialogue.conversation else ""
-            self.group.add(self.index, Response(last, dialogue.finish_reason is FinishReason.LENGTH, dialogue.conversation))
+            self.group.add(
+                self.index,
+                Response(last, dialogue.finish_reason is FinishReason.LENGTH, dialogue.conversation),
+            )
 
 
 class Answers:

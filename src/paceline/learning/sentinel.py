@@ -18,13 +18,15 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.backends.base import BASE_PRECISION, Backend
+from paceline.backend import BASE_PRECISION, Backend
 from paceline.config import SentinelConfig
 from paceline.learning.checkpoint import TrainingState
 from paceline.learning.mismatch import Mismatch
 from paceline.types import Completion, Group
 
-FAILED_STEPS = 2  # one may be a freak batch; weights are untouched, so the same again means the next will fail as well
+FAILED_STEPS = (
+    2  # one may be a freak batch; weights are untouched, so the same again means the next will fail as well
+)
 
 
 class UnsafeRollouts(Exception):
@@ -36,7 +38,14 @@ class TrainingFailed(RuntimeError):
 
 
 class Sentinel:
-    def __init__(self, config: SentinelConfig, backend: Backend, state: TrainingState, live: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: SentinelConfig,
+        backend: Backend,
+        state: TrainingState,
+        live: bool,
+        warn: Callable[[str], None],
+    ) -> None:
         """`live`: this run's samples come from the backend; with samples from files there is nothing to fall back to."""
         self.config = config
         self.backend = backend
@@ -60,18 +69,26 @@ class Sentinel:
             return
         poisoned = sum(not _finite(completion) for completion in completions)
         if poisoned:
-            raise UnsafeRollouts(f"{poisoned} of {len(completions)} responses have logprobs that are not finite")
+            raise UnsafeRollouts(
+                f"{poisoned} of {len(completions)} responses have logprobs that are not finite"
+            )
         if self._capped and 0 < self.config.capped_steps <= self.capped_steps + 1:
-            raise UnsafeRollouts(f"all responses reached the length limit for {self.capped_steps + 1} steps in a row")
+            raise UnsafeRollouts(
+                f"all responses reached the length limit for {self.capped_steps + 1} steps in a row"
+            )
 
     def check_mismatch(self, mismatch: Mismatch) -> None:
         """Called by the learner before the weights move."""
         if not self.armed:
             return
         if not mismatch.finite:
-            raise UnsafeRollouts(f"the learner finds {mismatch.not_finite:.0f} of {mismatch.tokens:.0f} tokens without a finite logprob")
+            raise UnsafeRollouts(
+                f"the learner finds {mismatch.not_finite:.0f} of {mismatch.tokens:.0f} tokens without a finite logprob"
+            )
         if 0 < self.config.kl < mismatch.kl:
-            raise UnsafeRollouts(f"mismatch/kl = {mismatch.kl:.3g} exceeds rollout.sentinel.kl = {self.config.kl:g}")
+            raise UnsafeRollouts(
+                f"mismatch/kl = {mismatch.kl:.3g} exceeds rollout.sentinel.kl = {self.config.kl:g}"
+            )
 
     def check_update(self, step: int, metrics: dict[str, float]) -> None:
         failed = metrics["policy/nonfinite_updates"]
@@ -84,9 +101,13 @@ class Sentinel:
 
     def fall_back(self, step: int, reason: str, again: bool = True) -> None:
         then = "the step is made again" if again else "the updates that were sound stand"
-        self.warn(f"SENTINEL, step {step}: {reason}. Rollouts go on in base precision instead of {self.backend.precision}; {then}")
+        self.warn(
+            f"SENTINEL, step {step}: {reason}. Rollouts go on in base precision instead of {self.backend.precision}; {then}"
+        )
         self.backend.fall_back_to_base_precision()
-        assert self.backend.precision == BASE_PRECISION, f"the backend still rolls out in {self.backend.precision}"
+        assert self.backend.precision == BASE_PRECISION, (
+            f"the backend still rolls out in {self.backend.precision}"
+        )
         self.fallback = f"step {step}: {reason}"
 
     def end_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -100,8 +121,13 @@ class Sentinel:
         failed = metrics["policy/nonfinite_updates"] > 0
         self.failed_steps = self.failed_steps + 1 if failed else 0
         if failed:
-            self.warn(f"step {step}: a loss or gradient was not finite; the update was skipped, the weights are as they were, nothing is saved")
-        return {"rollout/fell_back": float(bool(self.fallback)), "policy/failed_steps": float(self.failed_steps)}
+            self.warn(
+                f"step {step}: a loss or gradient was not finite; the update was skipped, the weights are as they were, nothing is saved"
+            )
+        return {
+            "rollout/fell_back": float(bool(self.fallback)),
+            "policy/failed_steps": float(self.failed_steps),
+        }
 
     def stop_if_hopeless(self, run: Path, checkpoints: Callable[[], list[Path]]) -> None:
         if self.failed_steps >= FAILED_STEPS:
@@ -111,10 +137,14 @@ class Sentinel:
     def failure(self, reason: str, run: Path, checkpoints: Sequence[Path]) -> TrainingFailed:
         """With the way out. `checkpoints` are older than the failures: nothing is saved after a step that failed."""
         if not checkpoints:
-            return TrainingFailed(f"{reason}; there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32")
+            return TrainingFailed(
+                f"{reason}; there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32"
+            )
         # The last update before the first failure may be the one that spoilt the weights, and the newest checkpoint of just that step.
         *earlier, newest = checkpoints
-        start = " or ".join(f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier)))
+        start = " or ".join(
+            f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier))
+        )
         return TrainingFailed(
             f"{reason}; `paceline train --resume {run}` goes on from {newest}; if it fails there again, start a new run "
             f"from {start} or what this run began with, and with a lower learning.lr or policy.dtype=float32"
@@ -122,4 +152,8 @@ class Sentinel:
 
 
 def _finite(completion: Completion) -> bool:
-    return all(math.isfinite(x) for x, sampled in zip(completion.logprobs, completion.loss_mask, strict=True) if sampled)
+    return all(
+        math.isfinite(x)
+        for x, sampled in zip(completion.logprobs, completion.loss_mask, strict=True)
+        if sampled
+    )

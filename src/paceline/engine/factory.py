@@ -4,17 +4,17 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.backends.drafters import make_drafter
 from paceline.config import Config, ConfigError, RolloutConfig, SpeculationConfig
 from paceline.drafting.base import Drafter
+from paceline.drafting.factory import make_drafter
 from paceline.drafting.recipe import available_drafters
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import buckets_up_to
+from paceline.engine.lengths import Lengths, pool_too_small
 from paceline.kernels.fp8_format import E4M3
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import FixedPacer, Pacer, Strategy
 from paceline.paged.cache import token_bytes
-from paceline.plan.lengths import Lengths, pool_too_small
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 
@@ -51,18 +51,36 @@ def make_native(
     )
     speculation = rollout.speculation
     shape = policy.config if widened_from is None else read_config(widened_from)
-    drafters = [make_drafter(name, policy, speculation, widened_from, tokenizer) for name in available_drafters(speculation, shape)]
+    drafters = [
+        make_drafter(name, policy, speculation, widened_from, tokenizer)
+        for name in available_drafters(speculation, shape)
+    ]
     pacer = make_pacer(speculation, drafters, rollout.max_running, seed, policy.config) if drafters else None
     return Engine(policy, settings, tokenizer, drafters, pacer)
 
 
-def make_pacer(speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int, shape: DecoderConfig) -> Pacer:
+def make_pacer(
+    speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int, shape: DecoderConfig
+) -> Pacer:
     """`shape`: the policy's."""
     if speculation.pacing == "fixed":
-        return FixedPacer(Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens)), speculation.max_running or max_running)
-    strategies = [Strategy(drafter.name, count) for drafter in drafters for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))]
-    catch_up = {d.name: d.shape.num_parameters / shape.num_parameters for d in drafters if d.needs_catch_up and d.shape is not None}
-    return AdaptivePacer(PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up))
+        return FixedPacer(
+            Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens)),
+            speculation.max_running or max_running,
+        )
+    strategies = [
+        Strategy(drafter.name, count)
+        for drafter in drafters
+        for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))
+    ]
+    catch_up = {
+        d.name: d.shape.num_parameters / shape.num_parameters
+        for d in drafters
+        if d.needs_catch_up and d.shape is not None
+    }
+    return AdaptivePacer(
+        PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up)
+    )
 
 
 def counts_up_to(tokens: int) -> list[int]:
@@ -81,5 +99,7 @@ def cpu_kv_tokens(policy: Decoder, config: Config) -> int:
             raise ConfigError(problem)
         return config.rollout.kv_tokens
     if fits < request:
-        raise ConfigError(f"rollout.kv_tokens: {fits} KV tokens fit the memory, one request may need {request}; lower rollout.max_tokens")
+        raise ConfigError(
+            f"rollout.kv_tokens: {fits} KV tokens fit the memory, one request may need {request}; lower rollout.max_tokens"
+        )
     return min(fits, config.rollout.max_running * request)

@@ -9,7 +9,18 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from paceline.types import Completion, FinishReason, Group, Purpose, Request, Routing, Sample, SamplingParams, Score, Segment
+from paceline.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Purpose,
+    Request,
+    Routing,
+    Sample,
+    SamplingParams,
+    Score,
+    Segment,
+)
 
 
 def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
@@ -47,7 +58,11 @@ def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
         }
         for sample in group.samples
     ]
-    return {"prompt_id": group.prompt_id, "prompt": tokenizer.decode(prompt, skip_special_tokens=False), "samples": samples}
+    return {
+        "prompt_id": group.prompt_id,
+        "prompt": tokenizer.decode(prompt, skip_special_tokens=False),
+        "samples": samples,
+    }
 
 
 def _parse_group(record: dict[str, Any]) -> Group:
@@ -57,18 +72,27 @@ def _parse_group(record: dict[str, Any]) -> Group:
         sampling |= {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
         prompt = tuple(entry["request"].pop("prompt"))
         purpose = Purpose(entry["request"].pop("purpose", Purpose.TRAIN))
-        request = Request(prompt=prompt, sampling=SamplingParams(**sampling), purpose=purpose, **entry["request"])
+        request = Request(
+            prompt=prompt, sampling=SamplingParams(**sampling), purpose=purpose, **entry["request"]
+        )
         segments = tuple(Segment(**segment) for segment in entry["segments"])
         completion = Completion(
-            request, tuple(entry["tokens"]), tuple(entry["logprobs"]), FinishReason(entry["finish_reason"]), segments, entry["error"],
+            request,
+            tuple(entry["tokens"]),
+            tuple(entry["logprobs"]),
+            FinishReason(entry["finish_reason"]),
+            segments,
+            entry["error"],
             routing=_parse_routing(entry.get("routing")),
-        )  # fmt: skip
+        )
         samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
     return Group(record["prompt_id"], tuple(samples))
 
 
 def _routing_record(routing: Routing | None) -> dict[str, Any] | None:
-    return None if routing is None else asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
+    return (
+        None if routing is None else asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
+    )
 
 
 def _parse_routing(record: dict[str, Any] | None) -> Routing | None:

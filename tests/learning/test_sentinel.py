@@ -16,12 +16,12 @@ from paceline import session
 from paceline.config import ConfigError, load_config
 from paceline.learning.checkpoint import list_checkpoints
 from paceline.learning.learner import Learner
+from paceline.learning.sentinel import TrainingFailed
 from paceline.loop import train
 from paceline.policy.huggingface import load_policy, save_policy
 from paceline.precision.kv_scales import KVScales
 from paceline.report.console import Console
-from paceline.report.samples import write_groups
-from paceline.sentinel import TrainingFailed
+from paceline.rollout.samples import write_groups
 from paceline.tasks.running_sums import RunningSums
 from paceline.types import Purpose
 from tests.length_reward import pay_for_length
@@ -29,7 +29,12 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
 from tests.low_precision import BreakingBackend, breaking_session
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = ("rollout.backend=reference", "rollout.speculation.drafters=[]", "rollout.speculation.max_running=0", "eval.problems=2")
+SETTINGS = (
+    "rollout.backend=reference",
+    "rollout.speculation.drafters=[]",
+    "rollout.speculation.max_running=0",
+    "eval.problems=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def fell_back_from(records: list[dict[str, float]]) -> list[int]:
         ("none", 1, 0, ""),
     ],
 )
-def test_the_step_that_counts_is_the_one_base_precision_makes(in_base, policy, tmp_path, monkeypatch, harm, breaks_at, falls_at, reason):
+def test_the_step_that_counts_is_the_one_base_precision_makes(
+    in_base, policy, tmp_path, monkeypatch, harm, breaks_at, falls_at, reason
+):
     monkeypatch.setattr(session, "make_backend", breaking_session(harm, breaks_at))
     console, warnings = listen()
     run = train(tiny_config(policy, tmp_path, "run", *SETTINGS), console=console).summary.run
@@ -114,11 +121,18 @@ def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
 def test_responses_at_the_cap_for_two_steps_in_a_row(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     console, warnings = listen()
-    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, "run.steps=4", "eval.every=0"), console=console).summary.run
+    run = train(
+        tiny_config(policy, tmp_path, "run", *SETTINGS, "run.steps=4", "eval.every=0"), console=console
+    ).summary.run
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
-    assert [step["rollout/truncated"] == 1 for step in steps] == [False, True, False, False], "step 3 was made again"
+    assert [step["rollout/truncated"] == 1 for step in steps] == [False, True, False, False], (
+        "step 3 was made again"
+    )
     assert fell_back_from(steps) == [3, 4]
-    assert len(warnings) == 1 and "step 3: all responses reached the length limit for 2 steps in a row" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "step 3: all responses reached the length limit for 2 steps in a row" in warnings[0]
+    )
 
 
 def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, monkeypatch):
@@ -126,9 +140,16 @@ def test_a_cap_that_base_precision_reaches_as_well_is_said(policy, tmp_path, mon
     console, warnings = listen()
     short = ("rollout.max_tokens=1", "run.steps=2", "eval.every=0")
     train(tiny_config(policy, tmp_path, "run", *SETTINGS, *short), console=console)
-    assert "SENTINEL, step 2" in warnings[0] and "precision is not the cause" in warnings[1] and len(warnings) == 2
+    assert (
+        "SENTINEL, step 2" in warnings[0]
+        and "precision is not the cause" in warnings[1]
+        and len(warnings) == 2
+    )
     console, warnings = listen()
-    train(tiny_config(policy, tmp_path, "unwatched", *SETTINGS, *short, "rollout.sentinel.capped_steps=0"), console=console)
+    train(
+        tiny_config(policy, tmp_path, "unwatched", *SETTINGS, *short, "rollout.sentinel.capped_steps=0"),
+        console=console,
+    )
     assert not warnings
 
 
@@ -138,7 +159,11 @@ def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
     settings = ("run.steps=2", "eval.every=0", "rollout.sentinel.kl=0")
     run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, *settings), console=console).summary.run
     assert not warnings and not fell_back_from(comparable_metrics(run))
-    assert all(r["mismatch/kl"] == pytest.approx(0.5, abs=1e-3) for r in comparable_metrics(run) if r["kind"] == "train")
+    assert all(
+        r["mismatch/kl"] == pytest.approx(0.5, abs=1e-3)
+        for r in comparable_metrics(run)
+        if r["kind"] == "train"
+    )
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------
@@ -147,7 +172,9 @@ def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
 def start(*arguments: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.low_precision", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -161,7 +188,10 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
     run = tmp_path / "killed"
     process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
     outputs, said = [], [True]
-    for lines in (4, 7):  # an evaluation and steps 1 to 3; then another evaluation, step 4 with its checkpoint, step 5
+    for lines in (
+        4,
+        7,
+    ):  # an evaluation and steps 1 to 3; then another evaluation, step 4 with its checkpoint, step 5
         wait_for_lines(run / "metrics.jsonl", lines)
         process.kill()
         outputs.append(process.communicate()[0])
@@ -182,7 +212,9 @@ def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch)
     settings = (*SETTINGS, "eval.every=0")
     whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run
     train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=2"))
-    stopped = train(tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=4"), resume=tmp_path / "stopped").summary.run
+    stopped = train(
+        tiny_config(policy, tmp_path, "stopped", *settings, "run.steps=4"), resume=tmp_path / "stopped"
+    ).summary.run
     steps = [[r for r in comparable_metrics(run) if r["kind"] == "train"] for run in (whole, stopped)]
     assert steps[0] == steps[1] and fell_back_from(steps[1]) == [3, 4]
 
@@ -194,9 +226,15 @@ def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypa
     train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=2"))
     backends: list[BreakingBackend] = []
     sound = breaking_session("none", 1)
-    monkeypatch.setattr(session, "make_backend", lambda *arguments: backends.append(sound(*arguments)) or backends[-1])
+    monkeypatch.setattr(
+        session, "make_backend", lambda *arguments: backends.append(sound(*arguments)) or backends[-1]
+    )
     console, warnings = listen()
-    run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=3"), resume=tmp_path / "run", console=console).summary.run
+    run = train(
+        tiny_config(policy, tmp_path, "run", *settings, "run.steps=3"),
+        resume=tmp_path / "run",
+        console=console,
+    ).summary.run
     assert backends[0].in_base and backends[0].fallbacks == 1 and not warnings
     assert fell_back_from(comparable_metrics(run)) == [1, 2, 3]
 
@@ -226,11 +264,16 @@ ONE_PASS = ("learning.micro_batch_tokens=4096", "eval.every=0", "eval.problems=1
 def test_one_failed_update_in_base_precision_is_skipped_said_and_counted(policy, tmp_path, monkeypatch):
     fail_updates(monkeypatch, 2)
     console, warnings = listen()
-    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=4"), console=console).summary.run
+    run = train(
+        tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=4"), console=console
+    ).summary.run
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
     assert [step["policy/nonfinite_updates"] for step in steps] == [0, 1, 0, 0]
     assert [step["policy/failed_steps"] for step in steps] == [0, 1, 0, 0] and steps[1]["policy/skipped"] == 1
-    assert len(warnings) == 1 and "step 2: a loss or gradient was not finite; the update was skipped" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "step 2: a loss or gradient was not finite; the update was skipped" in warnings[0]
+    )
 
 
 def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
@@ -241,7 +284,9 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
     run = tmp_path / "run"
     assert f"`paceline train --resume {run}` goes on from {run}/checkpoints/step_000002" in str(caught.value)
     steps = [record for record in comparable_metrics(run) if record["kind"] == "train"]
-    assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["policy/failed_steps"] == 2, "both are in the metrics"
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and steps[-1]["policy/failed_steps"] == 2, (
+        "both are in the metrics"
+    )
     monkeypatch.undo()
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
     assert train(config, resume=run).finished
@@ -255,26 +300,40 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
         run = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5")).summary.run
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_000003", "step_000004"]
     resumed = train(tiny_config(policy, tmp_path, "run", *settings, "run.steps=5"), resume=run)
-    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, "step 5 is made again"
+    assert resumed.finished and comparable_metrics(run)[-2]["policy/failed_steps"] == 0, (
+        "step 5 is made again"
+    )
 
 
 def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
     """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the one before it is not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
     with pytest.raises(TrainingFailed) as caught:
-        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=2"))
+        train(
+            tiny_config(
+                policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=2"
+            )
+        )
     folder = tmp_path / "run/checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
     assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
-    assert f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy or what this run began with" in str(caught.value)
+    assert (
+        f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy or what this run began with"
+        in str(caught.value)
+    )
 
 
 def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypatch):
     spoil_weights(monkeypatch, 3, math.nan)
     with pytest.raises(
-        TrainingFailed, match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight.*goes on from .*step_000002"
+        TrainingFailed,
+        match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight.*goes on from .*step_000002",
     ):
-        train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=1"))
+        train(
+            tiny_config(
+                policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "checkpoint.every=1", "checkpoint.keep=1"
+            )
+        )
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step_000002"]
 
 
@@ -288,10 +347,15 @@ def test_a_failed_update_in_low_precision_is_made_again_in_base(in_base, policy,
     monkeypatch.setattr(session, "make_backend", breaking_session("none", 1))
     seen = fail_updates(monkeypatch, 2)
     console, warnings = listen()
-    run = train(tiny_config(policy, tmp_path, "run", *SETTINGS, "learning.micro_batch_tokens=4096"), console=console).summary.run
+    run = train(
+        tiny_config(policy, tmp_path, "run", *SETTINGS, "learning.micro_batch_tokens=4096"), console=console
+    ).summary.run
     records = comparable_metrics(run)
     assert len(seen) == 7 and fell_back_from(records) == [2, 3, 4, 5, 6]
-    assert len(warnings) == 1 and "SENTINEL, step 2: 1 updates had a loss or gradient that is not finite" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "SENTINEL, step 2: 1 updates had a loss or gradient that is not finite" in warnings[0]
+    )
     ours, theirs = ([r["reward/mean"] for r in part if r["kind"] == "train"] for part in (records, in_base))
     assert ours == theirs and all(r["policy/nonfinite_updates"] == 0 for r in records if r["kind"] == "train")
 
@@ -313,7 +377,9 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     """Falling back builds a new pool: it would be taken on top of what learning holds, and woken although it is awake."""
     backends: list[BreakingBackend] = []
     make = breaking_session("none", 1)
-    monkeypatch.setattr(session, "make_backend", lambda *arguments: backends.append(make(*arguments)) or backends[-1])
+    monkeypatch.setattr(
+        session, "make_backend", lambda *arguments: backends.append(make(*arguments)) or backends[-1]
+    )
     asleep, states = [False], []
 
     @contextmanager
@@ -326,7 +392,9 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
 
     real = BreakingBackend.fall_back_to_base_precision
     monkeypatch.setattr(session.Session, "learning_memory", learning_memory)
-    monkeypatch.setattr(BreakingBackend, "fall_back_to_base_precision", lambda self: states.append(asleep[0]) or real(self))
+    monkeypatch.setattr(
+        BreakingBackend, "fall_back_to_base_precision", lambda self: states.append(asleep[0]) or real(self)
+    )
     fail_updates(monkeypatch, 4)  # the second minibatch of step 2
     train(tiny_config(policy, tmp_path, "run", *SETTINGS, *ONE_PASS, "run.steps=2", "learning.minibatches=2"))
     assert states == [False]
@@ -351,7 +419,9 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
 # -- weights that are not finite ----------------------------------------------------------------------------------------
 
 
-def spoil_weights(monkeypatch, step: int, value: float, name: str = "layers.0.feed_forward.down.weight") -> None:
+def spoil_weights(
+    monkeypatch, step: int, value: float, name: str = "layers.0.feed_forward.down.weight"
+) -> None:
     """The update of this step, whose gradient is sound, leaves weights that are not."""
     calls, real = [], Learner.update
 
@@ -366,14 +436,23 @@ def spoil_weights(monkeypatch, step: int, value: float, name: str = "layers.0.fe
     monkeypatch.setattr(Learner, "update", update)
 
 
-IN_FP8 = ("rollout.precision=fp8", "rollout.sentinel.kl=0", "rollout.sentinel.capped_steps=0", "eval.every=0", "eval.problems=1")
+IN_FP8 = (
+    "rollout.precision=fp8",
+    "rollout.sentinel.kl=0",
+    "rollout.sentinel.capped_steps=0",
+    "eval.every=0",
+    "eval.problems=1",
+)
 
 
 def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(policy, tmp_path, monkeypatch):
     spoil_weights(monkeypatch, 3, math.inf)
     with pytest.raises(TrainingFailed) as caught:
         train(tiny_config(policy, tmp_path, "run", *IN_FP8))
-    assert "after step 3 the weights of 1 of 8 projections are not finite, first layers.0.feed_forward.down.weight" in str(caught.value)
+    assert (
+        "after step 3 the weights of 1 of 8 projections are not finite, first layers.0.feed_forward.down.weight"
+        in str(caught.value)
+    )
     assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
 
 
@@ -383,7 +462,10 @@ def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
     with torch.no_grad():
         poisoned.layers[1].attention.qkv.weight[0, 0] = math.nan
     save_policy(poisoned, tmp_path / "poisoned", tokenizer_from=policy)
-    with pytest.raises(ConfigError, match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, first layers.1.attention.qkv.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, first layers.1.attention.qkv.weight",
+    ):
         train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *settings))
     assert not (tmp_path / "run").exists()
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from paceline.config import Config
 from paceline.policy.config import DecoderConfig
 
-UNKNOWN_PROMPT = 1024  # tokens assumed where task.max_prompt_tokens sets no limit, if responses may be as long
+UNKNOWN_PROMPT = (
+    1024  # tokens assumed where task.max_prompt_tokens sets no limit, if responses may be as long
+)
 
 
 @dataclass(frozen=True)

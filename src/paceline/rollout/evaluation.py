@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import EvalConfig
-from paceline.rollout import GroupSampler
+from paceline.rollout.sampler import GroupSampler
 from paceline.tasks.base import Problem
 from paceline.types import Group, Purpose, SamplingParams
 

@@ -10,11 +10,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Train, measure and exchange eagle drafters.")
 
-PolicyArgument = Annotated[str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")]
+PolicyArgument = Annotated[
+    str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")
+]
 DrafterArgument = Annotated[str, typer.Argument(help="an eagle head's folder, or `builtin-eagle`")]
-OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value of the recipe, any number")]
+OverridesArgument = Annotated[
+    Optional[list[str]], typer.Argument(help="section.key=value of the recipe, any number")
+]
 RecipeOption = Annotated[str, typer.Option(help="where task and sampling settings come from")]
-LayersOption = Annotated[str, typer.Option(help="captured layers, such as 2,14,25: i means the states that enter layer i")]
+LayersOption = Annotated[
+    str, typer.Option(help="captured layers, such as 2,14,25: i means the states that enter layer i")
+]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: as it is")]
 
 
@@ -25,32 +31,50 @@ def train(
     overrides: OverridesArgument = None,
     out: Annotated[Path, typer.Option(help="folder to write the head to")] = Path("eagle"),
     recipe: RecipeOption = "default",
-    responses: Annotated[int, typer.Option(help="how many of the policy's own responses to learn from", min=1)] = 1024,
-    rollouts: Annotated[Optional[Path], typer.Option(help="learn from what `paceline rollout --save` wrote instead")] = None,
+    responses: Annotated[
+        int, typer.Option(help="how many of the policy's own responses to learn from", min=1)
+    ] = 1024,
+    rollouts: Annotated[
+        Optional[Path], typer.Option(help="learn from what `paceline rollout --save` wrote instead")
+    ] = None,
     start: Annotated[str, typer.Option(help="a head to go on from; default: a fresh one")] = "",
     layers: LayersOption = "",
-    draft_vocab: Annotated[int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all", min=0)] = 0,
+    draft_vocab: Annotated[
+        int, typer.Option(help="tokens the head can say, the most frequent ones; 0: all", min=0)
+    ] = 0,
     steps: Annotated[int, typer.Option(help="optimiser steps", min=1)] = 400,
     lr: float = 1e-3,
-    unroll: Annotated[int, typer.Option(help="how many tokens of a draft are trained; 1: only the first", min=1)] = 5,
+    unroll: Annotated[
+        int, typer.Option(help="how many tokens of a draft are trained; 1: only the first", min=1)
+    ] = 5,
     batch: Annotated[int, typer.Option(help="responses per step", min=1)] = 64,
     seed: int = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: the policy's own, in which it was trained")] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(help="float32, bfloat16 or float64; default: the policy's own, in which it was trained"),
+    ] = "",
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
+    from paceline.cli.options import refuse_given
     from paceline.config import load_config
+    from paceline.device import learning_threads
     from paceline.drafting.eagle_folder import load_eagle, save_eagle
     from paceline.drafting.eagle_head import EagleHead, config_for
     from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
     from paceline.learning.batch import training_sequence
-    from paceline.options import refuse_given
-    from paceline.responses import saved_responses, training_responses
-    from paceline.session import learning_threads, open_session
+    from paceline.rollout.responses import saved_responses, training_responses
+    from paceline.session import open_session
 
     if start:
-        refuse_given(context, ("layers", "draft_vocab"), f"the head in --start {start} has its own; leave one of the two out")
+        refuse_given(
+            context,
+            ("layers", "draft_vocab"),
+            f"the head in --start {start} has its own; leave one of the two out",
+        )
     if rollouts is not None:
-        refuse_given(context, ("responses",), "--rollouts takes all that were saved; leave one of the two out")
+        refuse_given(
+            context, ("responses",), "--rollouts takes all that were saved; leave one of the two out"
+        )
     if not lr > 0:
         raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
     wanted_dtype = _dtype(dtype)
@@ -61,11 +85,15 @@ def train(
         head = load_eagle(start, model, model.dtype, model.device)
     else:
         head = EagleHead(config_for(model.config, _layers(layers), draft_vocab), model.dtype, model.device)
-    sequences = [training_sequence(completion) for completion in completions or training_responses(session, responses)]
+    sequences = [
+        training_sequence(completion) for completion in completions or training_responses(session, responses)
+    ]
     session.close()
     typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
     if not start:
-        ids = choose_vocabulary(sequences, model.config.vocab_size, model.config.eos_token_ids, head.config.draft_vocab)
+        ids = choose_vocabulary(
+            sequences, model.config.vocab_size, model.config.eos_token_ids, head.config.draft_vocab
+        )
         head.draft_to_target.copy_(head.draft_to_target.new_tensor(ids))
         head.initialise(model, seed)
 
@@ -95,7 +123,7 @@ def evaluate(
     from paceline.config import load_config
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
-    from paceline.responses import held_out_responses
+    from paceline.rollout.responses import held_out_responses
     from paceline.session import open_session
 
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
@@ -103,9 +131,18 @@ def evaluate(
     completions = held_out_responses(session, problems, temperature)
     session.close()
     measured = measure_acceptance(session.policy, head, completions, k)
-    typer.echo(f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature {temperature:g}, k = {k}")
-    typer.echo(f"{'accepted, where those before were':<36}" + "".join(f"{place:>7}" for place in range(1, k + 1)) + "   accept length")
-    for name, acceptance in (("shared noise", measured.shared_noise), ("rejection, expected", measured.rejection)):
+    typer.echo(
+        f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature {temperature:g}, k = {k}"
+    )
+    typer.echo(
+        f"{'accepted, where those before were':<36}"
+        + "".join(f"{place:>7}" for place in range(1, k + 1))
+        + "   accept length"
+    )
+    for name, acceptance in (
+        ("shared noise", measured.shared_noise),
+        ("rejection, expected", measured.rejection),
+    ):
         typer.echo(_row(name, acceptance, k))
 
 
@@ -118,11 +155,11 @@ def export_drafter(
 ) -> None:
     """Writes a head as a folder that vLLM and SGLang load for `eagle3`."""
     if 0 in _convert(drafter, out, policy, "", dtype):
-        note = (
-            "the head captures layer 0, the embedding: vLLM does that for every policy, SGLang for Qwen's families, and its Llama stops with an error"
-        )
+        note = "the head captures layer 0, the embedding: vLLM does that for every policy, SGLang for Qwen's families, and its Llama stops with an error"
         typer.secho(note, fg="yellow", err=True)
-    typer.echo(f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}")
+    typer.echo(
+        f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}"
+    )
 
 
 @app.command("import")
@@ -146,7 +183,9 @@ def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> t
     from paceline.session import policy_folder
 
     wanted = _dtype(dtype) or stored_dtype(drafter)
-    head = load_eagle(drafter, load_policy(policy_folder(policy), torch.float32), wanted, "cpu", _layers(layers))
+    head = load_eagle(
+        drafter, load_policy(policy_folder(policy), torch.float32), wanted, "cpu", _layers(layers)
+    )
     save_eagle(head, out)
     return head.config.captured_layers
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.backends.base import RolloutStats
-from paceline.dynamic_sampling import DynamicSampling, sampling_metrics
 from paceline.learning.learner import Learner
+from paceline.rollout.dynamic_sampling import DynamicSampling, sampling_metrics
+from paceline.stats import RolloutStats
 from paceline.types import Group, Sample, Score
 from tests.learning.samples import make_config, make_groups, make_policy
 
@@ -27,7 +27,9 @@ class Rounds:
     def _group(self, mark: str) -> Group:
         template = make_groups()[0]
         rewards = (0.0, 1.0, 0.0, 1.0) if mark == "/" else (0.1, 0.1, 0.1, 0.1)
-        samples = tuple(Sample(s.completion, Score(r, r == 1)) for s, r in zip(template.samples, rewards, strict=True))
+        samples = tuple(
+            Sample(s.completion, Score(r, r == 1)) for s, r in zip(template.samples, rewards, strict=True)
+        )
         self.count += 1
         return replace(template, prompt_id=f"p{self.count - 1}", samples=samples)
 
@@ -73,7 +75,10 @@ def test_without_any_signal_the_step_is_reported_and_its_update_skipped():
     warnings: list[str] = []
     groups = DynamicSampling(Rounds("===="), 4, 2, warnings.append).collect(1)
     assert [group.prompt_id for group in groups] == ["p0", "p1", "p2", "p3"] and "0 of the 4" in warnings[0]
-    assert Learner(make_policy(), make_config("rollout.prompts_per_step=4")).update(groups)["policy/skipped"] == 1.0
+    assert (
+        Learner(make_policy(), make_config("rollout.prompts_per_step=4")).update(groups)["policy/skipped"]
+        == 1.0
+    )
 
 
 def test_a_plain_source_has_no_sampling_metrics():

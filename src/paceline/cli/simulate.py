@@ -21,7 +21,11 @@ class SweepGroup(TyperGroup):
         return super().parse_args(ctx, words)
 
 
-app = typer.Typer(cls=SweepGroup, invoke_without_command=True, help="What would it give me? Simulated rollouts and RL steps.")
+app = typer.Typer(
+    cls=SweepGroup,
+    invoke_without_command=True,
+    help="What would it give me? Simulated rollouts and RL steps.",
+)
 
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a page with plots here")]
@@ -30,9 +34,17 @@ HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a
 @app.callback()
 def simulate_command(
     ctx: typer.Context,
-    recipe: Annotated[Optional[str], typer.Option(help="take model, batch and speculation from a recipe; other flags override")] = None,
-    model: Annotated[Optional[str], typer.Option(help="a built-in shape such as qwen3-8b, a Hugging Face folder or a config.json")] = None,
-    hardware: Annotated[Optional[str], typer.Option(help="h200, h100, a100, b200, gb200, or a profile written by `calibrate`")] = None,
+    recipe: Annotated[
+        Optional[str],
+        typer.Option(help="take model, batch and speculation from a recipe; other flags override"),
+    ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(help="a built-in shape such as qwen3-8b, a Hugging Face folder or a config.json"),
+    ] = None,
+    hardware: Annotated[
+        Optional[str], typer.Option(help="h200, h100, a100, b200, gb200, or a profile written by `calibrate`")
+    ] = None,
     gpus: Annotated[Optional[int], typer.Option(help="devices in all")] = None,
     tp: Annotated[Optional[int], typer.Option(help="tensor parallelism")] = None,
     ep: Annotated[Optional[int], typer.Option(help="expert parallelism")] = None,
@@ -43,20 +55,36 @@ def simulate_command(
     samples: Annotated[Optional[int], typer.Option(help="per prompt")] = None,
     prompt_tokens: Optional[int] = None,
     lengths: Annotated[Optional[str], typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = None,
-    k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
-    accept: Annotated[Optional[str], typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")] = None,
-    drafter: Annotated[Optional[str], typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")] = None,
-    spec_max_running: Annotated[Optional[int], typer.Option(help="speculate only while at most this many run; 0: always")] = None,
+    k: Annotated[
+        Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")
+    ] = None,
+    accept: Annotated[
+        Optional[str], typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")
+    ] = None,
+    drafter: Annotated[
+        Optional[str], typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")
+    ] = None,
+    spec_max_running: Annotated[
+        Optional[int], typer.Option(help="speculate only while at most this many run; 0: always")
+    ] = None,
     mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
-    lag: Annotated[Optional[int], typer.Option(help="weight versions a response may be old; default: the mode's own")] = None,
-    train_share: Annotated[Optional[float], typer.Option(help="of the devices, where learning runs apart")] = None,
+    lag: Annotated[
+        Optional[int], typer.Option(help="weight versions a response may be old; default: the mode's own")
+    ] = None,
+    train_share: Annotated[
+        Optional[float], typer.Option(help="of the devices, where learning runs apart")
+    ] = None,
     max_running: Annotated[Optional[int], typer.Option(help="requests decoded together, per replica")] = None,
     kv_tokens: Annotated[Optional[int], typer.Option(help="cache of a replica; 0: what fits")] = None,
     reward_seconds: Optional[float] = None,
-    train_drafter: Annotated[Optional[bool], typer.Option("--train-drafter", help="does training the drafter fit into idle time?")] = None,
+    train_drafter: Annotated[
+        Optional[bool], typer.Option("--train-drafter", help="does training the drafter fit into idle time?")
+    ] = None,
     steps: Annotated[Optional[int], typer.Option(help="RL steps to simulate")] = None,
     seed: Optional[int] = None,
-    sweep: Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")] = None,
+    sweep: Annotated[
+        Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")
+    ] = None,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
 ) -> None:
@@ -96,8 +124,14 @@ def _answer(flags, sweep: list[str], json_file: Path | None, html_file: Path | N
 @app.command()
 def validate(
     hardware: Annotated[str, typer.Option(help="the profile whose predictions are checked")] = "h200",
-    points: Annotated[Optional[list[Path]], typer.Option(help="further measured points, beside those that are shipped; repeatable")] = None,
-    write: Annotated[Optional[Path], typer.Option(help="folder for simulator.md and its plots; default: print a summary only")] = None,
+    points: Annotated[
+        Optional[list[Path]],
+        typer.Option(help="further measured points, beside those that are shipped; repeatable"),
+    ] = None,
+    write: Annotated[
+        Optional[Path],
+        typer.Option(help="folder for simulator.md and its plots; default: print a summary only"),
+    ] = None,
 ) -> None:
     """Compares predictions with measurements, ours and published ones, and writes docs/simulator.md."""
     from paceline.simulate.hardware import load_hardware
@@ -125,9 +159,16 @@ def profiles() -> None:
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the profile to write")] = Path("machine.json"),
-    points: Annotated[Optional[list[Path]], typer.Option(help="fit these points instead of measuring; repeatable")] = None,
+    points: Annotated[
+        Optional[list[Path]], typer.Option(help="fit these points instead of measuring; repeatable")
+    ] = None,
     save_points: Annotated[Optional[Path], typer.Option(help="also write the measured points here")] = None,
-    base: Annotated[Optional[str], typer.Option(help="profile for what kernels cannot tell (links, training); default: by the device's name")] = None,
+    base: Annotated[
+        Optional[str],
+        typer.Option(
+            help="profile for what kernels cannot tell (links, training); default: by the device's name"
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="what the profile calls itself; default: the file's name")] = "",
 ) -> None:
     """Measures this machine's kernels (a GPU takes about a minute) and writes a hardware profile."""
@@ -140,11 +181,13 @@ def calibrate(
     else:
         import datetime
 
-        from paceline.session import best_device
+        from paceline.device import best_device
         from paceline.simulate.measure import CPU, GPU, measure_kernels
 
         device = best_device()
-        measured = measure_kernels(device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat())
+        measured = measure_kernels(
+            device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat()
+        )
     if save_points is not None:
         write_measurements(measured, save_points)
     hardware = profile_from(name or out.stem, measured, base)
@@ -156,8 +199,12 @@ def calibrate(
 
 @app.command()
 def measure(
-    out: Annotated[Path, typer.Argument(help="file of points to write; kernel points that it already holds are kept")],
-    models: Annotated[str, typer.Option(help="shapes with random weights, comma separated; the first gets most of the time")] = "qwen3-8b,qwen3-1.7b",
+    out: Annotated[
+        Path, typer.Argument(help="file of points to write; kernel points that it already holds are kept")
+    ],
+    models: Annotated[
+        str, typer.Option(help="shapes with random weights, comma separated; the first gets most of the time")
+    ] = "qwen3-8b,qwen3-1.7b",
     seconds: Annotated[float, typer.Option(help="stop after this long; what was left out is said")] = 110.0,
 ) -> None:
     """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile by."""
@@ -166,13 +213,15 @@ def measure(
     import time
 
     from paceline.bench.setup import describe
-    from paceline.session import best_device
+    from paceline.device import best_device
     from paceline.simulate.measure_steps import StepBench
     from paceline.simulate.points import Measurements, load_measurements, write_measurements
 
     device, start = best_device(), time.perf_counter()
     facts = describe(device)
-    empty = Measurements(facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat())
+    empty = Measurements(
+        facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat()
+    )
     kept = load_measurements(out) if out.is_file() else empty
     names = models.split(",")
     for number, model in enumerate(names):
@@ -180,11 +229,16 @@ def measure(
         bench = StepBench(model, device, start + share * seconds, typer.echo)
         if number == 0:
             plain = [(2, 128, 0), (8, 128, 0), (32, 128, 0), (96, 128, 0), (192, 128, 0)]
-            bench.decode([*plain, (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)], seen=(plain[0], plain[-1]))
+            bench.decode(
+                [*plain, (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)],
+                seen=(plain[0], plain[-1]),
+            )
             bench.rollout(96, 128, 256, 1024)
         else:
             bench.decode([(1, 128, 0), (32, 128, 0), (128, 128, 0)])
-        kept = dataclasses.replace(kept, steps=(*kept.steps, *bench.steps), rollouts=(*kept.rollouts, *bench.rollouts))
+        kept = dataclasses.replace(
+            kept, steps=(*kept.steps, *bench.steps), rollouts=(*kept.rollouts, *bench.rollouts)
+        )
         write_measurements(kept, out)
         del bench
     typer.echo(f"written to {out}; compare with: paceline simulate validate --points {out}")
@@ -193,7 +247,9 @@ def measure(
 @app.command("from")
 def from_command(
     run: Annotated[Path, typer.Argument(help="a run directory")],
-    hardware: Annotated[str, typer.Option(help="profile of the machine that made the run; `calibrate` writes one")],
+    hardware: Annotated[
+        str, typer.Option(help="profile of the machine that made the run; `calibrate` writes one")
+    ],
     gpus: Annotated[Optional[int], typer.Option(help="what if: this many devices")] = None,
     length_scale: Annotated[float, typer.Option(help="what if: responses this many times as long")] = 1.0,
     model: Annotated[Optional[str], typer.Option(help="what if: another model")] = None,
@@ -202,7 +258,9 @@ def from_command(
     ep: Optional[int] = None,
     weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
     kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
-    k: Annotated[Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")] = None,
+    k: Annotated[
+        Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")
+    ] = None,
     accept: Annotated[Optional[str], typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
     drafter: Annotated[Optional[str], typer.Option(help="eagle or history")] = None,
     mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
@@ -216,9 +274,27 @@ def from_command(
     from paceline.simulate.from_run import WhatIf, read_run, text, what_if
     from paceline.simulate.report import provenance_lines, write_html, write_json
 
-    changes = WhatIf(gpus, length_scale, model, move_to, tp, ep, weights, kv, k, accept, drafter, mode, samples, prompts, max_running)
+    changes = WhatIf(
+        gpus,
+        length_scale,
+        model,
+        move_to,
+        tp,
+        ep,
+        weights,
+        kv,
+        k,
+        accept,
+        drafter,
+        mode,
+        samples,
+        prompts,
+        max_running,
+    )
     answer = what_if(read_run(run), hardware, changes)
-    typer.echo("\n".join([text(answer), "", "who says so:", *provenance_lines(answer.changed.outcome.provenance)]))
+    typer.echo(
+        "\n".join([text(answer), "", "who says so:", *provenance_lines(answer.changed.outcome.provenance)])
+    )
     if json_file is not None:
         write_json(json_file, [answer.changed])
     if html_file is not None:

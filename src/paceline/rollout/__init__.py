@@ -1,0 +1,1 @@
+"""Where a step's groups come from: sampled live or read from files; dynamic sampling; evaluation."""

@@ -1,0 +1,56 @@
+"""Where a step's groups come from.
+
+`LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run wrote. The
+loop cannot tell them apart.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from paceline.rollout.sampler import GroupSampler
+from paceline.rollout.samples import read_groups
+from paceline.stats import RolloutStats
+from paceline.tasks.order import ProblemOrder
+from paceline.types import Group, Purpose, SamplingParams
+
+
+class RolloutSource(Protocol):
+    def collect(self, step: int) -> list[Group]:
+        """The groups that step `step` learns from, in prompt order."""
+
+    def take_stats(self) -> RolloutStats: ...
+
+
+class LiveRollouts:
+    def __init__(
+        self, sampler: GroupSampler, order: ProblemOrder, prompts: int, samples: int, sampling: SamplingParams
+    ) -> None:
+        self.sampler = sampler
+        self.order = order
+        self.prompts = prompts
+        self.samples = samples
+        self.sampling = sampling
+
+    def collect(self, step: int) -> list[Group]:
+        problems = self.order.take(self.prompts)
+        return self.sampler.sample(problems, Purpose.TRAIN, step, self.samples, self.sampling)
+
+    def take_stats(self) -> RolloutStats:
+        return self.sampler.backend.take_stats()
+
+
+class SavedRollouts:
+    """Replays `paceline rollout --save`: step n learns from the n-th saved file, over and over if there are fewer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.glob("step_*.jsonl"))
+        if not self.files:
+            raise FileNotFoundError(
+                f"{folder} holds no step_*.jsonl; make some with `paceline rollout --save {folder}`"
+            )
+
+    def collect(self, step: int) -> list[Group]:
+        return read_groups(self.files[(step - 1) % len(self.files)])
+
+    def take_stats(self) -> RolloutStats:
+        return RolloutStats()

@@ -1,0 +1,79 @@
+"""What a rollout did: tokens, decode steps, what each drafter's proposals came to, precision.
+
+Plain data beside the contract (`backend.py`). A backend fills it in, `report/` turns it into metrics.
+"""
+
+from dataclasses import dataclass, field
+
+from paceline.pacing.strategy import Observation
+from paceline.pacing.trace import TraceRow
+
+
+@dataclass
+class RolloutStats:
+    """What one rollout did, since the last `take_stats`; one entry per decode step makes the long tail visible."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    running: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    strategies: list[str] = field(
+        default_factory=list
+    )  # how each step ran: `plain`, or drafter and length such as `history:5`
+    draft_seconds: float = 0.0  # of all decode steps; what is not drafting is verifying, or plain decoding
+    verify_seconds: float = 0.0
+    drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
+    precision: "PrecisionStats | None" = None  # None: the policy's own
+    trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
+    graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
+
+    def note(self, observation: Observation) -> None:
+        """One step, as its outcome is read."""
+        strategy = observation.decision.strategy
+        self.running.append(observation.running)
+        self.strategies.append(str(strategy))
+        self.draft_seconds += observation.draft_seconds
+        self.verify_seconds += observation.verify_seconds
+        if strategy.count:
+            self.drafts.setdefault(strategy.drafter, DraftStats()).note(observation)
+        if not self.trace or self.trace[-1].decision is not observation.decision:
+            self.trace.append(TraceRow(observation.decision))
+        self.trace[-1].note(observation)
+
+
+@dataclass(frozen=True)
+class PrecisionStats:
+    """A rollout below the policy's own precision."""
+
+    precision: str
+    quantise_seconds: float  # the last weight update's
+    kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
+    kv_base_layers: int  # whose keys and values went back to the policy's own type
+
+
+@dataclass
+class DraftStats:
+    """What verification said of one drafter's proposals. A draft is one row's proposal in one step, an empty one included."""
+
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per draft, the policy's own token included."""
+        return 1.0 + self.accepted / max(1, self.drafts)
+
+    @property
+    def first_accepted(self) -> float:
+        """The share of drafts whose first token was."""
+        return self.accepted_at[0] / self.drafts if self.drafts else 0.0
+
+    def note(self, observation: Observation) -> None:
+        self.drafts += observation.drafts
+        self.proposed += observation.proposed
+        self.accepted += sum(observation.accepted_at)
+        self.accepted_at += [0] * (observation.decision.strategy.count - len(self.accepted_at))
+        for i, accepted in enumerate(observation.accepted_at):
+            self.accepted_at[i] += accepted
