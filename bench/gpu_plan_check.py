@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python3 bench/gpu_plan_check.py [CASE ...]      qwen3-8b-full qwen3-8b-lora qwen3-1.7b-full ...
 
-Random weights of a well-known shape; every case runs in a process of its own. Planned and measured are what the run's tensors take
-(torch's peak of allocated bytes, and the KV pool while it is awake); "reserved" is what torch held of the device at the end.
+Random weights of a well-known shape; every case runs in a process of its own. Planned and measured are what
+the run's tensors take (torch's peak of allocated bytes, and the KV pool while it is awake); "reserved" is
+what torch held of the device at the end.
 """
 
 import random

@@ -26,7 +26,9 @@ def mixed_lengths(rows):
 
 
 def inputs(lengths):
-    """(q, table, contexts, caches of several layers): enough layers that none is left in the L2 cache from the last replay."""
+    """(q, table, contexts, caches of several layers): enough layers that none is left in the L2 cache from
+    the last replay.
+    """
     blocks = [(context + QUERIES) // BLOCK + 1 for context in lengths]
     order = torch.randperm(sum(blocks)).int().split(blocks)
     table = torch.zeros(len(lengths), WIDTH // BLOCK, dtype=torch.int32)

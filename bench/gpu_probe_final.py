@@ -1,6 +1,7 @@
 """A fake Qwen3-8B step and prefill made of the kernels alone: the table that says what the engine can reach.
 
-Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_final.py [batch sizes: only these steps]
+Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_final.py [batch sizes: only these
+steps]
 """
 
 # ruff: noqa: B023  (closures run at once)
@@ -66,7 +67,8 @@ def main():
             times.append((time.perf_counter() - t) * 1e3)
         note(f"prefill 256 x 128, {name}: {' '.join(f'{t:.0f}' for t in times)} ms")
 
-    # One request through the whole fake model: prefill, then decode one token, against prefill of one token more.
+    # One request through the whole fake model: prefill, then decode one token, against prefill of one token
+    # more.
     logits = model.prefill(
         tokens[:256], cu[:3], context[:2], positions[:256], slots[:256], linear_=modes["deterministic"]
     )

@@ -1,4 +1,5 @@
-"""FP8 on the GPU: every kernel against its reference, then tiles for each weight shape of Qwen3-8B behind a small dependent kernel.
+"""FP8 on the GPU: every kernel against its reference, then tiles for each weight shape of Qwen3-8B behind a
+small dependent kernel.
 
 PYTHONPATH=src:bench python3 bench/gpu_probe_fp8.py [check] [tiles] [attention] [sync]
 """

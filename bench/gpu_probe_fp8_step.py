@@ -1,4 +1,5 @@
-"""Whole decode steps at fp8+kv with one thing changed at a time: milliseconds, Qwen3-8B shape, random weights.
+"""Whole decode steps at fp8+kv with one thing changed at a time: milliseconds, Qwen3-8B shape, random
+weights.
 
 PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py [BATCHES [NEW_TOKENS]]     steps
 PYTHONPATH=src:bench python3 bench/gpu_probe_fp8_step.py kernels [MODEL]            what each kernel of a step takes, by the profiler
@@ -65,7 +66,9 @@ VARIANTS = {
 
 
 def kernels(policy, precision: str) -> None:
-    """Mean microseconds and launches per step of each kernel; overlapped launches count in full, so sums exceed a step's time."""
+    """Mean microseconds and launches per step of each kernel; overlapped launches count in full, so sums
+    exceed a step's time.
+    """
     for batch in (1, 64, 128):
         bench_decode(policy, [batch], 128, 32, 1, False, precision=precision)  # compiles
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

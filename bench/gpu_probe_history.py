@@ -1,4 +1,5 @@
-"""What the history drafter adds to a step: filing the tokens that were accepted and looking up what may follow, in microseconds.
+"""What the history drafter adds to a step: filing the tokens that were accepted and looking up what may
+follow, in microseconds.
 
 PYTHONPATH=src:bench python3 bench/gpu_probe_history.py
 """

@@ -1,4 +1,5 @@
-"""A decode step by how much of each weight is fetched into L2 before the kernel before has finished (`linear.PULL_BYTES`).
+"""A decode step by how much of each weight is fetched into L2 before the kernel before has finished
+(`linear.PULL_BYTES`).
 
 Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_overlap.py
 """

@@ -1,4 +1,5 @@
-"""Prefill attention by query tile: time, and whether the bits are those of the smallest tile (which decoding uses).
+"""Prefill attention by query tile: time, and whether the bits are those of the smallest tile (which decoding
+uses).
 
 PYTHONPATH=src python3 bench/gpu_probe_prefill.py
 """

@@ -1,4 +1,5 @@
-"""GEMM tiles behind a small dependent kernel, as in a layer, each checked against one reference tile bit for bit.
+"""GEMM tiles behind a small dependent kernel, as in a layer, each checked against one reference tile bit for
+bit.
 
 Run on the device machine: PYTHONPATH=src:bench python3 bench/gpu_probe_tiles.py
 """

@@ -1,15 +1,17 @@
-"""vLLM on the workloads of `paceline bench`, for the peer's column of docs/benchmarks.md. Needs vLLM, not Paceline.
+"""vLLM on the workloads of `paceline bench`, for the peer's column of docs/benchmarks.md. Needs vLLM, not
+Paceline.
 
     VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --json vllm.json
     VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --model qwen3-30b-a3b --precision fp8 --tables decode
 
-A named shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them always).
-One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the long-tailed rollout ever use,
-too little for the rollout at 32k context, which must preempt. A step is (time for n + 1 new tokens - time for 1) / n.
-FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128 activations), as a checkpoint of that kind would be served.
-Starting takes minutes, and kernels are still compiled while the first requests run, so what is measured runs once before (but for the
-rollout at 32k context).
-With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once and then be measured one by one.
+A named shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them
+always). One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the
+long-tailed rollout ever use, too little for the rollout at 32k context, which must preempt. A step is (time
+for n + 1 new tokens - time for 1) / n. FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128
+activations), as a checkpoint of that kind would be served. Starting takes minutes, and kernels are still
+compiled while the first requests run, so what is measured runs once before (but for the rollout at 32k
+context). With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once
+and then be measured one by one.
 """
 
 import argparse

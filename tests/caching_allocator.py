@@ -1,6 +1,8 @@
-"""torch's caching allocator for one pool and one stream, by its rules (c10/cuda/CUDACachingAllocator.cpp): sizes are multiples of 512 bytes;
-up to 1 MiB comes from segments of 2 MiB, the rest from segments of its own size in multiples of 2 MiB, or of 20 MiB below 10; the smallest
-free block that is large enough is taken, split if it pays, and joined again with its free neighbours; no segment is ever given back."""
+"""torch's caching allocator for one pool and one stream, by its rules (c10/cuda/CUDACachingAllocator.cpp):
+sizes are multiples of 512 bytes; up to 1 MiB comes from segments of 2 MiB, the rest from segments of its
+own size in multiples of 2 MiB, or of 20 MiB below 10; the smallest free block that is large enough is
+taken, split if it pays, and joined again with its free neighbours; no segment is ever given back.
+"""
 
 from dataclasses import dataclass, field
 

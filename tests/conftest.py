@@ -1,4 +1,6 @@
-"""Every test process runs on one thread: the suite shares two cores, and results must not depend on the number."""
+"""Every test process runs on one thread: the suite shares two cores, and results must not depend on the
+number.
+"""
 
 import pytest
 import torch

@@ -1,8 +1,10 @@
-"""The code that a GPU runs, without one: tensors on the meta device that say they are CUDA's, and kernels that do nothing.
+"""The code that a GPU runs, without one: tensors on the meta device that say they are CUDA's, and kernels
+that do nothing.
 
-Shapes, and so the order and sizes of allocations, are exactly the GPU's; numbers there are none. What torch's own CUDA code allocates
-within an operation is not seen, but for its sort (aten/src/ATen/native/cuda/SortStable.cu: two arrays of index and segment, a copy of the
-keys, and the radix sort's second buffers).
+Shapes, and so the order and sizes of allocations, are exactly the GPU's; numbers there are none. What torch's
+own CUDA code allocates within an operation is not seen, but for its sort
+(aten/src/ATen/native/cuda/SortStable.cu: two arrays of index and segment, a copy of the keys, and the radix
+sort's second buffers).
 """
 
 import gc
@@ -107,7 +109,9 @@ def make_runner(
 
 
 class Allocations(MemoryTracker):
-    """Every allocation and release while it is on, in order: (which, bytes), negative when it is released. What exists already is not counted."""
+    """Every allocation and release while it is on, in order: (which, bytes), negative when it is released.
+    What exists already is not counted.
+    """
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,4 +1,6 @@
-"""`python -m tests.length_reward ARGS...`: the command line with a reward that an untrained policy can earn."""
+"""`python -m tests.length_reward ARGS...`: the command line with a reward that an untrained policy can
+earn.
+"""
 
 from paceline.tasks.running_sums import RunningSums
 from paceline.types import Score

@@ -1,7 +1,7 @@
 """Runs small enough for a test, and what must be equal between two runs of the same seed.
 
-The policy is tiny and untrained, so it is never right about a sum; `length_reward.py` pays for length instead, which
-gives every group something to learn.
+The policy is tiny and untrained, so it is never right about a sum; `length_reward.py` pays for length
+instead, which gives every group something to learn.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""A backend whose low precision is exact until it breaks, and `python -m tests.low_precision HARM STEP ARGS...`: the command line with it.
+"""A backend whose low precision is exact until it breaks, and `python -m tests.low_precision HARM STEP
+ARGS...`: the command line with it.
 
 So a run that falls back must equal, number for number, the run that never left base precision.
 """

@@ -52,10 +52,11 @@ def test_accuracy_rises_and_care_makes_responses_longer(run):
 
 @pytest.mark.slow
 def test_the_rollout_has_a_long_tail(run):
-    """Plain decoding would spend most of its steps on at most an eighth of the samples: what speculation is for.
+    """Plain decoding would spend most of its steps on at most an eighth of the samples: what speculation is
+    for.
 
-    A plain rollout takes as many steps as its longest response has tokens. Speculation shortens only the tail, so the steps
-    outside it are the same.
+    A plain rollout takes as many steps as its longest response has tokens. Speculation shortens only the
+    tail, so the steps outside it are the same.
     """
     records, _ = run
     late = [r for r in records if r["kind"] == "train"][10:]

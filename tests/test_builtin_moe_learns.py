@@ -29,7 +29,9 @@ def test_the_shipped_folder_is_small_and_opens_in_transformers():
 
 
 def test_the_shipped_policy_uses_its_experts():
-    """Nothing balances the load in training; a router that sends every token to the same two would make this a dense policy."""
+    """Nothing balances the load in training; a router that sends every token to the same two would make this
+    a dense policy.
+    """
     from paceline.policy.tokenizer import load_tokenizer
     from paceline.tasks.running_sums import RunningSums
 

@@ -27,7 +27,9 @@ def length_reward(monkeypatch):
 
 
 def refuse_from(monkeypatch, first: int) -> None:
-    """Every request of the n-th call that samples, and of later ones, has a prompt that the engine cannot take; before, one group of them."""
+    """Every request of the n-th call that samples, and of later ones, has a prompt that the engine cannot
+    take; before, one group of them.
+    """
     from paceline.rollout.sampler import GroupSampler
 
     calls, real = [], GroupSampler._requests
@@ -44,7 +46,9 @@ def refuse_from(monkeypatch, first: int) -> None:
 
 
 def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
-    """Where nothing limits prompts, one that cannot hold a response of the full length; their own length is found out later."""
+    """Where nothing limits prompts, one that cannot hold a response of the full length; their own length is
+    found out later.
+    """
     for limit, needed in ((0, 1 + 24), (32, 32 + 24)):
         settings = ("never", f"task.max_prompt_tokens={limit}", f"rollout.kv_tokens={needed - 1}")
         with pytest.raises(

@@ -1,4 +1,6 @@
-"""Paceline: RL post-training whose rollouts run at speculative speed without changing what the policy samples."""
+"""Paceline: RL post-training whose rollouts run at speculative speed without changing what the policy
+samples.
+"""
 
 from typing import TYPE_CHECKING
 

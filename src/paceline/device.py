@@ -37,13 +37,16 @@ def prepare_device(config: Config) -> torch.device:
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
     torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
     if device.type == "cpu":
-        # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a rollout.
+        # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a
+        # rollout.
         torch.backends.mkldnn.enabled = False
     return device
 
 
 def refuse_old_gpu(precision: str, key: str) -> None:
-    """Where the GPU at hand cannot compute in bf16, or in the rollout's `precision`, which `key` asked for."""
+    """Where the GPU at hand cannot compute in bf16, or in the rollout's `precision`, which `key` asked
+    for.
+    """
     capability = torch.cuda.get_device_capability()
     told = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
     if capability < BF16_CAPABILITY:

@@ -2,8 +2,8 @@
 
     tasks ──prompts──▶ backend ──completions──▶ rewards ──▶ learner ──weights──▶ backend
 
-What generates, what scores and what learns are parts of their own; this file only says in which order they work. A
-killed run continues from its newest checkpoint and computes what it would have computed.
+What generates, what scores and what learns are parts of their own; this file only says in which order they
+work. A killed run continues from its newest checkpoint and computes what it would have computed.
 """
 
 import signal

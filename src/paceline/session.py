@@ -55,7 +55,9 @@ class Session:
 
     @property
     def machine(self) -> str:
-        """What step times depend on: precision is what rollouts run in now, which after a fall-back is not the recipe's."""
+        """What step times depend on: precision is what rollouts run in now, which after a fall-back is not
+        the recipe's.
+        """
         device = (
             torch.cuda.get_device_name(self.device)
             if self.device.type == "cuda"
@@ -136,7 +138,9 @@ def widened_from(config: Config) -> Path | None:
 
 
 def plan_gpu(config: Config, folder: Path, device: torch.device, learns: bool) -> Plan | None:
-    """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a CPU."""
+    """Before anything is loaded: a run that cannot fit is refused here, with what would fit. None on a
+    CPU.
+    """
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
         return None

@@ -11,7 +11,9 @@ from paceline.pacing.trace import TraceRow
 
 @dataclass
 class RolloutStats:
-    """What one rollout did, since the last `take_stats`; one entry per decode step makes the long tail visible."""
+    """What one rollout did, since the last `take_stats`; one entry per decode step makes the long tail
+    visible.
+    """
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -53,7 +55,9 @@ class PrecisionStats:
 
 @dataclass
 class DraftStats:
-    """What verification said of one drafter's proposals. A draft is one row's proposal in one step, an empty one included."""
+    """What verification said of one drafter's proposals. A draft is one row's proposal in one step, an empty
+    one included.
+    """
 
     drafts: int = 0
     proposed: int = 0

@@ -1,7 +1,7 @@
 """What travels between the rooms: requests, completions, samples.
 
-Plain data without torch. A backend turns requests into completions, a task scores them, the learner learns from the
-groups they form.
+Plain data without torch. A backend turns requests into completions, a task scores them, the learner learns
+from the groups they form.
 """
 
 import hashlib
@@ -60,8 +60,8 @@ class Request:
 class Segment:
     """A run of response tokens `[start, stop)` with one origin.
 
-    A plain response is one sampled segment. Turns add observations (not sampled, hence outside the loss); a rollout
-    that continues after a weight update adds a segment with the new version.
+    A plain response is one sampled segment. Turns add observations (not sampled, hence outside the loss); a
+    rollout that continues after a weight update adds a segment with the new version.
     """
 
     start: int
@@ -72,7 +72,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts that a rollout chose, for every token it ran: prompt and response, less the last token, which was sampled but not run."""
+    """The experts that a rollout chose, for every token it ran: prompt and response, less the last token,
+    which was sampled but not run.
+    """
 
     experts: bytes  # [tokens, layers with experts, choices], little-endian
     layers: int
@@ -137,7 +139,9 @@ class Group:
 def request_seed(
     purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int
 ) -> int:
-    """A signed 64-bit seed that is a pure function of what the request is for, so a retry or a restart gets the same."""
+    """A signed 64-bit seed that is a pure function of what the request is for, so a retry or a restart gets
+    the same.
+    """
     identity = json.dumps([str(purpose), run_seed, step, prompt_id, occurrence, sample_index])
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

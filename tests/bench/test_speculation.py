@@ -1,4 +1,6 @@
-"""The speculation bench: same tokens under every strategy, figures that add up, and only full batches counted."""
+"""The speculation bench: same tokens under every strategy, figures that add up, and only full batches
+counted.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The certificate passes what is sound and catches what is not: biased rules, wrong logprobs, noise used twice."""
+"""The certificate passes what is sound and catches what is not: biased rules, wrong logprobs, noise used
+twice.
+"""
 
 import copy
 import json

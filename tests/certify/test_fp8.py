@@ -1,4 +1,6 @@
-"""The FP8 certificate: its oracle is FP8 by the book and agrees with a sound engine; wrong scales and biased rules are caught."""
+"""The FP8 certificate: its oracle is FP8 by the book and agrees with a sound engine; wrong scales and biased
+rules are caught.
+"""
 
 import json
 import math
@@ -369,7 +371,9 @@ def wrong_key_scale(monkeypatch):
 
 
 def wrong_cache_scale(monkeypatch):
-    """Everybody uses another scale than calibration gave, in one layer: written and read alike, hence only rounded otherwise."""
+    """Everybody uses another scale than calibration gave, in one layer: written and read alike, hence only
+    rounded otherwise.
+    """
     sound = KVCache.scales
     monkeypatch.setattr(
         KVCache,

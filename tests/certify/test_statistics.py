@@ -59,7 +59,9 @@ def shaken(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
 
 
 def test_what_rounding_explains_is_not_held_against_a_backend():
-    """One context, known up to rounding: the backend is one more shaken copy. Without the copies it would fail; a bias still does."""
+    """One context, known up to rounding: the backend is one more shaken copy. Without the copies it would
+    fail; a bias still does.
+    """
     context = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     rows, failures, bare, caught = 20000, 0, 0, 0
     for seed in range(30):

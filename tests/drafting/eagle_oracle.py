@@ -1,4 +1,5 @@
-"""An eagle head's draft written out token by token, from the definition: one start, one entry at a time, plain loops.
+"""An eagle head's draft written out token by token, from the definition: one start, one entry at a time,
+plain loops.
 
 It shares nothing with `unroll.py` and `training.py` but the head's weights.
 """
@@ -17,7 +18,9 @@ def norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def policy_states(
     policy: Decoder, tokens: list[int], layers: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[L, V]` and the concatenated states that enter `layers`, from a forward pass over one sequence."""
+    """Logits `[L, V]` and the concatenated states that enter `layers`, from a forward pass over one
+    sequence.
+    """
     length = len(tokens)
     bias = torch.full((length, length), -torch.inf, dtype=policy.dtype).triu(1)
 

@@ -1,4 +1,6 @@
-"""Drafters on a GPU: in deterministic mode completions are plain decoding's bits, whoever proposes and whenever that changes."""
+"""Drafters on a GPU: in deterministic mode completions are plain decoding's bits, whoever proposes and
+whenever that changes.
+"""
 
 import random
 

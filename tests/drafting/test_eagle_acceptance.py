@@ -1,4 +1,6 @@
-"""Acceptance measured in one pass equals what drafting token by token finds, and the shipped head is as good as promised."""
+"""Acceptance measured in one pass equals what drafting token by token finds, and the shipped head is as good
+as promised.
+"""
 
 import itertools
 import random
@@ -102,7 +104,9 @@ def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
 
 
 def test_rejection_accepts_what_it_should(session: Session):
-    """Summed over the policy's distribution, the chance is the overlap 1 - TV (Leviathan et al. 2023, corollary 3.6)."""
+    """Summed over the policy's distribution, the chance is the overlap 1 - TV (Leviathan et al. 2023,
+    corollary 3.6).
+    """
     head = EagleHead(config_for(session.policy.config, draft_vocab=30))
     head.draft_to_target.copy_(torch.arange(10, 40))
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +158,9 @@ def test_the_walk_is_the_mean_over_all_outcomes():
 
 
 def test_the_shortest_texts(session: Session):
-    """A response without entries before its first token, and one token long: nothing to draft, nothing to fail."""
+    """A response without entries before its first token, and one token long: nothing to draft, nothing to
+    fail.
+    """
     head = EagleHead(config_for(session.policy.config)).initialise(session.policy, 0)
     request = Request("r", (5,), 1, SamplingParams())
     completion = Completion(request, (7,), (0.0,), FinishReason.LENGTH, (Segment(0, 1, 0),))
@@ -175,7 +181,9 @@ def test_the_shipped_head(session: Session, shipped):
 
 @pytest.mark.slow
 def test_a_head_trained_here_drafts_for_the_policy(session: Session):
-    """A fifth of the shipped head's training, which already doubles the tokens per step; from the policy's own responses."""
+    """A fifth of the shipped head's training, which already doubles the tokens per step; from the policy's
+    own responses.
+    """
     head = EagleHead(config_for(session.policy.config)).initialise(session.policy, 0)
     sequences = [training_sequence(completion) for completion in training_responses(session, 1024)]
     train_offline(

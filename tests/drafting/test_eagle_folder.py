@@ -145,7 +145,9 @@ def test_which_layers_where_the_folder_does_not_say(policy, tmp_path):
 
 
 def test_the_embedding_among_the_captured_states(policy, tmp_path):
-    """SGLang captures what enters layer i + 1 for i: only -1 can be the embedding there, and only there -1 means anything."""
+    """SGLang captures what enters layer i + 1 for i: only -1 can be the embedding there, and only there -1
+    means anything.
+    """
     head = EagleHead(config_for(policy.config, captured_layers=(0, 1, 3))).initialise(policy, 3)
     save_eagle(head, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

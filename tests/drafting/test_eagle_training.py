@@ -79,7 +79,9 @@ def test_captured_states_are_those_of_transformers(folder, policy):
 
 @pytest.mark.parametrize("draft_vocab", [0, 31])
 def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
-    """All starts of all packed sequences at once against single drafts: features, positions, keys, nothing off by one."""
+    """All starts of all packed sequences at once against single drafts: features, positions, keys, nothing
+    off by one.
+    """
     head, depth = make_head(policy, draft_vocab), 4
     batch = pack(SEQUENCES, policy.device)
     _, captured = teacher_states(policy, batch, head.config.captured_layers)
@@ -102,7 +104,9 @@ def test_every_draft_equals_one_written_out_token_by_token(policy, draft_vocab):
 
 @pytest.mark.parametrize("draft_vocab", [0, 31])
 def test_the_loss_is_the_sum_over_all_drafts(policy, draft_vocab):
-    """Cross-entropy and overlap of each token of each draft that can happen, from single drafts, against the trainer's gradients."""
+    """Cross-entropy and overlap of each token of each draft that can happen, from single drafts, against the
+    trainer's gradients.
+    """
     settings = HeadTraining(unroll=3, step_decay=0.6)
     head = make_head(policy, draft_vocab)
     trainer = HeadTrainer(policy, head, settings)
@@ -181,7 +185,9 @@ def test_drafts_stay_within_what_the_policy_sampled():
 
 
 def test_the_policy_is_left_alone(policy):
-    """Not even where the policy's own graph is alive, as it is when head and policy learn from one forward pass."""
+    """Not even where the policy's own graph is alive, as it is when head and policy learn from one forward
+    pass.
+    """
     head = make_head(policy)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     trainer = HeadTrainer(policy, head, HeadTraining(unroll=2, lr=0.1))
@@ -199,7 +205,9 @@ def test_the_policy_is_left_alone(policy):
 
 
 def test_the_gradient_is_clipped_and_scaled_by_itself(policy):
-    """The step does not depend on how many sequences were accumulated, and a huge gradient takes a bounded step."""
+    """The step does not depend on how many sequences were accumulated, and a huge gradient takes a bounded
+    step.
+    """
     norms = []
     for repeats in (1, 3):
         head = make_head(policy)

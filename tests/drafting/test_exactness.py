@@ -1,4 +1,6 @@
-"""Promise 1 and promise of speculation: whatever proposes, and whenever that changes, the completions are the same bits."""
+"""Promise 1 and promise of speculation: whatever proposes, and whenever that changes, the completions are the
+same bits.
+"""
 
 import random
 
@@ -179,7 +181,9 @@ def test_the_models_own_limit_is_respected(folders):
 
 
 def test_history_follows_siblings_and_earlier_epochs(folders):
-    """Greedy siblings write the same text: the second of two rows needs a fraction of the steps, and the next epoch fewer."""
+    """Greedy siblings write the same text: the second of two rows needs a fraction of the steps, and the next
+    epoch fewer.
+    """
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     history = HistoryDrafter()
     first = [Request("a", tuple(range(5, 30)), 1, greedy)]

@@ -1,4 +1,6 @@
-"""The history drafter's memory: whose responses it keeps, what it forgets, and what a checkpoint brings back."""
+"""The history drafter's memory: whose responses it keeps, what it forgets, and what a checkpoint brings
+back.
+"""
 
 import random
 
@@ -98,7 +100,9 @@ def test_evaluations_neither_fill_nor_evict_it():
 
 
 def test_a_response_that_is_interrupted_is_kept_once():
-    """Rows that go back to the queue, for a weight update or for want of blocks, come back with what they have."""
+    """Rows that go back to the queue, for a weight update or for want of blocks, come back with what they
+    have.
+    """
     history = HistoryDrafter()
     engine = make_engine(history)
     engine.submit(

@@ -1,4 +1,6 @@
-"""Drafters with layers: what they propose is what their model says, and completions stay the same bits whatever that is."""
+"""Drafters with layers: what they propose is what their model says, and completions stay the same bits
+whatever that is.
+"""
 
 import random
 from dataclasses import replace
@@ -158,7 +160,9 @@ def naive_eagle(
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 @pytest.mark.parametrize("truncated", [False, True])
 def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  # noqa: F811
-    """In float64, against a computation without caches: through shared prompts, chunks, preemption and changes of strategy."""
+    """In float64, against a computation without caches: through shared prompts, chunks, preemption and
+    changes of strategy.
+    """
     requests = grouped_requests(prompts=5, samples=3, longest=40, seed=4)
     if truncated:
         cut = dict(temperature=0.9, top_k=20, top_p=0.9, max_tokens=20, ignore_eos=True)
@@ -176,7 +180,8 @@ def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  
     with torch.no_grad():
         for tokens_L, sampling, proposed, truncates in watched.seen:
             if len(tokens_L) < 2:
-                continue  # a row of one token has nothing to draft from, and its first proposal is not defined
+                # a row of one token has nothing to draft from, and its first proposal is not defined
+                continue
             if kind == "eagle":
                 expected = naive_eagle(policy, drafter.head, tokens_L, sampling, len(proposed), truncates)
             else:
@@ -245,7 +250,9 @@ def test_a_drafter_of_another_policy_is_refused(folders):  # noqa: F811
 
 
 def test_a_row_of_one_token_leaves_the_draft_models_cache_right(folders):  # noqa: F811
-    """The first pass has no token before its last and proposes poorly; the policy's own copy must be right ever after."""
+    """The first pass has no token before its last and proposes poorly; the policy's own copy must be right
+    ever after.
+    """
     policy = load_policy(folders["llama"], torch.float32)
     drafter = DraftModel(policy)
     engine = Engine(

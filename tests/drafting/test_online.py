@@ -1,4 +1,6 @@
-"""A head that learns while the policy does: when it learns, from what, that it helps, and that nothing else changes."""
+"""A head that learns while the policy does: when it learns, from what, that it helps, and that nothing else
+changes.
+"""
 
 import copy
 import random
@@ -225,7 +227,9 @@ def test_micro_batches_are_counted_with_their_padding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_its_state_is_all_there_is(dtype):
-    """One that goes on from a saved state, its head included, takes the very same steps; also where masters are not the parameters."""
+    """One that goes on from a saved state, its head included, takes the very same steps; also where masters
+    are not the parameters.
+    """
     policy = load_policy(BUILTIN_POLICY, dtype)
     first, second = (
         online(policy, load_eagle("builtin-eagle", policy, dtype), when="drift", unroll=2, batch=4)

@@ -1,4 +1,6 @@
-"""A drafter's state, once handed out, is a copy: what is drafted, learned or rolled out later leaves it alone."""
+"""A drafter's state, once handed out, is a copy: what is drafted, learned or rolled out later leaves it
+alone.
+"""
 
 import torch
 

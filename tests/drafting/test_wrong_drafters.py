@@ -1,4 +1,6 @@
-"""Drafters that do not fit the policy: on a CPU, where the engine is made, and on a GPU, where it is planned first, the recipe's key is named."""
+"""Drafters that do not fit the policy: on a CPU, where the engine is made, and on a GPU, where it is planned
+first, the recipe's key is named.
+"""
 
 import dataclasses
 from pathlib import Path

@@ -75,7 +75,9 @@ def test_equals_naive_transformers_sampling_in_float64(family, folders):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_depend_on_nothing_but_the_request(family, folders):
-    """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32 bits."""
+    """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32
+    bits.
+    """
     requests = grouped_requests(prompts=6, samples=3, longest=60)
     alone = {}
     for request in requests:
@@ -238,7 +240,9 @@ def test_truncated_sampling_equals_the_reference(folders):
 
 
 def test_soak(folders):
-    """Many requests of random shapes through a small pool: every one ends exactly once, every block comes back."""
+    """Many requests of random shapes through a small pool: every one ends exactly once, every block comes
+    back.
+    """
     rng = random.Random(0)
     engine = make_engine(folders["llama"], max_running=12, kv_tokens=512, prefill_tokens=64)
     requests = grouped_requests(prompts=120, samples=3, longest=50, seed=2)
@@ -329,7 +333,9 @@ def test_held_sequences_give_way_when_blocks_run_out(folders):
 
 
 def test_a_waiting_request_does_not_keep_what_it_took_over_from_those_before_it(folders):
-    """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was preempted and is first in line."""
+    """The pool holds either of them; whoever waits with a held cache must not lock out the other, which was
+    preempted and is first in line.
+    """
     engine = make_engine(folders["llama"], kv_tokens=160)
     prompt = tuple(range(3, 43))
     engine.submit([Request("1", prompt, 5, SamplingParams(max_tokens=8, ignore_eos=True), hold=True)])
@@ -365,7 +371,9 @@ def test_holding_two_requests_of_one_name_keeps_one_cache(folders):
 
 
 def test_speculation_in_a_small_pool_does_not_admit_who_must_leave_at_once(folders):
-    """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled again."""
+    """Deep proposals ask for room ahead; whoever is admitted into it is prefilled, preempted and prefilled
+    again.
+    """
     drafters, pacer = [HistoryDrafter()], FixedPacer(Strategy("history", 3))
     engine = Engine(
         load_policy(folders["llama"], torch.float32),
@@ -405,7 +413,9 @@ def test_a_broken_policy_does_not_poison_the_cache(folders):
 
 
 def test_a_continued_sequence_that_is_preempted_starts_over(folders):
-    """Its inherited cache goes with its blocks; so does one that a waiting request had taken over when the weights changed."""
+    """Its inherited cache goes with its blocks; so does one that a waiting request had taken over when the
+    weights changed.
+    """
     prompt, sampling = tuple(range(3, 30)), SamplingParams(max_tokens=20, ignore_eos=True)
     fresh = make_engine(folders["llama"])
     first = run(fresh, [Request("1", prompt, 5, sampling)])["1"]

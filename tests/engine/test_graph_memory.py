@@ -1,4 +1,6 @@
-"""The pool of captured graphs within its budget: the engine's own steps and drafts, allocated by a model of torch's allocator."""
+"""The pool of captured graphs within its budget: the engine's own steps and drafts, allocated by a model of
+torch's allocator.
+"""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,6 @@
-"""Outcomes that are read late: a slot may have a new owner by then, and the host's work per step must not grow with the batch."""
+"""Outcomes that are read late: a slot may have a new owner by then, and the host's work per step must not
+grow with the batch.
+"""
 
 import sys
 from pathlib import Path
@@ -84,7 +86,9 @@ def test_draft_statistics_account_for_every_token(policy, steps_ahead):
 
 
 def test_only_what_was_proposed_is_counted(policy):
-    """A drafter that has one token for some rows and none for others; every row that took the step is still a draft to the pacer."""
+    """A drafter that has one token for some rows and none for others; every row that took the step is still a
+    draft to the pacer.
+    """
     requests = grouped_requests(8, 4, 30)
     plain = run(make_engine(policy), requests)
     engine = make_engine(policy, 0, [Reticent(plain)], Strategy("reticent", 3))

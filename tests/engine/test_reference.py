@@ -1,4 +1,6 @@
-"""The reference generator against the most naive sampler there is: transformers, one request, one token at a time."""
+"""The reference generator against the most naive sampler there is: transformers, one request, one token at a
+time.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""What the engine records of its routing: the experts that each token really went through, whatever else happened meanwhile."""
+"""What the engine records of its routing: the experts that each token really went through, whatever else
+happened meanwhile.
+"""
 
 from unittest import mock
 
@@ -83,7 +85,9 @@ def test_records_what_the_learner_would_choose_in_float64(folder, count, setting
 
 
 def test_nothing_but_the_request_decides_the_routing(folder):
-    """Speculation that is right, wrong or both; batches; a pool with preemption: the same float32 bits, and those without recording."""
+    """Speculation that is right, wrong or both; batches; a pool with preemption: the same float32 bits, and
+    those without recording.
+    """
     requests = grouped_requests(prompts=4, samples=3, longest=50)
     plain = run(make_engine(folder), requests)
     silent = run(make_engine(folder, records_routing=False), requests)

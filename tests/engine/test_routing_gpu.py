@@ -1,4 +1,6 @@
-"""Recorded routing on a GPU: under graphs, speculation and sleep it is the same, and the learner's routers mostly agree with it."""
+"""Recorded routing on a GPU: under graphs, speculation and sleep it is the same, and the learner's routers
+mostly agree with it.
+"""
 
 import pytest
 import torch

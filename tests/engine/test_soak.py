@@ -1,4 +1,6 @@
-"""Thousands of requests of random shapes through a small pool: every one ends exactly once, every block comes back."""
+"""Thousands of requests of random shapes through a small pool: every one ends exactly once, every block comes
+back.
+"""
 
 import random
 

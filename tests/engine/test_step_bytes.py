@@ -1,4 +1,6 @@
-"""What a step holds by the engine's formulas, against the tensors that a GPU's code makes (`tests/gpu_path.py`), and a CPU's."""
+"""What a step holds by the engine's formulas, against the tensors that a GPU's code makes
+(`tests/gpu_path.py`), and a CPU's.
+"""
 
 import dataclasses
 from itertools import product
@@ -43,7 +45,9 @@ def peak(runner: StepRunner, rows: int, queries: int, variant: StepVariant) -> i
 
 
 def shallow(shape: DecoderConfig) -> DecoderConfig:
-    """Layers follow one another, so three hold what thirty do; in those with experts there is a dense one among them."""
+    """Layers follow one another, so three hold what thirty do; in those with experts there is a dense one
+    among them.
+    """
     return dataclasses.replace(shape, num_layers=3)
 
 

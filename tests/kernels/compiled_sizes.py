@@ -1,5 +1,6 @@
-"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory, and prints what each takes of it, how many
-stages it was meant to have and how many it has. Run by test_compiled.py."""
+"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory, and prints
+what each takes of it, how many stages it was meant to have and how many it has. Run by test_compiled.py.
+"""
 
 import json
 import os

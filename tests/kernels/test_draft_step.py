@@ -1,4 +1,6 @@
-"""The gather of a draft's walk: the kernel against its reference, and the reference against a loop over rows."""
+"""The gather of a draft's walk: the kernel against its reference, and the reference against a loop over
+rows.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""An E4M3 KV cache: what is written, what attention reads, and that a query's bits depend on its own sequence only."""
+"""An E4M3 KV cache: what is written, what attention reads, and that a query's bits depend on its own sequence
+only.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def cache(num_blocks: int, dim: int = DIM) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_write_is_the_quantised_number(device, qk_norm):
-    """The reference against the plain one, rounded; the kernel against the reference, to the bit where nothing is rotated."""
+    """The reference against the plain one, rounded; the kernel against the reference, to the bit where
+    nothing is rotated.
+    """
     slots, positions = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1])
     k_scale, v_scale = torch.tensor([0.003, 0.004]), torch.tensor([0.005, 0.03])
     norms = [torch.randn(DIM) if qk_norm else None for _ in range(2)]
@@ -78,7 +82,9 @@ def test_rope_adds_parts_in_order(device):
 
 
 def test_queries_have_the_type_asked_for(device):
-    """A projection in parts is float32; queries left in that type would take attention off the tensor cores."""
+    """A projection in parts is float32; queries left in that type would take attention off the tensor
+    cores.
+    """
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
     slots, positions, angle = (
         torch.tensor([3, 9, -1, 31, 4]),
@@ -146,7 +152,9 @@ def test_prefill_attention(device):
 
 
 def test_pairs_hold_every_number():
-    """What the kernels make of a pair of E4M3 numbers: float16 bits of the even and the odd one, times 2^-8, exactly."""
+    """What the kernels make of a pair of E4M3 numbers: float16 bits of the even and the odd one, times 2^-8,
+    exactly.
+    """
     every = torch.arange(256, dtype=torch.uint8)
     every = every[~every.view(E4M3).float().isnan()]
     pairs = torch.cartesian_prod(every, every).contiguous().view(torch.int16).flatten()

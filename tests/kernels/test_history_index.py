@@ -15,7 +15,9 @@ SLOTS, WIDTH, BANK, COUNT = 5, 90, 160, 8
 
 @dataclass
 class Text:
-    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index was told of it."""
+    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index was told of
+    it.
+    """
 
     seed: int
     buckets: int
@@ -158,7 +160,9 @@ def test_reference_is_a_dictionary():
 
 @pytest.mark.parametrize("buckets", [8, 256])
 def test_a_crowded_table_only_forgets(buckets):
-    """Whatever is proposed really followed an equal run of tokens somewhere, however often buckets were taken by others."""
+    """Whatever is proposed really followed an equal run of tokens somewhere, however often buckets were taken
+    by others.
+    """
     text, said = Text(1, buckets, vocab=6), 0
     texts: list[list[int]] = []
     for step in range(80):

@@ -1,4 +1,6 @@
-"""RMSNorm, SwiGLU, and RoPE with the cache write: kernels against references, references against Hugging Face."""
+"""RMSNorm, SwiGLU, and RoPE with the cache write: kernels against references, references against Hugging
+Face.
+"""
 
 import pytest
 import torch

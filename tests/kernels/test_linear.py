@@ -1,4 +1,6 @@
-"""The product is right, and a row's bits depend neither on how many rows ran with it nor on its place among them."""
+"""The product is right, and a row's bits depend neither on how many rows ran with it nor on its place among
+them.
+"""
 
 import pytest
 import torch

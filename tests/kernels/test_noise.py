@@ -1,4 +1,6 @@
-"""The noise is Philox, is Gumbel distributed, resolves the winning end, and is the same function whatever the shape."""
+"""The noise is Philox, is Gumbel distributed, resolves the winning end, and is the same function whatever the
+shape.
+"""
 
 import math
 

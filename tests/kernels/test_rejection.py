@@ -1,4 +1,6 @@
-"""Rejection gives the policy's distribution at every position that is reached, and its tests notice when it does not."""
+"""Rejection gives the policy's distribution at every position that is reached, and its tests notice when it
+does not.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def draw(
     known: bool = True,
     proposals: int = 3,
 ):
-    """ROWS rows of `proposals` tokens drawn from `draft` logits with shared noise, verified; kept tokens by position, and their logprobs."""
+    """ROWS rows of `proposals` tokens drawn from `draft` logits with shared noise, verified; kept tokens by
+    position, and their logprobs.
+    """
     seed = torch.arange(ROWS) * 7919 + 5
     position = torch.arange(10, 11 + proposals).expand(ROWS, -1)
     heat = torch.full((ROWS, proposals + 1), temperature)
@@ -110,7 +114,9 @@ def test_no_proposal_means_the_policys_own_draw():
 
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
-    """The bug that a released engine had, where a 60% token came out 63% of the time: that a token was not drafted says that its noise is small."""
+    """The bug that a released engine had, where a 60% token came out 63% of the time: that a token was not
+    drafted says that its noise is small.
+    """
     draft = (
         torch.tensor([0.4, 0.05, 0.35, 0.1, 0.1]) if known else Q
     )  # what recovery draws from must have two tokens or more

@@ -1,4 +1,6 @@
-"""Gather and append: the kernel against the reference, and the reference against a plain Python account of one row."""
+"""Gather and append: the kernel against the reference, and the reference against a plain Python account of
+one row.
+"""
 
 import copy
 

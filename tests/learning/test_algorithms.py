@@ -1,4 +1,5 @@
-"""Every algorithm against its paper's formula, written as loops over samples and tokens in float64: loss and gradients.
+"""Every algorithm against its paper's formula, written as loops over samples and tokens in float64: loss and
+gradients.
 
 The oracles share nothing with the code but the forward pass of one sequence.
 """
@@ -111,7 +112,9 @@ def gspo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tens
 
 
 def reinforce_plus_plus(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
-    """Returns of a reward at the end and a KL penalty of 0.01 at each token, whitened over the step's tokens."""
+    """Returns of a reward at the end and a KL penalty of 0.01 at each token, whitened over the step's
+    tokens.
+    """
     returns, ratios = [], []
     for group in groups:
         for sample in group.samples:
@@ -177,7 +180,8 @@ def test_loss_and_gradients_follow_the_paper(algorithm, budget):
 
 
 def near_policy(groups: list[Group]) -> list[Group]:
-    """Samples of nearly this policy: each a little more or less likely as a whole, those with an observation exactly as likely.
+    """Samples of nearly this policy: each a little more or less likely as a whole, those with an observation
+    exactly as likely.
 
     An observation has logprob 0, as in rollouts.
     """
@@ -262,7 +266,9 @@ def test_clip_fraction_counts_the_tokens_without_a_gradient():
 
 
 def test_a_token_outside_the_loss_cannot_spoil_it_through_the_reference():
-    """An observation that the policy finds impossible and the reference does not: exp of the difference is infinite in float32."""
+    """An observation that the policy finds impossible and the reference does not: exp of the difference is
+    infinite in float32.
+    """
     logprobs_R = torch.tensor([-1.0, -120.0], requires_grad=True)
     mask_R, nothing_R = torch.tensor([1.0, 0.0]), torch.zeros(2)
     found = with_reference_kl(

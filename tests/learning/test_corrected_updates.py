@@ -1,4 +1,6 @@
-"""Whole updates with correction: loss and gradients against formulas, when the learner's logprobs are taken, what is skipped."""
+"""Whole updates with correction: loss and gradients against formulas, when the learner's logprobs are taken,
+what is skipped.
+"""
 
 import copy
 import math
@@ -23,7 +25,8 @@ from tests.learning.samples import (
 )
 from tests.learning.test_algorithms import group_advantages
 
-# Bounds as wide as the made-up samples are from the made-up policy, so that some tokens and responses fall outside.
+# Bounds as wide as the made-up samples are from the made-up policy, so that some tokens and responses fall
+# outside.
 CORRECTIONS = {
     "token-tis": {"preset": "token-tis", "weight_bounds": [0.0, 1.2]},
     "seq-tis": {"preset": "seq-tis", "weight_bounds": [0.0, 1.1]},
@@ -44,7 +47,9 @@ def overrides_for(name: str) -> list[str]:
 
 
 def objective(name: str, groups: list[Group], policy, before, loss_mean: str) -> torch.Tensor:
-    """w min(r A, clip(r) A) over what is kept; `before` is the learner's policy before the step's first update."""
+    """w min(r A, clip(r) A) over what is kept; `before` is the learner's policy before the step's first
+    update.
+    """
     config = correction_config(**CORRECTIONS[name])
     terms: list[list[torch.Tensor]] = []
     token_weights, sequence_weights = [], []

@@ -1,4 +1,6 @@
-"""Rollout correction against its formulas, written as loops over responses and tokens in plain Python floats."""
+"""Rollout correction against its formulas, written as loops over responses and tokens in plain Python
+floats.
+"""
 
 import math
 import random
@@ -95,7 +97,9 @@ def one(delta: float, tokens: int = 1) -> tuple[MicroBatch, torch.Tensor]:
     "ratio, kept", [(0.55, True), (0.45, False), (4.5, True), (5.5, False), (0.25, False), (1.9, True)]
 )
 def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
-    """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: with [0.5, 5] that is [0.2, 2]."""
+    """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: with [0.5, 5] that is [0.2,
+    2].
+    """
     delta = math.log(ratio)
     batch, learner_R = one(delta)
     got = bool(

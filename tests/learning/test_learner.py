@@ -87,7 +87,8 @@ def test_out_of_memory_ends_where_the_smaller_budget_would_have(monkeypatch, alg
     for a, b in zip(calm.policy.parameters(), learner.policy.parameters(), strict=True):
         if algorithm == "grpo":
             assert torch.equal(a, b)
-        # reinforce++ has asked the reference before anything failed, in larger micro-batches: equal up to rounding
+        # reinforce++ has asked the reference before anything failed, in larger micro-batches: equal up to
+        # rounding
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     for name, value in calm_metrics.items():
         if name.startswith("policy/"):

@@ -1,4 +1,6 @@
-"""Learning on a GPU: the flash kernel, grouped products of experts and bf16 adapters give the CPU's float32 gradients."""
+"""Learning on a GPU: the flash kernel, grouped products of experts and bf16 adapters give the CPU's float32
+gradients.
+"""
 
 import copy
 import random
@@ -70,7 +72,8 @@ def relative_error(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor
     return (difference / sum(float(g.square().sum()) for g in oracle.values())) ** 0.5
 
 
-# A bf16 product is off by 1e-3 to 1e-2; a wrong kernel by 1. With experts, a token whose scores nearly tie may go elsewhere.
+# A bf16 product is off by 1e-3 to 1e-2; a wrong kernel by 1. With experts, a token whose scores nearly tie
+# may go elsewhere.
 @pytest.mark.parametrize(
     "family, lora", [(f, None) for f in SHAPES] + [("qwen3", LORA), ("qwen3_moe", DENSE_LORA)]
 )

@@ -1,4 +1,6 @@
-"""Learning with adapters: only they change, the reference is the policy without them, a run resumes where it was."""
+"""Learning with adapters: only they change, the reference is the policy without them, a run resumes where it
+was.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,9 @@ def test_training_changes_the_adapters_and_nothing_else(dtype):
 
 
 def test_an_update_equals_one_of_the_unfused_adapters():
-    """The merged forward pass gives the policy gradient of base + scale B A: checked by finite differences."""
+    """The merged forward pass gives the policy gradient of base + scale B A: checked by finite
+    differences.
+    """
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())  # B is no longer zero
     metrics: list[float] = []

@@ -1,4 +1,6 @@
-"""Router replay in learning: the rollout's experts with the learner's own weights, and how often the router disagreed."""
+"""Router replay in learning: the rollout's experts with the learner's own weights, and how often the router
+disagreed.
+"""
 
 import dataclasses
 
@@ -84,7 +86,9 @@ def expert_by_expert(module: ExpertFeedForward, x: torch.Tensor, experts: torch.
 
 
 def test_recorded_experts_run_with_the_learners_weights():
-    """Output and the router's gradient against a loop over tokens; a token that was not recorded goes where the router says."""
+    """Output and the router's gradient against a loop over tokens; a token that was not recorded goes where
+    the router says.
+    """
     module = make_policy().layers[2].feed_forward
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     own = module.route(x)[1]
@@ -123,7 +127,9 @@ def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
 
 
 def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
-    """Routers that order the experts otherwise but weigh any chosen set alike: only with replay is it the rollout's policy."""
+    """Routers that order the experts otherwise but weigh any chosen set alike: only with replay is it the
+    rollout's policy.
+    """
     policy = make_policy()
     for i in CONFIG.expert_layers:
         policy.layers[i].feed_forward.router.weight.data.mul_(

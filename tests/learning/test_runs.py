@@ -1,4 +1,6 @@
-"""Whole runs with DAPO, with rollout correction and with LoRA: they report what they do, and a resumed run continues as if never stopped."""
+"""Whole runs with DAPO, with rollout correction and with LoRA: they report what they do, and a resumed run
+continues as if never stopped.
+"""
 
 import json
 from pathlib import Path

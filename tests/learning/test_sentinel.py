@@ -1,4 +1,6 @@
-"""Low-precision rollouts that go wrong: the run falls back, says so, loses nothing, and a resumed one decides the same."""
+"""Low-precision rollouts that go wrong: the run falls back, says so, loses nothing, and a resumed one decides
+the same.
+"""
 
 import json
 import math
@@ -94,7 +96,9 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
 
 
 def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
-    """The native engine, the built-in policy: from the first update on the scales are a tenth of what they should be, and large keys are cut off."""
+    """The native engine, the built-in policy: from the first update on the scales are a tenth of what they
+    should be, and large keys are cut off.
+    """
     monkeypatch.undo()  # the task's own reward
     sound, calls = KVScales.calibrate, []
 
@@ -184,7 +188,9 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 
 def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
-    """Killed before the checkpoint that holds the fallback, and after it: it is decided again, or remembered."""
+    """Killed before the checkpoint that holds the fallback, and after it: it is decided again, or
+    remembered.
+    """
     run = tmp_path / "killed"
     process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
     outputs, said = [], [True]
@@ -207,7 +213,9 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
 
 
 def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
-    """All responses at the cap in step 2, then a stop: step 3 is the second in a row for the resumed run as well."""
+    """All responses at the cap in step 2, then a stop: step 3 is the second in a row for the resumed run as
+    well.
+    """
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     settings = (*SETTINGS, "eval.every=0")
     whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run
@@ -293,7 +301,9 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
 
 
 def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
-    """Neither when it is time nor at the end; the next step that learns is saved although it is not its turn."""
+    """Neither when it is time nor at the end; the next step that learns is saved although it is not its
+    turn.
+    """
     settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
     with monkeypatch.context() as patch:
         fail_updates(patch, 2, 5)
@@ -306,7 +316,9 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
 
 
 def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
-    """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the one before it is not."""
+    """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the
+    one before it is not.
+    """
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
     with pytest.raises(TrainingFailed) as caught:
         train(
@@ -374,7 +386,9 @@ def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeyp
 
 
 def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypatch):
-    """Falling back builds a new pool: it would be taken on top of what learning holds, and woken although it is awake."""
+    """Falling back builds a new pool: it would be taken on top of what learning holds, and woken although it
+    is awake.
+    """
     backends: list[BreakingBackend] = []
     make = breaking_session("none", 1)
     monkeypatch.setattr(

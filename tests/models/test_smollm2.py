@@ -1,4 +1,6 @@
-"""SmolLM2-135M out of its package equals what transformers reads from the same file, and its tokenizer keeps every text."""
+"""SmolLM2-135M out of its package equals what transformers reads from the same file, and its tokenizer keeps
+every text.
+"""
 
 import zipfile
 

@@ -1,4 +1,6 @@
-"""A widened model computes the small model's function: same logits, same states at the same share of its depth."""
+"""A widened model computes the small model's function: same logits, same states at the same share of its
+depth.
+"""
 
 import dataclasses
 import json
@@ -91,7 +93,9 @@ def test_captured_states_are_the_small_models():
 
 
 def test_what_nothing_sees_is_not_zero():
-    """Memory and multipliers must see numbers: most of the weights are random, and the layers in between are too."""
+    """Memory and multipliers must see numbers: most of the weights are random, and the layers in between are
+    too.
+    """
     wide = widen(load_policy(BUILTIN_POLICY, torch.float32), TARGETS["twice-the-head"])
     for layer in wide.layers:
         for linear in (layer.attention.qkv, layer.feed_forward.gate_up):

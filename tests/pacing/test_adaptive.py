@@ -67,7 +67,9 @@ def random_world(seed: int) -> tuple[World, list[int]]:
 
 
 def test_regret_over_random_worlds_is_small():
-    """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each context, and plain decoding."""
+    """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each
+    context, and plain decoding.
+    """
     regrets, against_plain = [], []
     for seed in range(8):
         world, lengths = random_world(seed)
@@ -86,7 +88,9 @@ def test_regret_over_random_worlds_is_small():
 
 
 def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
-    """256 requests with a long tail on a machine like an H200 with an 8B policy: plain or shallow first, deep in the tail."""
+    """256 requests with a long tail on a machine like an H200 with an 8B policy: plain or shallow first, deep
+    in the tail.
+    """
     world, lengths = World({"eagle": head(0.8, 0.78, 0.76, 0.74, 0.7)}), long_tailed(256, 300)
     pacer = make_pacer("eagle")
     first, second = (simulate(world, pacer, lengths, seed=i) for i in range(2))
@@ -124,7 +128,9 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
 def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
     names, seconds_per_token, switch_seconds
 ):
-    """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before one was seen."""
+    """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before
+    one was seen.
+    """
     world = World(
         {
             name: head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)
@@ -143,7 +149,9 @@ def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
 
 
 def test_drafters_share_one_budget():
-    """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there is another."""
+    """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there
+    is another.
+    """
     world, lengths = (
         World({name: head(0.0, seconds_per_token=1e-5, switch_seconds=5e-2) for name in "abc"}),
         long_tailed(8, 100),
@@ -159,7 +167,9 @@ def test_drafters_share_one_budget():
 
 
 def test_what_fails_at_the_full_batch_is_not_barred_from_the_tail():
-    """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with go by the situation."""
+    """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with
+    go by the situation.
+    """
     world, lengths = random_world(129)
     pacer, best = make_pacer(*world.drafters), BestPacer(world, strategies(*world.drafters))
     for i in range(6):
@@ -169,7 +179,9 @@ def test_what_fails_at_the_full_batch_is_not_barred_from_the_tail():
 
 
 def test_a_rollout_does_not_begin_with_the_last_ones_tail():
-    """At the full batch a proposal is 1.5% worse than none, less than what hysteresis or the guard ask for; in the tail it wins."""
+    """At the full batch a proposal is 1.5% worse than none, less than what hysteresis or the guard ask for;
+    in the tail it wins.
+    """
     pacer = AdaptivePacer(PacingSettings(BUCKETS, (Strategy("x", 1),)))
 
     def play(moment: Moment, seconds: dict[int, float]) -> list[Decision]:
@@ -320,7 +332,9 @@ def test_the_better_of_two_drafters_is_found_and_a_change_between_them_too():
 
 
 def test_no_thrash_at_a_boundary():
-    """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every step."""
+    """Two strategies within a percent of each other, and a batch that crosses a bucket's boundary at every
+    step.
+    """
     world = World({"eagle": head(0.12, seconds_per_token=1e-5)})
     steady = simulate(world, make_pacer("eagle"), [3000] * 8)
     assert steady.switches < len(steady.strategies) / 60, steady.switches

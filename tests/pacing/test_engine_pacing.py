@@ -1,4 +1,6 @@
-"""The engine under a pacer: the same bits as without one, times and traces that add up, memory and training respected."""
+"""The engine under a pacer: the same bits as without one, times and traces that add up, memory and training
+respected.
+"""
 
 import json
 import threading
@@ -305,8 +307,10 @@ def test_a_capture_is_not_charged_for_the_steps_in_flight():
 @pytest.mark.gpu
 @pytest.mark.parametrize("budget, tokens", [(320_000_000, 256), (260_000_000, 16)])
 def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeypatch):
-    """Logits of 64 tokens are 39 MB, and what is kept for 16 rows in plain torch 147; half of that again for gaps. So the larger budget has room
-    for every step of 16 rows, of 16 x 16 tokens in four pieces too, and the smaller one for 16 tokens and not for 32."""
+    """Logits of 64 tokens are 39 MB, and what is kept for 16 rows in plain torch 147; half of that again for
+    gaps. So the larger budget has room for every step of 16 rows, of 16 x 16 tokens in four pieces too,
+    and the smaller one for 16 tokens and not for 32.
+    """
     for module in (sampling, step_bytes):
         monkeypatch.setattr(module, "SAMPLE_TOKENS", 64)
     config = DecoderConfig(

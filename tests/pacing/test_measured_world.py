@@ -1,4 +1,6 @@
-"""The pacer in a rollout as it was measured on an H200, where the best number of proposals changes with every other bucket."""
+"""The pacer in a rollout as it was measured on an H200, where the best number of proposals changes with every
+other bucket.
+"""
 
 import pytest
 
@@ -19,7 +21,9 @@ def test_the_world_is_what_was_measured():
 
 @pytest.fixture(scope="module", params=(0, 1, 3))
 def rollouts(request) -> tuple[list[Outcome], list[float], list[float]]:
-    """Three rollouts of one pacer, as RL runs them; beside each, seconds of the best fixed strategy and of knowing the world."""
+    """Three rollouts of one pacer, as RL runs them; beside each, seconds of the best fixed strategy and of
+    knowing the world.
+    """
     world, wanted, seeds = h200(), lengths(), [100 * request.param + i for i in range(3)]
     pacer = AdaptivePacer(PacingSettings(world.buckets, STRATEGIES, request.param))
     paced = [simulate(world, pacer, wanted, seed) for seed in seeds]
@@ -52,7 +56,9 @@ def test_finding_out_is_short_and_ends(rollouts):
 
 
 def test_the_guard_does_not_go_by_a_guess_at_plain_decoding(rollouts):
-    """Plain decoding is slower throughout, and where it never ran its time is not known: no reason to leave the drafter."""
+    """Plain decoding is slower throughout, and where it never ran its time is not known: no reason to leave
+    the drafter.
+    """
     paced, _, _ = rollouts
     assert not any(decision.reason == "guard" for outcome in paced for decision in outcome.decisions)
     assert sum(decision.strategy == PLAIN for decision in paced[2].decisions) < 0.02 * len(paced[2].decisions)

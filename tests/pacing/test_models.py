@@ -1,4 +1,6 @@
-"""What the pacer believes: times as they were measured, guesses between them, acceptance that follows what is seen."""
+"""What the pacer believes: times as they were measured, guesses between them, acceptance that follows what is
+seen.
+"""
 
 import json
 import random
@@ -37,7 +39,9 @@ def test_time_is_positive_and_finite_whatever_was_measured(measured):
 
 
 def test_what_was_measured_is_believed_whatever_was_measured_elsewhere():
-    """A machine that works in tiles: 96 tokens take longer than 128, and plain decoding of many rows longer than either."""
+    """A machine that works in tiles: 96 tokens take longer than 128, and plain decoding of many rows longer
+    than either.
+    """
     measured = {
         (24, 4): 8.7e-3,
         (32, 4): 7.2e-3,

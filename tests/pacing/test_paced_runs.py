@@ -1,4 +1,6 @@
-"""A whole run under the adaptive pacer: what it learns is the same as ever, and the pacing is kept with the run."""
+"""A whole run under the adaptive pacer: what it learns is the same as ever, and the pacing is kept with the
+run.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""pacing.json only saves learning the machine again: a damaged one is said and ignored, and leaves nothing behind."""
+"""pacing.json only saves learning the machine again: a damaged one is said and ignored, and leaves nothing
+behind.
+"""
 
 import json
 

@@ -1,9 +1,10 @@
 """A machine and drafters that are known exactly, with a simulated clock: what pacers are measured against.
 
-A step's time is a smooth roofline in bucket * queries plus a part for attended tokens, seen through noise and outliers. A drafter
-is its acceptance (by depth, context and step), its seconds, and what catching up costs. Outcomes reach the pacer `ahead`
-steps late, as they do in an engine that launches ahead, and rows that have ended run so many steps more. Which positions are
-hard is drawn before anybody runs, so strategies are compared on the same luck.
+A step's time is a smooth roofline in bucket * queries plus a part for attended tokens, seen through noise and
+outliers. A drafter is its acceptance (by depth, context and step), its seconds, and what catching up costs.
+Outcomes reach the pacer `ahead` steps late, as they do in an engine that launches ahead, and rows that have
+ended run so many steps more. Which positions are hard is drawn before anybody runs, so strategies are
+compared on the same luck.
 """
 
 import random
@@ -36,7 +37,8 @@ class World:
     outliers: float = 0.005
     buckets: tuple[int, ...] = BUCKETS
     max_tokens: int = 1 << 30  # of one step, by the memory for captured graphs
-    capture_seconds: float = 0.0  # in a rollout's first step of each (bucket, queries): the pacer sees it, nobody is charged for it
+    # in a rollout's first step of each (bucket, queries): the pacer sees it, nobody is charged for it
+    capture_seconds: float = 0.0
 
     def bucket(self, running: int) -> int:
         return next(b for b in self.buckets if b >= running)

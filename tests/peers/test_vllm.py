@@ -1,7 +1,8 @@
 """Folders written by `save_policy` open in a real vLLM, which then says what our engine says.
 
-vLLM lives in an environment of its own (`scripts/vllm_env.sh` makes it) and is started once, as a subprocess, for all
-cases. Its head sizes on a CPU start at 32, hence models slightly larger than those of the other tests.
+vLLM lives in an environment of its own (`scripts/vllm_env.sh` makes it) and is started once, as a subprocess,
+for all cases. Its head sizes on a CPU start at 32, hence models slightly larger than those of the other
+tests.
 """
 
 import json
@@ -49,7 +50,8 @@ CASES = {
         "llama",
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
     ),
-    # vLLM's Qwen2 ignores `head_dim`: it must be hidden_size / num_attention_heads, as in every Qwen2 there is.
+    # vLLM's Qwen2 ignores `head_dim`: it must be hidden_size / num_attention_heads, as in every Qwen2 there
+    # is.
     "qwen2": ("qwen2", {"hidden_size": 192}),
     "qwen2-tied-yarn": (
         "qwen2",
@@ -74,7 +76,9 @@ pytestmark = [
 
 
 def save_small_policy(case: str, folder: Path) -> None:
-    """A random model through our hands: transformers -> load_policy -> save_policy, with a tokenizer for its vocabulary."""
+    """A random model through our hands: transformers -> load_policy -> save_policy, with a tokenizer for its
+    vocabulary.
+    """
     family, changes = CASES[case]
     original = folder / "transformers"
     small_model(family, head_dim=32, bos_token_id=None, eos_token_id=END_TOKENS, **changes).save_pretrained(
@@ -100,7 +104,9 @@ def make_prompts(case: str, folder: Path) -> list[list[int]]:
 
 
 def run_vllm(job: dict, scratch: Path, script: str = "vllm_generate.py") -> dict[str, list[dict]]:
-    """One vLLM process for the whole job. Whatever happens, nothing of its process group outlives this call."""
+    """One vLLM process for the whole job. Whatever happens, nothing of its process group outlives this
+    call.
+    """
     job_path, result_path, log_path = scratch / "job.json", scratch / "result.json", scratch / "vllm.log"
     job_path.write_text(json.dumps(job))
     settings = {

@@ -1,7 +1,8 @@
-"""An exported eagle head in a real vLLM: it loads as `eagle3`, and vLLM accepts of its drafts what `drafter eval` says.
+"""An exported eagle head in a real vLLM: it loads as `eagle3`, and vLLM accepts of its drafts what `drafter
+eval` says.
 
-Greedy, where the two must agree draft by draft. At temperature 1 vLLM 0.32's CPU build cannot be compared with: with speculation
-on it writes tokens that the policy all but excludes.
+Greedy, where the two must agree draft by draft. At temperature 1 vLLM 0.32's CPU build cannot be compared
+with: with speculation on it writes tokens that the policy all but excludes.
 """
 
 import pytest
@@ -24,7 +25,9 @@ DEPTH, MAX_TOKENS = 5, 288
 
 
 def prompts() -> list[list[int]]:
-    """Problems with the first term of a careful answer: by itself the policy, greedy, would guess and be done."""
+    """Problems with the first term of a careful answer: by itself the policy, greedy, would guess and be
+    done.
+    """
     tokenizer = load_tokenizer(BUILTIN_POLICY)
     texts = [problem.prompt for problem in RunningSums(0, 96, 48).held_out]
     return [tokenizer.encode(f"{text}{text[:2]}:").ids for text in texts]
@@ -46,7 +49,9 @@ def greedy(policy) -> list[Completion]:
 
 
 def in_vllm_and_here(policy, head: EagleHead, greedy: list[Completion], scratch) -> tuple[float, Acceptance]:
-    """vLLM's accept length, and ours: its first token of a response comes from the prefill, without a draft."""
+    """vLLM's accept length, and ours: its first token of a response comes from the prefill, without a
+    draft.
+    """
     save_eagle(head, scratch / "exported", torch.float32)
     job = dict(
         policy=str(BUILTIN_POLICY),

@@ -1,9 +1,10 @@
-"""Runs inside `.venv-vllm`: opens one folder after the other in vLLM and writes down its greedy continuations.
+"""Runs inside `.venv-vllm`: opens one folder after the other in vLLM and writes down its greedy
+continuations.
 
     .venv-vllm/bin/python vllm_generate.py job.json result.json
 
-It knows nothing of Paceline; `test_vllm.py` writes the job and reads the result. All folders share one process, since
-importing vLLM takes longer than opening a small model.
+It knows nothing of Paceline; `test_vllm.py` writes the job and reads the result. All folders share one
+process, since importing vLLM takes longer than opening a small model.
 """
 
 import gc

@@ -1,4 +1,6 @@
-"""Small shapes of every family, with what distinguishes them: biases, QK-norm, experts, tied embeddings, grouped heads."""
+"""Small shapes of every family, with what distinguishes them: biases, QK-norm, experts, tied embeddings,
+grouped heads.
+"""
 
 from paceline.policy.config import DecoderConfig
 

@@ -35,7 +35,9 @@ def small_logit_chunks(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def plain_attention():
-    """The meta device runs float32 attention as plain products; the real tensors must as well. In bf16 it plans for the flash kernel."""
+    """The meta device runs float32 attention as plain products; the real tensors must as well. In bf16 it
+    plans for the flash kernel.
+    """
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         yield
 
@@ -78,7 +80,9 @@ def test_state_is_that_of_a_real_learner(name, variant):
 
 @pytest.mark.parametrize("name, variant", CASES)
 def test_activations_are_what_autograd_keeps(name, variant):
-    """In float32, where CPU, GPU and meta device run the same code: every storage that autograd saves, counted by its own hooks."""
+    """In float32, where CPU, GPU and meta device run the same code: every storage that autograd saves,
+    counted by its own hooks.
+    """
     shape, overrides = SMALL_SHAPES[name], VARIANTS[variant]
     learner = real_learner(shape, overrides, torch.float32)
     policy, batch = learner.policy, one_response(TOKENS, torch.device("cpu"))

@@ -1,4 +1,6 @@
-"""The plan as a whole: the pool takes what remains, what cannot fit is refused with a way out that does fit, `train` asks first."""
+"""The plan as a whole: the pool takes what remains, what cannot fit is refused with a way out that does fit,
+`train` asks first.
+"""
 
 import dataclasses
 import json
@@ -58,7 +60,9 @@ def test_room_for_everybody_where_there_is_memory():
 
 
 def test_the_pool_takes_what_remains():
-    """Less memory: a smaller pool beside learning; less still: it sleeps and has learning's memory; then nothing fits."""
+    """Less memory: a smaller pool beside learning; less still: it sleeps and has learning's memory; then
+    nothing fits.
+    """
     needed = megabytes_without_pool()
     wanted = plan_for(10_000).bytes_of("KV pool") / 1e6
     beside = plan_for(needed + 0.7 * wanted)

@@ -1,4 +1,6 @@
-"""The plan against a GPU's own count of bytes, over steps of rollout and learning (`bench/gpu_plan_check.py`)."""
+"""The plan against a GPU's own count of bytes, over steps of rollout and learning
+(`bench/gpu_plan_check.py`).
+"""
 
 import pytest
 

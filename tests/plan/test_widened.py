@@ -1,4 +1,6 @@
-"""A widened policy's eagle head is widened with it, and so planned at that size, though its folder is the small policy's."""
+"""A widened policy's eagle head is widened with it, and so planned at that size, though its folder is the
+small policy's.
+"""
 
 import json
 

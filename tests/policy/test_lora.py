@@ -1,4 +1,6 @@
-"""LoRA against PEFT: the same numbers, the same folders; and against itself: nothing drifts, only adapters learn."""
+"""LoRA against PEFT: the same numbers, the same folders; and against itself: nothing drifts, only adapters
+learn.
+"""
 
 import json
 
@@ -144,7 +146,9 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone():
 
 
 def test_the_engine_samples_from_the_policy_that_learns():
-    """Engine with merged weights against base and adapters computed apart, in float64; storage and names stay where they were."""
+    """Engine with merged weights against base and adapters computed apart, in float64; storage and names stay
+    where they were.
+    """
     policy = small_decoder()
     storages = {name: tensor.data_ptr() for name, tensor in exported_tensors(policy)}
     engine = Engine(policy, EngineSettings(max_running=4, kv_tokens=2048))

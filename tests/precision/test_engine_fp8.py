@@ -1,4 +1,6 @@
-"""The engine at FP8: exact under speculation and any batch, calibrated, following updates, able to go back."""
+"""The engine at FP8: exact under speculation and any batch, calibrated, following updates, able to go
+back.
+"""
 
 import random
 from dataclasses import replace
@@ -122,7 +124,9 @@ def observe_training_pass(engine, tokens=range(3, 60)):
 
 
 def test_an_update_requantises_and_recalibrates(folders):
-    """The same numbers as an engine that starts with the new weights and the same scales; running requests go on."""
+    """The same numbers as an engine that starts with the new weights and the same scales; running requests go
+    on.
+    """
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     engine = make_engine(folders["qwen3"])
     complete(engine, requests)
@@ -199,7 +203,9 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
 
 
 def test_a_request_that_fitted_still_fits_after_falling_back(folders):
-    """Between steps nothing is queued that could say how long requests are; in half the tokens the longest would be refused."""
+    """Between steps nothing is queued that could say how long requests are; in half the tokens the longest
+    would be refused.
+    """
     requests = [
         replace(request, sampling=replace(request.sampling, max_tokens=50))
         for request in grouped_requests(prompts=1, samples=2, longest=40)

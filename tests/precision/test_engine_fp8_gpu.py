@@ -1,4 +1,6 @@
-"""FP8 on a GPU: deterministic bits, graphs that follow weight updates and fall back, agreement with the learner."""
+"""FP8 on a GPU: deterministic bits, graphs that follow weight updates and fall back, agreement with the
+learner.
+"""
 
 import pytest
 import torch

@@ -45,7 +45,9 @@ def test_scales_are_the_formulas(per_head):
 
 @pytest.mark.parametrize("factor, which", [(1 / 20, 0), (1 / 20, 1), (3e5, 0), (3e5, 1), (float("nan"), 0)])
 def test_a_wrong_scale_is_caught(factor, which):
-    """Too small cuts large numbers off, too large loses small ones; a wrong scale in one layer is that layer's alone."""
+    """Too small cuts large numbers off, too large loses small ones; a wrong scale in one layer is that
+    layer's alone.
+    """
     scales, _ = observed()
     keep = list(scales._windows)
     assert scales.calibrate() == []
@@ -56,7 +58,9 @@ def test_a_wrong_scale_is_caught(factor, which):
 
 
 def test_outliers_in_a_key_channel_are_caught():
-    """A model without QK-norm whose keys have one huge channel: the rest falls below E4M3's smallest number."""
+    """A model without QK-norm whose keys have one huge channel: the rest falls below E4M3's smallest
+    number.
+    """
     scales = KVScales(CONFIG, torch.device("cpu"))
     torch.manual_seed(0)
     for layer in range(3):
@@ -125,7 +129,9 @@ def test_validation_measures_what_the_cache_does():
 
 
 def test_a_forward_pass_that_broke_off_does_not_spoil_the_calibration():
-    """Out of memory in the last layer, then the micro-batch again: the layers before it were measured once more."""
+    """Out of memory in the last layer, then the micro-batch again: the layers before it were measured once
+    more.
+    """
     torch.manual_seed(0)
     scales = KVScales(CONFIG, torch.device("cpu"))
     q, k, v = torch.randn(40, 6, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)

@@ -1,4 +1,6 @@
-"""FP8 weights follow the learner's, by exact names, in storage that stays where it is; one that was not written is loud."""
+"""FP8 weights follow the learner's, by exact names, in storage that stays where it is; one that was not
+written is loud.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Dynamic sampling takes groups in prompt order, bounds its rounds, reports, and never repeats a prompt's noise."""
+"""Dynamic sampling takes groups in prompt order, bounds its rounds, reports, and never repeats a prompt's
+noise.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,9 @@ from tests.learning.samples import make_config, make_groups, make_policy
 
 
 class Rounds:
-    """A source whose groups score as told: `/` unevenly, `=` alike; one string per round, then nothing but `=`."""
+    """A source whose groups score as told: `/` unevenly, `=` alike; one string per round, then nothing but
+    `=`.
+    """
 
     def __init__(self, *rounds: str) -> None:
         self.rounds = list(rounds)

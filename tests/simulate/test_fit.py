@@ -1,4 +1,6 @@
-"""Fits recover what made the points; the shipped profile is the fit of the shipped points; held-out errors are within the aim."""
+"""Fits recover what made the points; the shipped profile is the fit of the shipped points; held-out errors
+are within the aim.
+"""
 
 import dataclasses
 

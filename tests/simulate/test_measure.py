@@ -1,4 +1,6 @@
-"""The measuring code on a CPU: every operator is timed, and the fit makes a profile that simulates. No speed is asserted."""
+"""The measuring code on a CPU: every operator is timed, and the fit makes a profile that simulates. No speed
+is asserted.
+"""
 
 import dataclasses
 import math

@@ -1,4 +1,6 @@
-"""What must hold whatever the numbers: more bandwidth is never slower, tokens in are tokens out, a lag is a bound."""
+"""What must hold whatever the numbers: more bandwidth is never slower, tokens in are tokens out, a lag is a
+bound.
+"""
 
 import dataclasses
 
@@ -130,7 +132,9 @@ def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_token
 
 @pytest.mark.parametrize("lag", [2, 3])
 def test_the_lag_is_a_bound_when_short_responses_overtake_long_ones_for_many_steps(lag):
-    """Updates filled with short responses must not leave more long ones behind than later updates can take."""
+    """Updates filled with short responses must not leave more long ones behind than later updates can
+    take.
+    """
     long_tail = Workload(16, 8, 64, Lengths(1000, 1.2, 4, 2000))
     asked = scenario(
         mode="async",

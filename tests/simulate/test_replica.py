@@ -65,7 +65,9 @@ def brute_force(
 
 
 def pairs_of(first: float, last: float) -> float:
-    """(query, key) pairs of the queries from position `first` to `last`: their number times their mean position."""
+    """(query, key) pairs of the queries from position `first` to `last`: their number times their mean
+    position.
+    """
     return (last - first) * (first + last) / 2
 
 

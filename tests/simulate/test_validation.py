@@ -17,7 +17,9 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 def same_figures(made: str, written: str) -> bool:
-    """Returns whether words are equal, and numbers to what another CPU's last bits may move: two units of the last digit shown."""
+    """Returns whether words are equal, and numbers to what another CPU's last bits may move: two units of the
+    last digit shown.
+    """
     if NUMBER.sub("#", made) != NUMBER.sub("#", written):
         return False
     for ours, theirs in zip(NUMBER.findall(made), NUMBER.findall(written), strict=True):

@@ -1,4 +1,6 @@
-"""Chat templates render what transformers renders, and prompts become the tokens transformers would make of them."""
+"""Chat templates render what transformers renders, and prompts become the tokens transformers would make of
+them.
+"""
 
 import json
 
@@ -112,7 +114,8 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    # As Llama's does, it begins every text with <s>; a template that writes <s> itself must not get a second one.
+    # As Llama's does, it begins every text with <s>; a template that writes <s> itself must not get a second
+    # one.
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
@@ -189,7 +192,9 @@ def test_prompt_tokens_equal_transformers(tmp_path, template):
 
 
 def test_follow_up_continues_the_conversation(tmp_path):
-    """What is said so far and the observation's tokens together are the rendering of the whole conversation."""
+    """What is said so far and the observation's tokens together are the rendering of the whole
+    conversation.
+    """
     folder = save_folder(tmp_path / "policy", CHATML)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     template = ChatTemplate.from_folder(folder)

@@ -1,4 +1,6 @@
-"""Rewards of the user: what they are told, what they return, and that nothing they do stops the run or outlives it."""
+"""Rewards of the user: what they are told, what they return, and that nothing they do stops the run or
+outlives it.
+"""
 
 import os
 import signal
@@ -285,7 +287,9 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
 
 
 def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
-    """It hangs on some responses and kills its process on others; the same samples fail in the same way every time."""
+    """It hangs on some responses and kills its process on others; the same samples fail in the same way every
+    time.
+    """
     policy = make_tiny_policy(tmp_path / "policy")
     extra = [
         "task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]",

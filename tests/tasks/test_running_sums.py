@@ -1,4 +1,6 @@
-"""The built-in task: disjoint problems, exact scoring, honest demonstrations, an order that can be resumed."""
+"""The built-in task: disjoint problems, exact scoring, honest demonstrations, an order that can be
+resumed.
+"""
 
 import random
 

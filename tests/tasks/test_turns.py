@@ -1,4 +1,6 @@
-"""Turns: a tool's answer goes on where the policy stopped, and the merged completion is what one long sample would be."""
+"""Turns: a tool's answer goes on where the policy stopped, and the merged completion is what one long sample
+would be.
+"""
 
 import time
 
@@ -159,7 +161,9 @@ def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, ca
 
 
 class Script:
-    """A backend that answers from a list of texts per request, and finishes `slow` only once everybody else is done."""
+    """A backend that answers from a list of texts per request, and finishes `slow` only once everybody else
+    is done.
+    """
 
     def __init__(self, tokenizer, texts, slow=()):
         self.tokenizer, self.texts, self.slow = tokenizer, texts, slow

@@ -1,1 +1,3 @@
-"""Measurements: `paceline bench ...`. Each one repeats, reports medians with their spread, and can be written as JSON."""
+"""Measurements: `paceline bench ...`. Each one repeats, reports medians with their spread, and can be written
+as JSON.
+"""

@@ -1,14 +1,16 @@
-"""`paceline bench acceptance`: shared noise against rejection with the same draft model, expected and realised.
+"""`paceline bench acceptance`: shared noise against rejection with the same draft model, expected and
+realised.
 
-Expected, per token, along texts that the policy wrote, from the probabilities p of the policy and q of the drafter alone:
+Expected, per token, along texts that the policy wrote, from the probabilities p of the policy and q of the
+drafter alone:
 
     rejection       1 - TV(p, q), the most that any rule accepts
     shared noise    sum_t 1 / sum_j max(p_j / p_t, q_j / q_t): the chance that both win with token t when they race on the same
                     exponential clocks (Daliri, Musco, Suresh 2024, arXiv 2408.07978, section 3)
     greedy draft    p(argmax q): the drafter proposes its most likely token
 
-Realised, in the engine: the share accepted of the proposals that were looked at, and tokens per step; a response's last step, which its end cuts
-short, does not count.
+Realised, in the engine: the share accepted of the proposals that were looked at, and tokens per step; a
+response's last step, which its end cuts short, does not count.
 """
 
 from collections.abc import Sequence as Listing
@@ -131,7 +133,9 @@ def _expected(policy: Decoder, draft: Decoder, completions: list[Completion]) ->
 
 
 def shared_noise_agreement(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
-    """In token order by p / q, the first sum's maxima are p's for what follows and q's for what stands before."""
+    """In token order by p / q, the first sum's maxima are p's for what follows and q's for what stands
+    before.
+    """
     order_RV = (p_RV.log() - q_RV.log()).nan_to_num(0.0).argsort(-1)
     p_RV, q_RV = p_RV.gather(-1, order_RV), q_RV.gather(-1, order_RV)
     above_RV = p_RV.sum(-1, keepdim=True) - p_RV.cumsum(-1)

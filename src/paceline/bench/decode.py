@@ -1,7 +1,9 @@
-"""`paceline bench decode`: how long one decode step takes at each batch size, and one that verifies k proposals.
+"""`paceline bench decode`: how long one decode step takes at each batch size, and one that verifies k
+proposals.
 
-A step is (time for n + 1 new tokens - time for 1) / n, so prefill and admission cancel out; that is also how the peers
-are measured. Verification is timed with proposals that are never right, so that every step still emits one token.
+A step is (time for n + 1 new tokens - time for 1) / n, so prefill and admission cancel out; that is also how
+the peers are measured. Verification is timed with proposals that are never right, so that every step still
+emits one token.
 """
 
 import time

@@ -1,7 +1,9 @@
-"""A drafter with known acceptance: it has seen the answers of an earlier plain run, and spoils them with seeded noise.
+"""A drafter with known acceptance: it has seen the answers of an earlier plain run, and spoils them with
+seeded noise.
 
-On random weights, or before a drafter has been trained, real acceptance means nothing; this one is right with the probability
-it is given for each depth, and costs what reading weights of a given size once per token costs. For benchmarks of pacing only.
+On random weights, or before a drafter has been trained, real acceptance means nothing; this one is right with
+the probability it is given for each depth, and costs what reading weights of a given size once per token
+costs. For benchmarks of pacing only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,7 +63,8 @@ class OracleDrafter(Drafter):
             1
         ) + self.offset_K[:count]
         right_RK = self.answers_NW[request_R1, at_RK.clamp(0, self.answers_NW.shape[1] - 1)]
-        # Whether a position is hard does not depend on when it is proposed, so acceptance at each depth is what was asked for.
+        # Whether a position is hard does not depend on when it is proposed, so acceptance at each depth is
+        # what was asked for.
         mixed_RK = (request_R1 * 1_000_003 + at_RK * 8_191 + self.seed) * MIX
         mixed_RK = (mixed_RK ^ (mixed_RK >> 29)) * MIX
         level_RK = (mixed_RK >> 33) & (LEVELS - 1)

@@ -1,9 +1,11 @@
-"""`paceline bench pacing`: one long-tailed rollout with plain decoding, with each fixed strategy, and with the pacer.
+"""`paceline bench pacing`: one long-tailed rollout with plain decoding, with each fixed strategy, and with
+the pacer.
 
-Same requests, same seeds, and in deterministic mode the same tokens, which is checked. A token of each request comes first, so
-that nobody is charged for compiling the prefill. Graphs are captured when first needed; their time is taken out of a rollout's
-seconds and reported beside it, because a run captures once and rolls out often. The pacer runs twice or more: first knowing
-nothing, then with what it has learnt, as from the second step of an RL run on.
+Same requests, same seeds, and in deterministic mode the same tokens, which is checked. A token of each
+request comes first, so that nobody is charged for compiling the prefill. Graphs are captured when first
+needed; their time is taken out of a rollout's seconds and reported beside it, because a run captures once and
+rolls out often. The pacer runs twice or more: first knowing nothing, then with what it has learnt, as from
+the second step of an RL run on.
 """
 
 import math

@@ -1,6 +1,7 @@
 """A policy to measure, and requests that run as long as asked.
 
-The policy is a folder's weights, as they are or widened to a shape (`models/widen.py`), or random ones in a named shape.
+The policy is a folder's weights, as they are or widened to a shape (`models/widen.py`), or random ones in a
+named shape.
 """
 
 import random
@@ -81,7 +82,9 @@ def recipe_requests(config: Config, prompts: list[tuple[int, ...]], count: int) 
 
 
 def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[Request]:
-    """One request per length, each with a prompt of its own, sampled at temperature 1 to exactly that length."""
+    """One request per length, each with a prompt of its own, sampled at temperature 1 to exactly that
+    length.
+    """
     rng = random.Random(seed)
     requests = []
     for i, length in enumerate(lengths):

@@ -1,14 +1,17 @@
-"""`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed tokens.
+"""`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed
+tokens.
 
-Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole batch's graph count (it
-also serves a batch that has lost a few), and only those that no prefill or capture disturbs, so requests whose responses are long are
-chosen: they are also the ones that speculation is for.
+Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole
+batch's graph count (it also serves a batch that has lost a few), and only those that no prefill or capture
+disturbs, so requests whose responses are long are chosen: they are also the ones that speculation is for.
 
-Each strategy generates the same requests with the same seeds, so the share of completions that are plain decoding's can be reported:
-all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round differently at different sizes. Rejection samples the
-same distribution, not the same tokens: its responses, and so the requests with long ones, are others.
+Each strategy generates the same requests with the same seeds, so the share of completions that are plain
+decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round
+differently at different sizes. Rejection samples the same distribution, not the same tokens: its responses,
+and so the requests with long ones, are others.
 
-Before each of them drafters forget what they have seen: one that remembers responses would find these very ones.
+Before each of them drafters forget what they have seen: one that remembers responses would find these very
+ones.
 """
 
 import statistics
@@ -68,15 +71,19 @@ def bench_speculation(
     repeats: int,
     rounds: int,
 ) -> Iterator[SpeculationPoint]:
-    """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how they
-    verify) also decodes plainly, because a drafter that follows the policy costs a little even then."""
+    """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines`
+    (they differ in how they verify) also decodes plainly, because a drafter that follows the policy costs
+    a little even then.
+    """
     unused = [_kept_apart(engine.drafter_state()) for engine in engines]
     most, strategies = (
         requests_for(max(batches), rounds),
         [strategy for strategy in strategies if strategy.count],
     )
     long = choose_long(alone, candidates, most)
-    long_by = {}  # where tokens depend on proposals; those of a drafter that remembers depend on the batch too, so there this is a guess
+    # where tokens depend on proposals; those of a drafter that remembers depend on the batch too, so there
+    # this is a guess
+    long_by = {}
     for i, engine in enumerate(engines):
         for strategy in strategies if not _same_tokens(engine) else []:
             engine.load_drafter_state(unused[i])
@@ -146,7 +153,8 @@ def _run(
     engine.load_drafter_state(unused)
     pacer = RecordingPacer(strategy)
     completions = _generate(engine, requests, batch, pacer)
-    # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a token.
+    # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a
+    # token.
     smaller = max((bucket for bucket in engine.buckets if bucket < batch), default=0)
     whole = [
         o

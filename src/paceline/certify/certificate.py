@@ -29,7 +29,9 @@ class Certificate:
 
     @classmethod
     def of(cls, subject: str, settings: dict[str, str], checks: list[Check], seconds: float) -> "Certificate":
-        """Decides the statistical checks together, so that many of them do not fail a sound backend by chance."""
+        """Decides the statistical checks together, so that many of them do not fail a sound backend by
+        chance.
+        """
         tested = [check for check in checks if check.p_value is not None]
         adjusted = dict(zip(map(id, tested), holm([check.p_value for check in tested]), strict=True))
         decided = []

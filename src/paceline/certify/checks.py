@@ -53,7 +53,9 @@ def mixed_requests(
 
 
 def check_equality(subject: Subject, requests: list[Request], plain: list[Completion]) -> list[Check]:
-    """Tokens and logprobs against plain decoding: other batches, and every depth of speculation up to the subject's."""
+    """Tokens and logprobs against plain decoding: other batches, and every depth of speculation up to the
+    subject's.
+    """
     runs = [(f"same bits, plain, {n} at a time", 0, n) for n in (1, 5)]
     depths = sorted({1, subject.tokens, min(2 * subject.tokens + 1, MAX_QUERY - 1)}) if subject.tokens else []
     depth = "up to {} proposed" if subject.adaptive else "{} proposed"
@@ -119,10 +121,12 @@ def check_frequencies(
     seed: int,
     tolerance: float,
 ) -> list[Check]:
-    """Many seeds over few prompts: are tokens drawn as they should, by their place in the step that made them?
+    """Many seeds over few prompts: are tokens drawn as they should, by their place in the step that made
+    them?
 
-    A token is reached because of what was accepted before it, and given that it must have its own context's distribution.
-    `tolerance`: how far the same logits may lie apart anywhere; contexts in which so little decides what truncation keeps are left out.
+    A token is reached because of what was accepted before it, and given that it must have its own context's
+    distribution. `tolerance`: how far the same logits may lie apart anywhere; contexts in which so little
+    decides what truncation keeps are left out.
     """
     label = describe(sampling)
     requests = [
@@ -208,7 +212,9 @@ def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
-    """Tokens with the same text before them together, where there are enough; the others by the token before (see `_previous_top`)."""
+    """Tokens with the same text before them together, where there are enough; the others by the token before
+    (see `_previous_top`).
+    """
     context_N = tokens.context_N[mask_N]
     _, index_N, count_C = context_N.unique(return_inverse=True, return_counts=True)
     return torch.where(
@@ -233,6 +239,8 @@ def _depths(completions: list[Completion], opened: Opened) -> torch.Tensor:
 
 
 def _previous_top(observed_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-    """0: a response's first token; 1: the token before was its context's most likely; 2: it was not. Noise used twice would show here."""
+    """0: a response's first token; 1: the token before was its context's most likely; 2: it was not. Noise
+    used twice would show here.
+    """
     before_N = torch.where(observed_N.roll(1) == 0, 1, 2)
     return torch.where(place_N == 0, 0, before_N)

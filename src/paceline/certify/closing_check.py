@@ -1,4 +1,5 @@
-"""The closing check of a run: one more step's rollout, plain and with speculation, on the same seeds and weights.
+"""The closing check of a run: one more step's rollout, plain and with speculation, on the same seeds and
+weights.
 
 The drafter starts each repetition from the same state, and that state has never seen these responses.
 """

@@ -1,10 +1,11 @@
-"""What each token of a completion should have been drawn from: the policy's own forward pass over the whole text.
+"""What each token of a completion should have been drawn from: the policy's own forward pass over the whole
+text.
 
-Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one bin: a sampler that
-favours likely tokens, or proposed ones, shows there whatever the contexts are.
+Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one
+bin: a sampler that favours likely tokens, or proposed ones, shows there whatever the contexts are.
 
-Where an exact policy is exact only up to rounding that nobody can predict, its shaken copies come along: the probabilities they give
-the same tokens.
+Where an exact policy is exact only up to rounding that nobody can predict, its shaken copies come along: the
+probabilities they give the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,8 +90,8 @@ def expected_tokens(
     tolerance: float,
     shaken: Sequence[Policy] = (),
 ) -> Expected:
-    """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little, or what a shaken copy does
-    there, decides what is kept are not certain.
+    """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little,
+    or what a shaken copy does there, decides what is kept are not certain.
 
     Each context is computed once: many seeds over few prompts share most of theirs.
     """
@@ -128,7 +129,9 @@ def _by_rank(
     sampling: SamplingParams,
     tolerance: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By context: the tokens of the first ranks, the probabilities of the bins, whether that is certain, and the shaken probabilities."""
+    """By context: the tokens of the first ranks, the probabilities of the bins, whether that is certain, and
+    the shaken probabilities.
+    """
     ranks = min(RANKS, policy.config.vocab_size)
     order_CR = torch.zeros(len(contexts), ranks, dtype=torch.int64)
     probabilities_CB = torch.zeros(len(contexts), ranks + 1, dtype=torch.float64)
@@ -174,7 +177,9 @@ def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams
 def _truncation(
     sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None
 ) -> Truncation | None:
-    """As scaled logits that moved so far would see it: the mass p of the first tokens changes by p (1 - p) of that, a ratio by all of it."""
+    """As scaled logits that moved so far would see it: the mass p of the first tokens changes by p (1 - p) of
+    that, a ratio by all of it.
+    """
     if not sampling.truncates:
         return None
     moved_N = torch.zeros(rows, dtype=torch.float64, device=device) if moved_N is None else moved_N.double()
@@ -185,7 +190,9 @@ def _truncation(
 
 
 def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: torch.Tensor) -> torch.Tensor:
-    """Whether the kept tokens stay the same when logits move by that much; at temperature 0, whether the most likely token does."""
+    """Whether the kept tokens stay the same when logits move by that much; at temperature 0, whether the most
+    likely token does.
+    """
     if sampling.temperature == 0:
         ordered_N2 = logits_NV.topk(2).values
         return ordered_N2[:, 0] - ordered_N2[:, 1] > tolerance_N

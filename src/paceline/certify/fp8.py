@@ -1,7 +1,8 @@
 """The native engine in FP8 as a subject.
 
-Calibration runs once, in an engine that is given prompts as any other is; every engine opened later starts from its scales, as a
-resumed run does. The oracle (`fp8_policy.py`) takes those scales too, and they are measured again without the engine.
+Calibration runs once, in an engine that is given prompts as any other is; every engine opened later starts
+from its scales, as a resumed run does. The oracle (`fp8_policy.py`) takes those scales too, and they are
+measured again without the engine.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""The FP8 policy by its formula: what an engine that rolls out in FP8 should sample from, worked out without the engine.
+"""The FP8 policy by its formula: what an engine that rolls out in FP8 should sample from, worked out without
+the engine.
 
     where a number is handed over       wide arithmetic, rounded to the policy's own type: products, norms, SwiGLU, attention, residuals
     before a product in FP8             rows in groups of 128 columns:  scale = max(largest magnitude, 1e-10) / 448,  E4M3(x / scale) x scale
@@ -6,15 +7,18 @@
     K and V, with an FP8 cache          the same with the scale that calibration gave their layer and head; queries stay as they are
     embeddings, norms, router, head     as they are
 
-Sums run in float64 (float32 on a GPU). Rounding at hand-overs belongs to the policy: in bf16, E4M3 of a number that was not
-rounded to bf16 first is often another one, and leaving that out puts this policy twenty times as far from the engine.
+Sums run in float64 (float32 on a GPU). Rounding at hand-overs belongs to the policy: in bf16, E4M3 of a
+number that was not rounded to bf16 first is often another one, and leaving that out puts this policy twenty
+times as far from the engine.
 
-E4M3 is coarse, so a sum that differs in its last digits can fall on the other side of a rounding boundary; a key that did stays
-in the cache and moves every later token. Nobody's arithmetic is the right one there. `shaken` says how much that may be: the
-same policy with whatever is handed over moved by about what the engine's arithmetic may be off. Noise depends on the position and not on the text,
-so that texts with a common beginning are moved alike, as they are in an engine that computes it once.
+E4M3 is coarse, so a sum that differs in its last digits can fall on the other side of a rounding boundary; a
+key that did stays in the cache and moves every later token. Nobody's arithmetic is the right one there.
+`shaken` says how much that may be: the same policy with whatever is handed over moved by about what the
+engine's arithmetic may be off. Noise depends on the position and not on the text, so that texts with a common
+beginning are moved alike, as they are in an engine that computes it once.
 
-Shape letters: T tokens, H heads, D head dimension, E hidden size, N and K a matrix's rows and columns, X experts.
+Shape letters: T tokens, H heads, D head dimension, E hidden size, N and K a matrix's rows and columns, X
+experts.
 """
 
 import copy
@@ -40,11 +44,14 @@ class Fp8Recipe:
 
 
 def arithmetic_error(place: str, depth: int, device: torch.device, fp8_cache: bool) -> float:
-    """How far what an engine computes there may be off, relative to the magnitude of its row, before it is rounded to the policy's type.
+    """How far what an engine computes there may be off, relative to the magnitude of its row, before it is
+    rounded to the policy's type.
 
-    Numbers one by one: a few roundings in float32. That is enough to decide ties, and ties occur: weights that came from bf16 make them.
-    Sums on a CPU: float32, sqrt(depth) roundings (Higham and Mary 2019, doi:10.1137/18M1226312). On a GPU: a tensor core keeps about 14 bits of an
-    E4M3 sum (arXiv 2412.19437, section 3.3.2), and the weights of attention have the 11 bits of float16 with an E4M3 cache, else the 8 of bf16.
+    Numbers one by one: a few roundings in float32. That is enough to decide ties, and ties occur: weights
+    that came from bf16 make them. Sums on a CPU: float32, sqrt(depth) roundings (Higham and Mary 2019,
+    doi:10.1137/18M1226312). On a GPU: a tensor core keeps about 14 bits of an E4M3 sum (arXiv 2412.19437,
+    section 3.3.2), and the weights of attention have the 11 bits of float16 with an E4M3 cache, else the 8 of
+    bf16.
     """
     if place not in SUMS:
         return 2.0**-22
@@ -208,7 +215,9 @@ class Fp8Policy:
 
 
 def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """By arithmetic: three bits behind the leading one, whose exponent is -6 at least; ties to even; 448 at most."""
+    """By arithmetic: three bits behind the leading one, whose exponent is -6 at least; ties to even; 448 at
+    most.
+    """
     x = x.clamp(-LARGEST, LARGEST)
     exponent = (torch.frexp(x).exponent - 1).clamp(min=-6)
     spacing = torch.ldexp(torch.ones_like(x), exponent - 3)

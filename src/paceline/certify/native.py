@@ -46,7 +46,9 @@ class NativeSubject:
         settings: EngineSettings,
         adaptive: bool = False,
     ) -> None:
-        """`settings` as far as they concern what is computed. Only the adaptive pacer can use more than one drafter."""
+        """`settings` as far as they concern what is computed. Only the adaptive pacer can use more than one
+        drafter.
+        """
         self.policy, self.exact_policy, self.settings = policy, exact_policy, settings
         self.drafters, self.tokens, self.adaptive = drafters, tokens, adaptive
         self.same_in_any_batch = policy.device.type == "cpu" or settings.deterministic
@@ -136,7 +138,9 @@ class ReferenceSubject:
 def drafter_maker(
     name: str, policy: Decoder, settings: SpeculationConfig, tokenizer: Tokenizer | None = None
 ) -> MakeDrafter:
-    """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter need be there."""
+    """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter
+    need be there.
+    """
     if name == "disturbed":
         model = disturbed(policy)
         return lambda: DraftModel(model)

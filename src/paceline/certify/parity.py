@@ -1,10 +1,11 @@
 """The logprobs that came with the tokens, against a forward pass over the same text.
 
-Base precision: against a learner's pass, within limits by type. FP8: against the FP8 policy (`fp8_policy.py`) and its shaken copies.
-A rounding that fell the other way may move a token's logprob by 1e-7 or by 1, so there is no limit to write down; but the
-backend is then one more shaken copy, and is the one that moved farthest for one token in copies + 1. A scale that is
-wrong moves most of them farther. What moved one token of a text moves those behind it: a quarter of the prompts, those with the most
-such tokens, are therefore left out. How far rollout and learner are apart is told, and promised by nobody.
+Base precision: against a learner's pass, within limits by type. FP8: against the FP8 policy (`fp8_policy.py`)
+and its shaken copies. A rounding that fell the other way may move a token's logprob by 1e-7 or by 1, so there
+is no limit to write down; but the backend is then one more shaken copy, and is the one that moved farthest
+for one token in copies + 1. A scale that is wrong moves most of them farther. What moved one token of a text
+moves those behind it: a quarter of the prompts, those with the most such tokens, are therefore left out. How
+far rollout and learner are apart is told, and promised by nobody.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ from paceline.learning.batch import TrainingSequence, cut, micro_batches
 from paceline.learning.logprobs import token_logprobs
 from paceline.types import Completion
 
-# (largest, mean) difference of a logprob between backend and learner. bf16 keeps 8 bits, so logits of about 10 are off by a few hundredths.
+# (largest, mean) difference of a logprob between backend and learner. bf16 keeps 8 bits, so logits of about
+# 10 are off by a few hundredths.
 PARITY_LIMITS = {torch.float64: (1e-8, 1e-9), torch.float32: (1e-3, 1e-5), torch.bfloat16: (1.0, 0.03)}
 BATCH_TOKENS = 4096
 LAST_DIGITS = 1e-5  # of a logprob whose logits were summed in float32
@@ -30,7 +32,9 @@ FARTHER_LIMIT = (
 def check_logprobs(
     subject: Subject, completions: list[Completion], name: str, tell_distance: bool = False
 ) -> list[Check]:
-    """`name` says where "logprobs of ..." goes. Truncated samples too, since what is compared is the full vocabulary's logprob."""
+    """`name` says where "logprobs of ..." goes. Truncated samples too, since what is compared is the full
+    vocabulary's logprob.
+    """
     texts = _texts(completions)
     rollout_R = torch.tensor(
         [logprob for text in texts for logprob in text.rollout_logprobs], dtype=torch.float64

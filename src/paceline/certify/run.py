@@ -20,7 +20,9 @@ from paceline.types import SamplingParams
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is sampled: completions of `max_tokens` for each of `contexts` contexts, `samples` at temperature 1 and `fewer` otherwise."""
+    """How much is sampled: completions of `max_tokens` for each of `contexts` contexts, `samples` at
+    temperature 1 and `fewer` otherwise.
+    """
 
     contexts: int = 2
     samples: int = 3000

@@ -1,13 +1,15 @@
 """Do sampled tokens follow the probabilities they should have been drawn from?
 
-Token n falls into bin b with probability p_n(b), which differs from token to token because the context does. Given everything
-before it, that is all that may be said about it; so counts minus expectations are a sum of martingale differences whose
-covariance is known, S = sum_n (diag(p_n) - p_n p_n^T), and d^T S^-1 d is chi-square distributed for many tokens (the martingale
-central limit theorem, Brown 1971). With one context this is Pearson's chi-square test. Conditioning on anything that was
-decided before the token, such as that a step got as far as its third position, changes nothing.
+Token n falls into bin b with probability p_n(b), which differs from token to token because the context does.
+Given everything before it, that is all that may be said about it; so counts minus expectations are a sum of
+martingale differences whose covariance is known, S = sum_n (diag(p_n) - p_n p_n^T), and d^T S^-1 d is
+chi-square distributed for many tokens (the martingale central limit theorem, Brown 1971). With one context
+this is Pearson's chi-square test. Conditioning on anything that was decided before the token, such as that a
+step got as far as its third position, changes nothing.
 
-Where p_n is known only up to rounding, shaken copies of it say how far counts may be shifted by that alone. A shift of m makes the
-statistic noncentral chi-square with m^T S^-1 m, and tokens that p_n rules out may appear as often as the copies let them.
+Where p_n is known only up to rounding, shaken copies of it say how far counts may be shifted by that alone. A
+shift of m makes the statistic noncentral chi-square with m^T S^-1 m, and tokens that p_n rules out may appear
+as often as the copies let them.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 MIN_VARIANCE = 25.0  # of a bin's count; smaller bins are pooled, since their counts are far from normal
-ROUNDING_MARGIN = 2.0  # times what the copy that moved most explains: the backend is one more copy, and may be the one that moved most
+# times what the copy that moved most explains: the backend is one more copy, and may be the one that moved
+# most
+ROUNDING_MARGIN = 2.0
 UNSEEN = 0.5  # tokens ruled out by rounding that no copy happened to show
 
 
@@ -39,7 +43,9 @@ def test_frequencies(
     stratum_N: torch.Tensor | None = None,
     shaken_NSB: torch.Tensor | None = None,
 ) -> FrequencyTest:
-    """`observed_N` is each token's bin. Strata are tested each for itself and their statistics added; they must be known before the token."""
+    """`observed_N` is each token's bin. Strata are tested each for itself and their statistics added; they
+    must be known before the token.
+    """
     probabilities_NB = probabilities_NB.double()
     shaken_SNB = (
         probabilities_NB.new_zeros(0, *probabilities_NB.shape)
@@ -116,7 +122,9 @@ def _chi_square(
 
 
 def _pools(variance_B: torch.Tensor) -> torch.Tensor:
-    """Which pool each bin goes to: neighbours together until their count varies enough; what is left at the end joins the last."""
+    """Which pool each bin goes to: neighbours together until their count varies enough; what is left at the
+    end joins the last.
+    """
     pools, pool, gathered = [], 0, 0.0
     for variance in variance_B.tolist():
         pools.append(pool)
@@ -129,7 +137,9 @@ def _pools(variance_B: torch.Tensor) -> torch.Tensor:
 
 
 def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0) -> float:
-    """A noncentral chi-square is a central one with 2 j more degrees of freedom, j Poisson with half the noncentrality."""
+    """A noncentral chi-square is a central one with 2 j more degrees of freedom, j Poisson with half the
+    noncentrality.
+    """
     if degrees == 0:
         return 1.0
     half = noncentrality / 2
@@ -152,7 +162,9 @@ def _poisson_tail(count: int, mean: float) -> float:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Adjusted p-values, in the given order: any below alpha means that something is wrong, with an error rate of alpha over all (Holm 1979)."""
+    """Adjusted p-values, in the given order: any below alpha means that something is wrong, with an error
+    rate of alpha over all (Holm 1979).
+    """
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))

@@ -20,7 +20,9 @@ LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 @dataclass
 class Opened:
-    """A backend that runs one way. `step_starts` fills where the backend says where its steps began: by request, absolute positions."""
+    """A backend that runs one way. `step_starts` fills where the backend says where its steps began: by
+    request, absolute positions.
+    """
 
     backend: Backend
     step_starts: dict[str, list[int]] = field(default_factory=dict)
@@ -59,5 +61,7 @@ class Subject(Protocol):
 
 
 def rounded_copies(subject: Subject) -> Sequence[Policy]:
-    """The exact policy as rounding may move it, where that is more than last digits: a narrow type has one copy, a learner's pass in it."""
+    """The exact policy as rounding may move it, where that is more than last digits: a narrow type has one
+    copy, a learner's pass in it.
+    """
     return subject.shaken or (() if subject.policy.dtype in LOGIT_TOLERANCE else (subject.policy,))

@@ -1,6 +1,7 @@
 """Where a policy is unsure, and how far rounding may move it there: over the texts that plain decoding wrote.
 
-The first says where to sample: sampling has most to get wrong there. The second says what can be known at all.
+The first says where to sample: sampling has most to get wrong there. The second says what can be known at
+all.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ class Uncertainty:
 
     @property
     def tolerance(self) -> float:
-        """How far apart rounding may take two logits where no copy shows it: as far as in nine contexts of ten."""
+        """How far apart rounding may take two logits where no copy shows it: as far as in nine contexts of
+        ten.
+        """
         return APART * self.moved(0.9)
 
     def describe(self) -> str:
@@ -52,7 +55,9 @@ class Uncertainty:
         return f"logits by {moved} (median, 90%, 99% of contexts); what hangs on less than {self.tolerance:.2g}, or than {there}, is left out"
 
     def contested(self, count: int) -> list[tuple[int, ...]]:
-        """Contexts in which the policy is least sure, one per prompt; every sample begins there, so rounding must not move them much."""
+        """Contexts in which the policy is least sure, one per prompt; every sample begins there, so rounding
+        must not move them much.
+        """
         calm = sorted(self.places, key=lambda place: (place.most_moved, -place.entropy))
         if calm[-1].most_moved:
             calm = calm[: -(-len(calm) // CALM)]

@@ -256,8 +256,9 @@ def pacing(
     page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it has seen the
-    answers and spoils them to the acceptance asked for."""
+    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it
+    has seen the answers and spoils them to the acceptance asked for.
+    """
     from paceline.bench.oracle import OracleDrafter
     from paceline.bench.pacing import PacingPoint, bench_pacing
     from paceline.bench.rollout import Lengths

@@ -119,7 +119,9 @@ def evaluate(
     problems: Annotated[int, typer.Option(help="held-out problems, one response each", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
 ) -> None:
-    """Says how much of a head's drafts a policy accepts, along the policy's responses to held-out problems."""
+    """Says how much of a head's drafts a policy accepts, along the policy's responses to held-out
+    problems.
+    """
     from paceline.config import load_config
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle

@@ -32,7 +32,9 @@ def widen(
     out: Annotated[Path, typer.Option(help="folder to write")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
 ) -> None:
-    """Writes a large model that computes the small one's function: its text and acceptance at a large model's cost."""
+    """Writes a large model that computes the small one's function: its text and acceptance at a large model's
+    cost.
+    """
     from paceline.models.widen import widen_folder
     from paceline.policy.huggingface import DTYPES
     from paceline.session import policy_folder

@@ -4,7 +4,9 @@ import typer
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """Raises where one of these options stands on the command line, even with its default: it would be ignored."""
+    """Raises where one of these options stands on the command line, even with its default: it would be
+    ignored.
+    """
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -8,7 +8,9 @@ from typer.core import TyperGroup
 
 
 class SweepGroup(TyperGroup):
-    """Lets `--sweep k=0,3 gpus=64,512` take several words: what follows and has the form KEY=VALUES belongs to it."""
+    """Lets `--sweep k=0,3 gpus=64,512` take several words: what follows and has the form KEY=VALUES belongs
+    to it.
+    """
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         words, sweeping = [], False
@@ -207,7 +209,9 @@ def measure(
     ] = "qwen3-8b,qwen3-1.7b",
     seconds: Annotated[float, typer.Option(help="stop after this long; what was left out is said")] = 110.0,
 ) -> None:
-    """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile by."""
+    """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile
+    by.
+    """
     import dataclasses
     import datetime
     import time

@@ -1,4 +1,5 @@
-"""The recipe: typed settings with defaults. Each class is one section of the YAML file, each file here a large section.
+"""The recipe: typed settings with defaults. Each class is one section of the YAML file, each file here a
+large section.
 
 No torch in this room: `paceline --help` must answer at once.
 """

@@ -1,6 +1,7 @@
 """The recipe's `learning.correction`: presets under the names people know, and the keys they stand for.
 
-What each key computes stands in `learning/correction.py`; docs/correction.md has formulas and sources. No torch here.
+What each key computes stands in `learning/correction.py`; docs/correction.md has formulas and sources. No
+torch here.
 """
 
 from typing import Annotated, Any, Literal, get_args

@@ -1,4 +1,6 @@
-"""The recipe's `learning`: algorithm, optimiser, batches. What each algorithm sets is here; what it computes in `learning/algorithms`."""
+"""The recipe's `learning`: algorithm, optimiser, batches. What each algorithm sets is here; what it computes
+in `learning/algorithms`.
+"""
 
 from typing import Any, Literal
 
@@ -7,8 +9,8 @@ from pydantic import Field, model_validator
 from paceline.config.correction import CorrectionConfig
 from paceline.config.section import Section
 
-# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names beside it wins.
-# docs/algorithms.md has the sources.
+# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names
+# beside it wins. docs/algorithms.md has the sources.
 ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"clip_high": 0.28, "overlong_share": 0.2, "dynamic_sampling_rounds": 10},

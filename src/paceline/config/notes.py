@@ -1,4 +1,6 @@
-"""What a recipe says that its reader may not expect, though nothing is wrong with it: said when a run starts."""
+"""What a recipe says that its reader may not expect, though nothing is wrong with it: said when a run
+starts.
+"""
 
 from paceline.config.correction import CORRECTION_PRESETS
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
@@ -16,7 +18,9 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
 
 
 def learning_notes(learning: LearningConfig) -> list[str]:
-    """Keys that depart from what the algorithm or the preset stands for: meant, or left over in a recipe that spells out every key."""
+    """Keys that depart from what the algorithm or the preset stands for: meant, or left over in a recipe that
+    spells out every key.
+    """
     choices = (
         ("learning", "algorithm", learning, ALGORITHM_DEFAULTS[learning.algorithm]),
         (

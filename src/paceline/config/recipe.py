@@ -2,9 +2,10 @@
 
     paceline train my.yaml rollout.temperature=0.8 learning.lr=1e-6
 
-Two layers: the file, then the overrides, whose order does not matter. A key in the overrides wins over the file's. A key that
-stands for a group of others (`CHOICES`) takes its whole group along: given as an override, it drops what the file says about the
-group. Within one layer, a key that is spelt out wins over what the choice stands for.
+Two layers: the file, then the overrides, whose order does not matter. A key in the overrides wins over the
+file's. A key that stands for a group of others (`CHOICES`) takes its whole group along: given as an override,
+it drops what the file says about the group. Within one layer, a key that is spelt out wins over what the
+choice stands for.
 """
 
 import difflib
@@ -111,7 +112,9 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """A recipe is a path or the name of a shipped one; overrides are `section.key=value`, the value read as YAML."""
+    """A recipe is a path or the name of a shipped one; overrides are `section.key=value`, the value read as
+    YAML.
+    """
     tree: dict[str, Any] = {}
     if recipe is not None:
         tree = _read_yaml(_recipe_path(recipe))

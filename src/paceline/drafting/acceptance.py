@@ -1,13 +1,14 @@
 """How much of an eagle head's drafts the policy accepts, measured along texts that the policy wrote.
 
-A draft counts up to its first disagreement with the text, and until there its own tokens are the text's. So one pass over the
-text with the head unrolled (`unroll.py`) gives, for every start and step, the chance that the drafted token is accepted:
+A draft counts up to its first disagreement with the text, and until there its own tokens are the text's. So
+one pass over the text with the head unrolled (`unroll.py`) gives, for every start and step, the chance that
+the drafted token is accepted:
 
     shared noise   1 if argmax(logits / T + gumbel(seed, place, ·)) of the head is the token in the text, else 0
     rejection      min(1, q(token) / p(token)): given that the policy's token came out, the chance that it came from the draft
 
-A walk over the response, from each step's first token to the next one's, then gives what a rollout at a fixed k would do:
-exactly for shared noise, in expectation for rejection. Nothing is generated.
+A walk over the response, from each step's first token to the next one's, then gives what a rollout at a fixed
+k would do: exactly for shared noise, in expectation for rejection. Nothing is generated.
 """
 
 from collections.abc import Sequence
@@ -39,11 +40,15 @@ class Acceptance:
 
     @property
     def accept_length(self) -> float:
-        """Tokens emitted per step of the policy, its own token included; the one that ends a response cuts a step short."""
+        """Tokens emitted per step of the policy, its own token included; the one that ends a response cuts a
+        step short.
+        """
         return self.tokens / max(1e-9, self.steps)
 
     def rate_at(self, place: int) -> float:
-        """Share of the tokens at `place` that were accepted, where those before were and the response had not ended."""
+        """Share of the tokens at `place` that were accepted, where those before were and the response had not
+        ended.
+        """
         return self.accepted_at[place] / max(1e-9, self.tried_at[place])
 
     @classmethod
@@ -67,7 +72,9 @@ def measure_acceptance(
     known: int = 0,
     micro_batch_tokens: int = 0,
 ) -> Measured:
-    """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there already."""
+    """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there
+    already.
+    """
     shared, rejection = Acceptance.nothing(depth), Acceptance.nothing(depth)
     completions = [completion for completion in completions if completion.tokens]
     for part in _parts(completions, micro_batch_tokens or MICRO_BATCH_TOKENS[policy.device.type]):
@@ -99,7 +106,9 @@ def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Co
 def _chances(
     policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, K]` by start and step, for both rules: row r is the draft whose first token is response token r."""
+    """`[R, K]` by start and step, for both rules: row r is the draft whose first token is response token
+    r.
+    """
     device = batch.tokens_T.device
     temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[
         batch.sequence_R

@@ -7,8 +7,9 @@
                    ──▶ observe_step           device: what the policy computed and sampled, for a drafter that follows it
     request leaves ──▶ observe_leave          host: what it wrote, while its row is still there
 
-A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are captured in CUDA
-graphs, so they read only tensors whose address stays; `catch_up` does beforehand what needs the host.
+A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are
+captured in CUDA graphs, so they read only tensors whose address stays; `catch_up` does beforehand what needs
+the host.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class DrafterContext:
 
 @dataclass(frozen=True)
 class TargetStep:
-    """One step of the policy: `queries` went in, `sampled_RQ` came out, and the rows have taken what they keep."""
+    """One step of the policy: `queries` went in, `sampled_RQ` came out, and the rows have taken what they
+    keep.
+    """
 
     slots_R: torch.Tensor
     queries: Queries
@@ -65,9 +68,10 @@ class Drafter:
     max_tokens: int  # the longest proposal it can make
     captured_layers: tuple[int, ...] = ()  # not empty: it follows the policy, and sees its prefills and steps
     needs_catch_up = False  # it must look at rows that ran without it before it can propose for them
-    # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is one: entry i is what proposal i was
-    # drawn from, with the sampling noise of its own position (`sampling.py` does both). Other drafters' proposals count as certain,
-    # which is exact too and accepts less.
+    # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is
+    # one: entry i is what proposal i was drawn from, with the sampling noise of its own position
+    # (`sampling.py` does both). Other drafters' proposals count as certain, which is exact too and accepts
+    # less.
     has_probabilities = False
     token_bytes = 0  # of a cache of its own, per token of the paged pool
     head: nn.Module | None = None  # what can be trained, in the very storage that proposals are computed from
@@ -87,13 +91,19 @@ class Drafter:
     def observe_step(self, step: TargetStep) -> None: ...
 
     def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
-        """The row holds `length` tokens and will be reused after this call; the request comes back with them unless it is `over`."""
+        """The row holds `length` tokens and will be reused after this call; the request comes back with them
+        unless it is `over`.
+        """
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        """Before the first proposal for rows that ran without this drafter; `lengths` are known to be reached."""
+        """Before the first proposal for rows that ran without this drafter; `lengths` are known to be
+        reached.
+        """
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        """Writes `count` tokens for each row of `slots_R` into the proposals; `truncates`: somebody uses top-k, top-p or min-p."""
+        """Writes `count` tokens for each row of `slots_R` into the proposals; `truncates`: somebody uses
+        top-k, top-p or min-p.
+        """
         raise NotImplementedError
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:

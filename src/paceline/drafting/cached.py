@@ -1,4 +1,6 @@
-"""A drafter with keys and values of its own, in a cache under the pool's block numbers: it is copied, lent out and brought back with the pool."""
+"""A drafter with keys and values of its own, in a cache under the pool's block numbers: it is copied, lent
+out and brought back with the pool.
+"""
 
 from paceline.drafting.base import Drafter
 from paceline.paged.cache import KVCache

@@ -1,8 +1,9 @@
 """The draft model: a smaller policy of any family with the same tokenizer, run over the engine's rows.
 
-It keeps keys and values in a cache of its own under the pool's block numbers. While it proposes it stays at most one token
-behind, because of what it proposed the last token is never run; so its first pass takes the row's last two tokens. For rows
-that ran without it, it catches up by a batched prefill, which the switch pays.
+It keeps keys and values in a cache of its own under the pool's block numbers. While it proposes it stays at
+most one token behind, because of what it proposed the last token is never run; so its first pass takes the
+row's last two tokens. For rows that ran without it, it catches up by a batched prefill, which the switch
+pays.
 """
 
 import numpy as np
@@ -88,7 +89,8 @@ class DraftModel(CachedDrafter):
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
-        # A row of one token has none before it, so nothing of it attends here; what catching up stored of it is right and stays.
+        # A row of one token has none before it, so nothing of it attends here; what catching up stored of it
+        # is right and stays.
         slots_2R = torch.where(walk.context_CR[0] < 0, -1, walk.cache_slots_CR[:2])
         first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, slots_2R.T
         hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])

@@ -1,8 +1,9 @@
 """The eagle drafter: an EAGLE-3 head (`eagle_head.py`) run over the engine's rows.
 
-Its one layer keeps keys and values in a cache of its own under the pool's block numbers: the entry of token t holds the
-policy's features there and the embedding of token t + 1, so it exists once that token is known. Prefills and steps of every
-strategy write it, which costs one projection, so speculation can begin at any moment without running anything again:
+Its one layer keeps keys and values in a cache of its own under the pool's block numbers: the entry of token t
+holds the policy's features there and the embedding of token t + 1, so it exists once that token is known.
+Prefills and steps of every strategy write it, which costs one projection, so speculation can begin at any
+moment without running anything again:
 
     tokens             a    b    c    d         d is the row's last token, not yet run by the policy
     entries           g_a  g_b  g_c             each with the embedding of the token to its right
@@ -65,7 +66,8 @@ class EagleDrafter(CachedDrafter):
     def observe_step(self, step: TargetStep) -> None:
         queries = step.queries
         features_TE = self._features(step.captured)
-        # Entries behind a sample that was not kept are wrong, and are written again before anything attends to them.
+        # Entries behind a sample that was not kept are wrong, and are written again before anything attends
+        # to them.
         self._write_entries(
             features_TE,
             step.sampled_RQ.flatten(),
@@ -141,7 +143,9 @@ class EagleDrafter(CachedDrafter):
         )
 
     def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
-        """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft id are impossible."""
+        """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft
+        id are impossible.
+        """
         wide = torch.float64 if normed_RE.dtype == torch.float64 else torch.float32
         logits_RV = self._linear(normed_RE, self.head.head.weight, wide)
         if self.whole_vocabulary:

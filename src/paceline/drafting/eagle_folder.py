@@ -3,12 +3,14 @@
     config.json         a one-layer Llama, `draft_vocab_size`, and which of the policy's layers are captured
     model.safetensors   fc, midlayer.*, norm, lm_head; with a reduced vocabulary d2t (target id = draft id + d2t) and t2d
 
-Captured layers are written twice, because the two engines count differently. `eagle_aux_hidden_state_layer_ids` at the top is
-what vLLM prefers: i means the states that enter layer i, as in this project. The same key within `eagle_config` is what SGLang
-reads: there i means the states that leave layer i. A folder with the second alone is ambiguous, and refused unless told.
+Captured layers are written twice, because the two engines count differently.
+`eagle_aux_hidden_state_layer_ids` at the top is what vLLM prefers: i means the states that enter layer i, as
+in this project. The same key within `eagle_config` is what SGLang reads: there i means the states that leave
+layer i. A folder with the second alone is ambiguous, and refused unless told.
 
-What enters layer 0 is the embedding, which vLLM captures. SGLang adds one to the numbers it reads, so there it is -1: its Qwen
-models capture the embedding then and its Llama raises (read in its code); any other number would be other states, silently.
+What enters layer 0 is the embedding, which vLLM captures. SGLang adds one to the numbers it reads, so there
+it is -1: its Qwen models capture the embedding then and its Llama raises (read in its code); any other number
+would be other states, silently.
 """
 
 import json
@@ -85,7 +87,9 @@ def load_eagle(
     device: str | torch.device = "cpu",
     captured_layers: tuple[int, ...] = (),
 ) -> EagleHead:
-    """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its configuration says."""
+    """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its
+    configuration says.
+    """
     folder = eagle_folder(str(folder))
     head = EagleHead(_read_config(folder, policy.config, captured_layers), dtype, device)
     read = _reader(folder)
@@ -192,7 +196,8 @@ def _from_huggingface(
         raise ValueError(
             f"target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}"
         )
-    # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat positions beyond.
+    # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat
+    # positions beyond.
     layer = replace(
         from_huggingface(raw | {"model_type": "llama"}),
         max_positions=policy.max_positions,
@@ -282,7 +287,9 @@ def _read_vocabulary(
 
 
 def _check_embedding(folder: Path, read: Callable[[str], torch.Tensor | None], policy: Decoder) -> None:
-    """A head may bring a copy of the policy's embedding, as some trainers write it, but not one of its own."""
+    """A head may bring a copy of the policy's embedding, as some trainers write it, but not one of its
+    own.
+    """
     embedding = read("embed_tokens.weight")
     if embedding is None:
         return

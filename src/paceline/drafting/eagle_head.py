@@ -1,12 +1,14 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): one decoder layer that continues the policy's own hidden states.
+"""The EAGLE-3 head (Li et al., arXiv 2503.01840): one decoder layer that continues the policy's own hidden
+states.
 
     policy, three captured layers at token t      g_t = fc [ h_t^a, h_t^b, h_t^c ]           3E -> E
     head's input at t                             [ norm(embedding of token t+1), norm(g_t) ]    2E
     one decoder layer, residual stream g_t        x_t   -> norm -> head -> token t+2
 
-A further token continues from x_t in place of g_{t+1}, which nobody knows yet. The embedding is the policy's own. The head
-over the vocabulary is not: a drafter's update must never reach the policy's. It may cover only `draft_vocab` of the tokens;
-`draft_to_target` says which. This file is the module, for learning; `eagle.py` runs it over the engine's rows.
+A further token continues from x_t in place of g_{t+1}, which nobody knows yet. The embedding is the policy's
+own. The head over the vocabulary is not: a drafter's update must never reach the policy's. It may cover only
+`draft_vocab` of the tokens; `draft_to_target` says which. This file is the module, for learning; `eagle.py`
+runs it over the engine's rows.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +24,8 @@ from paceline.policy.rope import rope_table
 
 @dataclass(frozen=True)
 class EagleConfig:
-    layer: DecoderConfig  # the shape of the one layer, of the Llama family; vocabulary and positions are the policy's
+    # the shape of the one layer, of the Llama family; vocabulary and positions are the policy's
+    layer: DecoderConfig
     captured_layers: tuple[
         int, ...
     ]  # i: the hidden states that enter layer i, as vLLM and transformers count
@@ -56,7 +59,9 @@ class EagleConfig:
 
 
 def default_captured_layers(num_layers: int) -> tuple[int, ...]:
-    """Early, middle and late. The usual (2, n // 2, n - 3) degenerates below 8 layers; there they are spread evenly."""
+    """Early, middle and late. The usual (2, n // 2, n - 3) degenerates below 8 layers; there they are spread
+    evenly.
+    """
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     if num_layers < 3:
@@ -70,7 +75,9 @@ def default_captured_layers(num_layers: int) -> tuple[int, ...]:
 def config_for(
     policy: DecoderConfig, captured_layers: tuple[int, ...] = (), draft_vocab: int = 0
 ) -> EagleConfig:
-    """A head of the policy's own width: its attention shape and feed-forward, without biases, QK-norm or experts."""
+    """A head of the policy's own width: its attention shape and feed-forward, without biases, QK-norm or
+    experts.
+    """
     layer = replace(
         policy,
         family="llama",
@@ -114,11 +121,14 @@ class EagleHead(nn.Module):
             self.head = nn.Linear(size, config.draft_vocab, bias=False)
         self.to(dtype).to_empty(device=device)
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab, device=device))
-        # Up to the policy's own limit, whatever a folder's configuration claims: a clamped table would repeat positions.
+        # Up to the policy's own limit, whatever a folder's configuration claims: a clamped table would repeat
+        # positions.
         self.rope_table = rope_table(layer.rope, layer.head_dim, layer.max_positions).to(device)
 
     def initialise(self, policy: Decoder, seed: int) -> "EagleHead":
-        """Random layers, scaled to keep their input's size; the vocabulary's head starts as a copy of the policy's rows."""
+        """Random layers, scaled to keep their input's size; the vocabulary's head starts as a copy of the
+        policy's rows.
+        """
         generator = torch.Generator(self.fc.weight.device).manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 1:
@@ -138,7 +148,8 @@ class EagleHead(nn.Module):
     ) -> torch.Tensor:
         """x_t: what a further step takes in place of features, and `logits` turns into scores.
 
-        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the positions t.
+        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the positions
+        t.
         """
         x_T2 = torch.cat((self.embedding_norm(following_TE), self.hidden_norm(features_TE)), dim=-1)
         x_TE = features_TE + self.attention(x_T2, self.rope_table[positions_T], 0, attend)

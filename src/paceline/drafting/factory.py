@@ -26,8 +26,9 @@ def make_drafter(
     widened_from: Path | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Drafter:
-    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was trained.
-    `tokenizer`: the policy's, which a draft model must share."""
+    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was
+    trained. `tokenizer`: the policy's, which a draft model must share.
+    """
     if name == "history":
         return HistoryDrafter()
     with blame_recipe(name, settings):

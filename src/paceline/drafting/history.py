@@ -1,8 +1,10 @@
-"""The history drafter: what followed these tokens when this prompt's siblings, now or in earlier epochs, wrote them.
+"""The history drafter: what followed these tokens when this prompt's siblings, now or in earlier epochs,
+wrote them.
 
-Needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the prompt's finished responses
-(`history_bank.py`: bounded, oldest out), all through one index on the device (`kernels/history_index.py`) whose cost does not grow with
-their length. The bank outlives weight updates: an old response is still a good guess. Evaluations read it and leave nothing in it.
+Needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
+prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
+(`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
+old response is still a good guess. Evaluations read it and leave nothing in it.
 """
 
 import hashlib
@@ -108,7 +110,9 @@ class HistoryDrafter(Drafter):
         self._file(list(self.ring.entries))
 
     def _file(self, entries: list[Entry]) -> None:
-        """Fills the table of finished text; everything from the last token of each prompt to the last but one of the response."""
+        """Fills the table of finished text; everything from the last token of each prompt to the last but one
+        of the response.
+        """
         fields = [
             [e.start + e.context - 1, e.length - e.context, e.context, e.prompt, e.number] for e in entries
         ]

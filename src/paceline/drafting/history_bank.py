@@ -3,7 +3,8 @@
     bank_T   | entry 7 | -1 | entry 8 | -1 |  free or older ...  | entry 5 | -1 | entry 6 | -1 | too short a rest |
                                              ▲ head: where entry 9 goes
 
-Entries lie in one piece, so short responses take little; one that does not fit before the end of the ring goes to its beginning.
+Entries lie in one piece, so short responses take little; one that does not fit before the end of the ring
+goes to its beginning.
 """
 
 from collections import deque

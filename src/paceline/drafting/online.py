@@ -1,10 +1,11 @@
-"""An eagle head that follows the policy while it learns: after an update, a few optimiser steps of its own on what was just written.
+"""An eagle head that follows the policy while it learns: after an update, a few optimiser steps of its own on
+what was just written.
 
     rollout ──responses──▶ the longest of this step and the last ──▶ updated policy as teacher ──▶ the head, where the engine reads it
 
-The policy that teaches is the one the next rollout samples from. Long responses come first: the tail is where speculation pays.
-Under shared noise nothing of it can change a completion, and gradients end at the head. It learns at every step, or when acceptance has
-drifted.
+The policy that teaches is the one the next rollout samples from. Long responses come first: the tail is where
+speculation pays. Under shared noise nothing of it can change a completion, and gradients end at the head. It
+learns at every step, or when acceptance has drifted.
 """
 
 import math
@@ -26,7 +27,9 @@ from paceline.learning.batch import TrainingSequence, pack, training_sequence
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Group
 
-MAX_TOKENS = 1024  # of a response with its prompt, whose beginning teaches as well as all of it: an unrolled draft holds the scores of all pairs
+# of a response with its prompt, whose beginning teaches as well as all of it: an unrolled draft holds the
+# scores of all pairs
+MAX_TOKENS = 1024
 MICRO_BATCH_TOKENS = {
     "cpu": 2048,
     "cuda": 4096,
@@ -34,7 +37,8 @@ MICRO_BATCH_TOKENS = {
 }  # padding included; on meta the plan is made for a GPU
 TOLERANCE = 0.01  # of the share of first tokens that are accepted: what falls less than this has not drifted
 SIGMAS = 3.0  # nor has what chance explains
-SETTLING = 4  # rollouts that make up what others are compared with: one that went on adapting would follow a slow decline
+# rollouts that make up what others are compared with: one that went on adapting would follow a slow decline
+SETTLING = 4
 PATIENCE = 8  # steps of learning; what they do not bring back is the policy's own doing, such as more entropy
 
 
@@ -90,7 +94,9 @@ class OnlineDrafter:
         self.token_budget = MICRO_BATCH_TOKENS[policy.device.type]
 
     def observe(self, share: float, drafts: int) -> None:
-        """The share of a rollout's drafts whose first token was accepted. Without drafts nothing is known, and nothing changes."""
+        """The share of a rollout's drafts whose first token was accepted. Without drafts nothing is known,
+        and nothing changes.
+        """
         if self.config.when == "drift" and drafts:
             self.due = self.drift.calls_for_learning(share, drafts)
 
@@ -189,7 +195,9 @@ def make_online(
 
 
 def longest(sequences: Sequence[TrainingSequence], tokens: int) -> list[TrainingSequence]:
-    """As many as `tokens` response tokens hold, and at least one; those without a sampled token teach nothing."""
+    """As many as `tokens` response tokens hold, and at least one; those without a sampled token teach
+    nothing.
+    """
     chosen: list[TrainingSequence] = []
     for sequence in sorted(map(_beginning, sequences), key=lambda sequence: -sequence.loss_tokens):
         tokens -= sequence.loss_tokens
@@ -222,7 +230,9 @@ def _kept(prompt: int, response: int) -> int:
 
 
 def cut_padded(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
-    """Longest first, as many as fit the budget when all are padded to the first: that is what an unrolled draft holds."""
+    """Longest first, as many as fit the budget when all are padded to the first: that is what an unrolled
+    draft holds.
+    """
     parts: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
         if not parts or (len(parts[-1]) + 1) * len(parts[-1][0].tokens) > token_budget:

@@ -1,4 +1,6 @@
-"""What a recipe names for its drafters: folders, and whether they go with the policy. Errors name the recipe's key."""
+"""What a recipe names for its drafters: folders, and whether they go with the policy. Errors name the
+recipe's key.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
 
 def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
-    """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same without it."""
+    """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same
+    without it.
+    """
     return [
         name
         for name in settings.drafters
@@ -53,7 +57,9 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
 def draft_model_folder(
     settings: SpeculationConfig, policy: DecoderConfig, tokenizer: Tokenizer | None = None
 ) -> Path:
-    """Checked against the policy: an id must mean the same to both. Without the two tokenizers only their sizes can be compared."""
+    """Checked against the policy: an id must mean the same to both. Without the two tokenizers only their
+    sizes can be compared.
+    """
     folder = Path(settings.draft_model_path)
     if not settings.draft_model_path or not (folder / "config.json").is_file():
         raise ValueError("must be a Hugging Face folder with a config.json")
@@ -72,7 +78,9 @@ def draft_model_folder(
 
 
 def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
-    """For commands whose own options say who drafts and how: of the recipe's speculation only the folders count, whatever drafters it lists."""
+    """For commands whose own options say who drafts and how: of the recipe's speculation only the folders
+    count, whatever drafters it lists.
+    """
     whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()}
     for override in overrides:
         key, _, value = override.partition("=")

@@ -1,4 +1,6 @@
-"""How a drafter with logits samples: with the request's own noise, temperature and truncation, which is what makes it agree."""
+"""How a drafter with logits samples: with the request's own noise, temperature and truncation, which is what
+makes it agree.
+"""
 
 import torch
 
@@ -16,7 +18,9 @@ def sample_draft(
     column: int,
     truncates: bool,
 ) -> torch.Tensor:
-    """The tokens at the column's sample position; what they were drawn from is kept where verification asks for it."""
+    """The tokens at the column's sample position; what they were drawn from is kept where verification asks
+    for it.
+    """
     rows = context.rows
     cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
     if context.probabilities_SKV is not None:

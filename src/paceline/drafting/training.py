@@ -1,13 +1,16 @@
-"""Training an eagle head on what the policy wrote: the policy's own distribution is the teacher, at the temperature it sampled at.
+"""Training an eagle head on what the policy wrote: the policy's own distribution is the teacher, at the
+temperature it sampled at.
 
     policy, no gradient    tokens ──▶ captured states ──▶ head, `unroll` steps ──▶ logits over the draft vocabulary
                                  └──▶ last states ──▶ logits, kept to the draft vocabulary ──▶ soft cross-entropy
 
-For the token at place p the teacher is the policy's state at p - 1, and the head's entry p - 2 speaks (see `unroll.py`). Only
-tokens that the policy sampled count, and at step j only where the j tokens before were sampled too: other drafts do not happen.
+For the token at place p the teacher is the policy's state at p - 1, and the head's entry p - 2 speaks (see
+`unroll.py`). Only tokens that the policy sampled count, and at step j only where the j tokens before were
+sampled too: other drafts do not happen.
 
-`HeadTrainer` takes states from wherever they come; `train_offline` computes them from saved responses. Nothing flows back into
-the policy: its states, its embedding and its logits are detached, and the head's gradients are clipped by themselves.
+`HeadTrainer` takes states from wherever they come; `train_offline` computes them from saved responses.
+Nothing flows back into the policy: its states, its embedding and its logits are detached, and the head's
+gradients are clipped by themselves.
 """
 
 import random
@@ -38,8 +41,11 @@ class HeadTraining:
     steps: int = 400
     lr: float = 1e-3
     schedule: str = "cosine"  # over `steps`; constant: for as long as it goes on
-    unroll: int = 5  # 1: one pass, which knows only a draft's first token; each further step continues from the head's own states
-    step_decay: float = 0.8  # weight of each further step over the one before: a later token counts only if those before were right
+    # 1: one pass, which knows only a draft's first token; each further step continues from the head's own
+    # states
+    unroll: int = 5
+    # weight of each further step over the one before: a later token counts only if those before were right
+    step_decay: float = 0.8
     batch_sequences: int = 64
     micro_batch_tokens: int = 0  # 0: what the device likes
     max_grad_norm: float = 1.0
@@ -77,7 +83,9 @@ class HeadTrainer:
         self._clear()
 
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
-        """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the batch's tokens."""
+        """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for
+        the batch's tokens.
+        """
         loss, sums, hidden_RE = (
             torch.zeros((), device=batch.tokens_T.device),
             [],
@@ -127,7 +135,9 @@ class HeadTrainer:
 
 
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
-    """Which response tokens a draft can reach in its step `step`: it and the `step` tokens before it are sampled ones."""
+    """Which response tokens a draft can reach in its step `step`: it and the `step` tokens before it are
+    sampled ones.
+    """
     index_R = torch.arange(len(batch.mask_R), device=batch.mask_R.device)
     reached_R = batch.mask_R & (
         batch.attention.positions_T[batch.predictors_R] > step
@@ -145,7 +155,9 @@ def compare(
     x_RE: torch.Tensor,
     temperatures_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all logits at once."""
+    """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all
+    logits at once.
+    """
     chunk = rows_per_chunk(policy)
     parts = []
     for part in zip(*(tensor.split(chunk) for tensor in (hidden_RE, x_RE, temperatures_R)), strict=True):

@@ -1,18 +1,21 @@
-"""The head along a known text, every start at once: what a draft of several tokens computes, in parallel over its starts.
+"""The head along a known text, every start at once: what a draft of several tokens computes, in parallel over
+its starts.
 
-A draft that starts after the policy's states up to t takes its first step from true features, g_0 .. g_t, and each further one
-from what the head itself said. Where the drafted tokens are the text's own, the draft's step j stands at entry t + j and sees
+A draft that starts after the policy's states up to t takes its first step from true features, g_0 .. g_t, and
+each further one from what the head itself said. Where the drafted tokens are the text's own, the draft's step
+j stands at entry t + j and sees
 
     entries            0  1  ..  t    t+1   t+2  ..  t+j
     made by step       0  0  ..  0     1     2   ..   j        keys and values of the head's own layer
 
-So a query of step j at entry q sees step 0's keys up to q - j, and of each step i = 1 .. j the one key at q - j + i. This is
-EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure acceptance: a draft is followed only as
-long as it agrees with the text.
+So a query of step j at entry q sees step 0's keys up to q - j, and of each step i = 1 .. j the one key at q -
+j + i. This is EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure
+acceptance: a draft is followed only as long as it agrees with the text.
 
-Entry q is made of g_q and token q + 1, and speaks of token q + 2. The first step runs over all tokens T, the further ones only
-over the entries R that speak of a response's tokens. What a sequence's first rows take from before their sequence is
-meaningless; `training.drafted_tokens` says which rows mean something, and no such row looks at one that does not.
+Entry q is made of g_q and token q + 1, and speaks of token q + 2. The first step runs over all tokens T, the
+further ones only over the entries R that speak of a response's tokens. What a sequence's first rows take from
+before their sequence is meaningless; `training.drafted_tokens` says which rows mean something, and no such
+row looks at one that does not.
 """
 
 from collections.abc import Iterator
@@ -28,7 +31,9 @@ from paceline.policy.attention import PackedAttention
 def unroll(
     head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int
 ) -> Iterator[torch.Tensor]:
-    """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that began j tokens before."""
+    """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that
+    began j tokens before.
+    """
     following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
     positions_T = batch.attention.positions_T
     entries_R = (batch.predictors_R - 1).clamp(min=0)

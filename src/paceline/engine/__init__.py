@@ -1,1 +1,3 @@
-"""The native rollout engine: requests, scheduler, paged KV, prefix sharing, graphs, sampling, verification."""
+"""The native rollout engine: requests, scheduler, paged KV, prefix sharing, graphs, sampling,
+verification.
+"""

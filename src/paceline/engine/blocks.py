@@ -1,4 +1,5 @@
-"""Who owns which block of the KV cache: a free list with reference counts, because siblings share prompt blocks.
+"""Who owns which block of the KV cache: a free list with reference counts, because siblings share prompt
+blocks.
 
 Block 0 belongs to nobody: unused entries of a block table point at it.
 """

@@ -1,4 +1,5 @@
-"""Keeps graph capture and training apart: capturing while another stream trains corrupts or aborts the capture.
+"""Keeps graph capture and training apart: capturing while another stream trains corrupts or aborts the
+capture.
 
 trainer    with backend.training(): ...        waits for a capture that is under way, a second at most
 engine     if guard.begin_capture(): ...       never waits: while somebody trains it runs the step without a graph

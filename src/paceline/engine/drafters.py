@@ -67,7 +67,9 @@ class Drafters(dict[str, Drafter]):
         return name in self.behind and bool(self.behind[name][slots].any())
 
     def catch_up(self, name: str, slots: np.ndarray, length: np.ndarray) -> bool:
-        """Before it drafts for `slots`, of which `length` (of every slot) is known; whether there was anything to do."""
+        """Before it drafts for `slots`, of which `length` (of every slot) is known; whether there was
+        anything to do.
+        """
         slots = np.sort(slots[self.behind[name][slots]])
         self.behind[name][:] = False
         if len(slots):

@@ -4,9 +4,9 @@
                   ▲                                        │
                   └────────────── preempted ◀──────────────┘  blocks ran out, or the weights changed
 
-The host only decides who runs: it admits, hands out blocks ahead of need, launches steps several at a time before it
-reads the first one's outcome, and retires what has finished. What a step does is in `step.py`, how its outcome is read
-in `outcomes.py`.
+The host only decides who runs: it admits, hands out blocks ahead of need, launches steps several at a time
+before it reads the first one's outcome, and retires what has finished. What a step does is in `step.py`, how
+its outcome is read in `outcomes.py`.
 """
 
 import time
@@ -175,7 +175,9 @@ class Engine:
             self.finished.append(sequence.complete(FinishReason.ABORTED))
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Whatever is running continues under the new weights from a recomputed cache; nothing stale is reused."""
+        """Whatever is running continues under the new weights from a recomputed cache; nothing stale is
+        reused.
+        """
         self._preempt_all()
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
@@ -199,7 +201,9 @@ class Engine:
             self.pacer.forget_times()
 
     def _rebuild_cache(self) -> None:
-        """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever is queued must still fit."""
+        """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever
+        is queued must still fit.
+        """
         longest = max(
             [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
         )

@@ -1,4 +1,6 @@
-"""The native engine as a backend, from a recipe. On a GPU the plan sizes the KV pool, on a CPU this file does."""
+"""The native engine as a backend, from a recipe. On a GPU the plan sizes the KV pool, on a CPU this file
+does.
+"""
 
 from pathlib import Path
 
@@ -84,12 +86,16 @@ def make_pacer(
 
 
 def counts_up_to(tokens: int) -> list[int]:
-    """Numbers of tokens worth proposing: each one is a graph of its own, and neighbours differ little where they are large."""
+    """Numbers of tokens worth proposing: each one is a graph of its own, and neighbours differ little where
+    they are large.
+    """
     return sorted({count for count in (1, 2, 3, 5, 7, 11) if count < tokens} | {tokens})
 
 
 def cpu_kv_tokens(policy: Decoder, config: Config) -> int:
-    """Room for every running request at full length, or what CPU_BYTES hold if that is less; a GPU's pool is planned (`plan/`)."""
+    """Room for every running request at full length, or what CPU_BYTES hold if that is less; a GPU's pool is
+    planned (`plan/`).
+    """
     shape, lengths = policy.config, Lengths.of(config, policy.config)
     request = lengths.request
     dtype = E4M3 if config.rollout.precision == "fp8+kv" else policy.dtype

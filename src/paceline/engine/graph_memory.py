@@ -1,19 +1,23 @@
 """How large the memory of captured graphs becomes, and what may be captured within a budget.
 
-Graphs run one after the other, and none keeps more than its small outputs, so all of them can lie in what the largest needs:
+Graphs run one after the other, and none keeps more than its small outputs, so all of them can lie in what the
+largest needs:
 
     segment     |<------ reserved before the first capture ------>|
     256 x 1     | .................... |
     256 x 8     | ............................................... |
     16 x 16     | .............................. |
 
-torch's allocator alone would not let them. It takes a segment of its own for each tensor that none of its free ones holds, never joins
-two, and gives none back: captured from small to large, what one step has outgrown stays beside what the next one takes (0.98 GB instead of
-0.57 for the steps of up to 256 x 16 tokens of Qwen3-8B). So everything above 1 MiB comes out of one segment (those are multiples of 2 MiB;
-between 1 and 10 MiB a tensor alone would get 20), and only smaller tensors, and what each graph gives out, take segments of 2 MiB beside it.
+torch's allocator alone would not let them. It takes a segment of its own for each tensor that none of its
+free ones holds, never joins two, and gives none back: captured from small to large, what one step has
+outgrown stays beside what the next one takes (0.98 GB instead of 0.57 for the steps of up to 256 x 16 tokens
+of Qwen3-8B). So everything above 1 MiB comes out of one segment (those are multiples of 2 MiB; between 1 and
+10 MiB a tensor alone would get 20), and only smaller tensors, and what each graph gives out, take segments of
+2 MiB beside it.
 
-A budget is therefore a limit on the steps that exist: the segment is as large as the largest within it, and deeper ones run for smaller
-batches only. What turns out to take more than its estimate is noticed, and nothing deeper is captured from there on.
+A budget is therefore a limit on the steps that exist: the segment is as large as the largest within it, and
+deeper ones run for smaller batches only. What turns out to take more than its estimate is noticed, and
+nothing deeper is captured from there on.
 """
 
 import functools
@@ -21,8 +25,9 @@ from collections.abc import Sequence
 
 from paceline.engine.step_bytes import StepBytes
 
-# Where best fit puts tensors of different sizes there are gaps between them. Replaying the allocations of the shapes in `policy/shapes.py`
-# took up to 1.48 times what was alive at once (FP8, whose products in parts are larger than anything else).
+# Where best fit puts tensors of different sizes there are gaps between them. Replaying the allocations of the
+# shapes in `policy/shapes.py` took up to 1.48 times what was alive at once (FP8, whose products in parts are
+# larger than anything else).
 GAPS = 1.5
 SEGMENT = 2 << 20  # what torch's allocator rounds to
 SMALL_BYTES = 16 << 20  # up to 10 MiB of small tensors in one step, and the outputs of some hundred graphs

@@ -27,8 +27,9 @@ class GraphPool:
     def reserve(self, num_bytes: int, uses_cublas: bool) -> int:
         """One segment that captures from here on allocate from; how much the pool grew.
 
-        The allocator hands out a pool's memory to captures only, so a graph that nobody replays allocates it and lets it go. cuBLAS
-        keeps a workspace for the capturing stream from its first product on: better before the segment than in the middle of it.
+        The allocator hands out a pool's memory to captures only, so a graph that nobody replays allocates it
+        and lets it go. cuBLAS keeps a workspace for the capturing stream from its first product on: better
+        before the segment than in the middle of it.
         """
         some = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
 
@@ -43,7 +44,9 @@ class GraphPool:
         return capture.pool_bytes
 
     def capture(self, function: Callable[[], Outcome]) -> Capture[Outcome]:
-        """`function` runs once before: kernels are compiled and libraries set up where no graph records it."""
+        """`function` runs once before: kernels are compiled and libraries set up where no graph records
+        it.
+        """
         stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,7 +1,8 @@
 """Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, variant).
 
-On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains (`capture_guard.py`).
-What may be captured at all is a matter of memory (`graph_memory.py`); a step that may not be runs as it is, too.
+On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains
+(`capture_guard.py`). What may be captured at all is a matter of memory (`graph_memory.py`); a step that may
+not be runs as it is, too.
 """
 
 import time
@@ -52,7 +53,8 @@ class DraftKey:
 class StepRunner:
     """Runs drafts and steps for the first `bucket` entries of `slots`, which the caller has filled.
 
-    A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share verification.
+    A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share
+    verification.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class StepRunner:
 
 
 def buckets_up_to(num_slots: int) -> list[int]:
-    """Batch sizes worth a graph of their own: dense where decoding is cheap, in sixteens and thirty-twos above."""
+    """Batch sizes worth a graph of their own: dense where decoding is cheap, in sixteens and thirty-twos
+    above.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32), *range(1088, 1 << 16, 64)]
     below = [size for size in sizes if size < num_slots]
     return [*below, num_slots]

@@ -3,10 +3,11 @@
     launch   batch 7 ──▶ batch 7 ──▶ batch 7 ──▶ batch 8        the device is here
     read        ▲ the host is here
 
-A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few numpy
-operations over the whole batch; Python looks at single rows only where one ended, or has stop strings or top logprobs.
-Steps launched after a row's end still carry it: by the time they are read its slot may belong to somebody else. So a
-batch remembers the slot_generation of each slot, a number that changes when a row leaves.
+A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few
+numpy operations over the whole batch; Python looks at single rows only where one ended, or has stop strings
+or top logprobs. Steps launched after a row's end still carry it: by the time they are read its slot may
+belong to somebody else. So a batch remembers the slot_generation of each slot, a number that changes when a
+row leaves.
 """
 
 from collections import deque
@@ -93,7 +94,8 @@ class Outcomes:
         self.length = np.zeros(
             rows.null_slot + 1, dtype=np.int64
         )  # of each slot's row, as of the last outcome read
-        # Told after each step who has how many tokens, and how many are new: `certify` asks where steps began.
+        # Told after each step who has how many tokens, and how many are new: `certify` asks where steps
+        # began.
         self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
 
     def enter(self, sequence: Sequence) -> None:
@@ -104,7 +106,9 @@ class Outcomes:
         self.slot_generation[sequence.slot] += 1
 
     def read(self, stats: RolloutStats, version: int) -> StepOutcome:
-        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`), and how it went."""
+        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`),
+        and how it went.
+        """
         launched = self.unread.popleft()
         launched.timing.wait()
         batch = launched.batch
@@ -166,7 +170,9 @@ class Outcomes:
 
 
 def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
-    """Of each row that is still here: the tokens it gained, none where it had ended before this step, and those proposed for it."""
+    """Of each row that is still here: the tokens it gained, none where it had ended before this step, and
+    those proposed for it.
+    """
     decision, drafts, accepted_at, tokens = launched.decision, 0, (), 0
     count = decision.strategy.count
     if count:

@@ -1,7 +1,7 @@
 """Filling the cache for prompts, in chunks under a token budget, each distinct prompt once.
 
-A prompt's last token is not prefilled: every row runs it as its first decode step, which samples from it. So siblings
-share the whole blocks before it and get a copy of the partial one:
+A prompt's last token is not prefilled: every row runs it as its first decode step, which samples from it. So
+siblings share the whole blocks before it and get a copy of the partial one:
 
     prompt of 39 tokens    |  block 0  |  block 1  | 6 tokens of block 2 | last token
     sibling A                 shared      shared      own copy of 2         decodes here first
@@ -58,7 +58,9 @@ class SharedPrompt:
 def run_chunk(
     forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()
 ) -> int:
-    """Advances the prefills at the head of the queue by at most the budget; returns how many tokens that were."""
+    """Advances the prefills at the head of the queue by at most the budget; returns how many tokens that
+    were.
+    """
     chosen: list[tuple[Prefill, int]] = []
     left = token_budget
     for prefill in queue:

@@ -1,7 +1,9 @@
-"""A plain batched generator in torch: the simplest thing that keeps the contract, and the oracle for the real engine.
+"""A plain batched generator in torch: the simplest thing that keeps the contract, and the oracle for the real
+engine.
 
-Running rows live in one contiguous KV cache `[rows, kv heads, capacity, head dim]` per layer. Rows that finish are
-yielded and the cache is compacted; waiting requests enter when half the places are free. Nothing here is clever.
+Running rows live in one contiguous KV cache `[rows, kv heads, capacity, head dim]` per layer. Rows that
+finish are yielded and the cache is compacted; waiting requests enter when half the places are free. Nothing
+here is clever.
 """
 
 import time

@@ -21,7 +21,8 @@ RESERVED_STEPS = 16
 class Reservation:
     def __init__(self, rows: Rows, pool: BlockPool, slots: int) -> None:
         self.rows, self.pool = rows, pool
-        # Per slot: a bound on the length its row may have reached, the tokens its blocks can hold, and the length at which it ends.
+        # Per slot: a bound on the length its row may have reached, the tokens its blocks can hold, and the
+        # length at which it ends.
         self.bound, self.capacity, self.limit = np.zeros((3, slots + 1), dtype=np.int64)
         self.left = 0  # positions per row that may run before blocks are looked at again
 

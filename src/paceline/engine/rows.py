@@ -1,7 +1,8 @@
 """Device-resident state of running requests: a row per slot, written by the step itself.
 
-The host fills a row when a request enters and reads it when it has finished; in between the step's own kernels append
-tokens and test for the end. One extra row, the null row, is never active: batches are padded with it.
+The host fills a row when a request enters and reads it when it has finished; in between the step's own
+kernels append tokens and test for the end. One extra row, the null row, is never active: batches are padded
+with it.
 """
 
 from contextlib import nullcontext
@@ -92,8 +93,8 @@ class Rows:
     def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens and logprobs of whole rows, on the host.
 
-        What a row holds up to a length that has been seen never changes, so on a GPU a stream of its own reads it without
-        waiting for the steps that have been launched since.
+        What a row holds up to a length that has been seen never changes, so on a GPU a stream of its own
+        reads it without waiting for the steps that have been launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
             index = self._tensor(slots)

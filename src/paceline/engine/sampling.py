@@ -1,11 +1,12 @@
-"""From a step's hidden states to its samples: the LM head and the sampler, for a piece of the tokens at a time.
+"""From a step's hidden states to its samples: the LM head and the sampler, for a piece of the tokens at a
+time.
 
     hidden states   | piece 0 | piece 1 | piece 2 |        [T, E]
     logits            [piece, V]                           one piece's, and the next one's in the same memory
     samples         | piece 0 | piece 1 | piece 2 |        [T]
 
-All logits of 256 rows with 8 queries would be 1.2 GB (vocabulary of 151,936), and every captured graph of another size would keep its own.
-Rejection looks at a row's queries together, so its pieces are whole rows.
+All logits of 256 rows with 8 queries would be 1.2 GB (vocabulary of 151,936), and every captured graph of
+another size would keep its own. Rejection looks at a row's queries together, so its pieces are whole rows.
 """
 
 from dataclasses import dataclass, fields
@@ -18,9 +19,10 @@ from paceline.kernels.row_step import Queries, RowTensors
 from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated, top_logprobs
 from paceline.paged.forward import PagedForward
 
-# From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to read the head's weight (0.27 ms), so more and
-# smaller products cost no time; twice as many tokens would save 4% of the head's time and take another 0.16 GB. A multiple of
-# `kernels/linear.py`'s ROW_TILE, so a CPU pads no more rows than it would without pieces.
+# From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to read the head's
+# weight (0.27 ms), so more and smaller products cost no time; twice as many tokens would save 4% of the
+# head's time and take another 0.16 GB. A multiple of `kernels/linear.py`'s ROW_TILE, so a CPU pads no more
+# rows than it would without pieces.
 SAMPLE_TOKENS = 256
 
 
@@ -68,7 +70,9 @@ def sample_step(
     proposals_SK: torch.Tensor,
     probabilities_SKV: torch.Tensor | None,
 ) -> Samples:
-    """One sample for each of the R x Q hidden states; `probabilities_SKV` is what proposals were drawn from, for rejection."""
+    """One sample for each of the R x Q hidden states; `probabilities_SKV` is what proposals were drawn from,
+    for rejection.
+    """
     per_row = queries.tokens_RQ.shape[1]
     size = (
         SAMPLE_TOKENS if variant.verify is Verify.SHARED_NOISE else max(1, SAMPLE_TOKENS // per_row) * per_row

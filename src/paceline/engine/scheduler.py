@@ -78,10 +78,12 @@ class Scheduler:
         return bool(self.waiting and self.free_slots)
 
     def admit(self, nobody_runs: bool, lookahead: int, spared: int) -> list[Sequence]:
-        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were aborted meanwhile.
+        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were
+        aborted meanwhile.
 
-        A sequence starts with room for `lookahead` tokens beyond its length, and leaves `spared` blocks to those who run: one that is
-        admitted into their room would be preempted at once, and its prefill be for nothing.
+        A sequence starts with room for `lookahead` tokens beyond its length, and leaves `spared` blocks to
+        those who run: one that is admitted into their room would be preempted at once, and its prefill be for
+        nothing.
         """
         aborted = []
         while self.may_admit:
@@ -150,8 +152,9 @@ class Scheduler:
             self.pool.release(self.held.pop(name).blocks)
 
     def drop_idle(self) -> None:
-        """What is cached only because somebody may come for it: held sequences, also those that a waiting one has taken over, and
-        prompts of siblings still waiting."""
+        """What is cached only because somebody may come for it: held sequences, also those that a waiting one
+        has taken over, and prompts of siblings still waiting.
+        """
         self.drop_held(list(self.held))
         self._drop_taken_over()
         for prompt in [
@@ -193,7 +196,9 @@ class Scheduler:
             self.prefills.append(prefix.prefill)  # only to let this sibling enter
 
     def _prefix_of(self, sequence: Sequence, wanted: int) -> SharedPrompt | None:
-        """The cached prompt to start from; made now if siblings wait and there is room for its partial block as well."""
+        """The cached prompt to start from; made now if siblings wait and there is room for its partial block
+        as well.
+        """
         if sequence.response or sequence.blocks:  # it comes back, or continues a held sequence
             return None
         prompt = sequence.request.prompt
@@ -210,7 +215,9 @@ class Scheduler:
         return self.shared.get(prompt)
 
     def _take_held(self, sequence: Sequence) -> None:
-        """A request that continues a held one starts from its cache, if that is still there and still its prefix."""
+        """A request that continues a held one starts from its cache, if that is still there and still its
+        prefix.
+        """
         held = self.held.get(sequence.request.continues)
         if held is None or sequence.response or sequence.blocks:
             return

@@ -1,15 +1,17 @@
 """One step of all running rows: gather, forward, sample, verify, append, test for the end. No host involved.
 
-With Q = 1 this is plain decoding. With Q = k + 1 the row's k proposed tokens are run behind its last one, every position
-is sampled with its own noise, and the longest prefix where proposal equals sample is kept, plus one more token:
+With Q = 1 this is plain decoding. With Q = k + 1 the row's k proposed tokens are run behind its last one,
+every position is sampled with its own noise, and the longest prefix where proposal equals sample is kept,
+plus one more token:
 
     inputs      last  d1  d2  d3        proposals d1..d3 from a drafter
     samples      s1   s2  s3  s4        what the policy itself says at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
-Drafters that follow the policy see the hidden states and the samples at the end of the step, in the same graph.
-Stop tokens and limits cut the appended run where plain decoding would have stopped. How samples come out of hidden states is
-`sampling.py`'s: with `verify: rejection` a proposal is its own sample where it is accepted, and everything else is the same.
+Drafters that follow the policy see the hidden states and the samples at the end of the step, in the same
+graph. Stop tokens and limits cut the appended run where plain decoding would have stopped. How samples come
+out of hidden states is `sampling.py`'s: with `verify: rejection` a proposal is its own sample where it is
+accepted, and everything else is the same.
 """
 
 from collections.abc import Sequence as Listing
@@ -65,7 +67,9 @@ def step(
     followers: Listing[Drafter] = (),
     probabilities_SKV: torch.Tensor | None = None,
 ) -> StepStatus:
-    """Advances the rows in `slots_R` by one to `queries` tokens; `probabilities_SKV` is what proposals were drawn from, for rejection."""
+    """Advances the rows in `slots_R` by one to `queries` tokens; `probabilities_SKV` is what proposals were
+    drawn from, for rejection.
+    """
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)

@@ -1,13 +1,14 @@
-"""What one step, or one draft, holds of a GPU at once: its tensors counted by formulas that follow `step.py`, `sampling.py`,
-`paged/forward.py` and the kernels they launch.
+"""What one step, or one draft, holds of a GPU at once: its tensors counted by formulas that follow `step.py`,
+`sampling.py`, `paged/forward.py` and the kernels they launch.
 
     kept        queries, block tables, the hidden states that drafters asked for, the routing that is recorded
     layers      residual, normed rows, and the widest moment of attention or feed-forward; T tokens
     sampling    final hidden states of T tokens, logits of one piece, what truncation or rejection makes of a few rows' logits
     following   what a drafter that follows the policy makes of T hidden states
 
-A step needs what is kept and the largest of the others. `tests/engine/test_step_bytes.py` counts the tensors that the GPU's code makes.
-Shape letters: T tokens, E hidden size, V vocabulary; Q and KV are the widths of all heads, F and I those of feed-forwards, K experts a token.
+A step needs what is kept and the largest of the others. `tests/engine/test_step_bytes.py` counts the tensors
+that the GPU's code makes. Shape letters: T tokens, E hidden size, V vocabulary; Q and KV are the widths of
+all heads, F and I those of feed-forwards, K experts a token.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from paceline.kernels.sampler import CHUNK, WIDE_ROWS
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig
 
-# Of truncation beside the logits: scores, sorted scores, ids and four of int64 make 53; while torch sorts, 32 of its own and 16 of ours.
-# Rejection has 28, and with truncation as much as that: p, q, what q left of p, noise.
+# Of truncation beside the logits: scores, sorted scores, ids and four of int64 make 53; while torch sorts, 32
+# of its own and 16 of ours. Rejection has 28, and with truncation as much as that: p, q, what q left of p,
+# noise.
 WIDE_LOGIT_BYTES = 60
 QUERY_BYTES = 64  # per token: what a step gathers (`kernels/row_step.py`), samples and logprobs
 DRAFT_QUERY_BYTES = 1024  # per row: the same of a draft's columns (`kernels/draft_step.py`)
@@ -52,13 +54,15 @@ class StepBytes:
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
 
     def draft(self, rows: int) -> int:
-        """Of whoever needs most: a drafter's logits are those of one token per row, all rows at once, and a head with a vocabulary of
-        its own spreads them over the policy's."""
+        """Of whoever needs most: a drafter's logits are those of one token per row, all rows at once, and a
+        head with a vocabulary of its own spreads them over the policy's.
+        """
         return max((self._draft(shape, rows) for shape in self.drafters), default=0)
 
     def _draft(self, shape: DecoderConfig, rows: int) -> int:
         hidden = shape.hidden_size * self.dtype.itemsize
-        # A draft model's first pass takes two tokens a row; an eagle head's layer takes two hidden states a token.
+        # A draft model's first pass takes two tokens a row; an eagle head's layer takes two hidden states a
+        # token.
         layers = 2 * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(
             shape, rows, 2
         )
@@ -75,7 +79,9 @@ class StepBytes:
         return partial_bytes(rows, queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors)
 
     def _sampling(self, piece: int, tokens: int) -> int:
-        """Logits of a piece, five numbers for each chunk of them that the sampler looks at, and a few rows in plain torch."""
+        """Logits of a piece, five numbers for each chunk of them that the sampler looks at, and a few rows in
+        plain torch.
+        """
         vocabulary = self.config.vocab_size
         wide = (
             (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4
@@ -83,7 +89,9 @@ class StepBytes:
         return piece * (vocabulary * self._score_bytes + 20 * -(-vocabulary // CHUNK)) + wide
 
     def _following(self, tokens: int) -> int:
-        """An eagle head's: the captured states side by side and their features, or those with the layer's input and its keys and values."""
+        """An eagle head's: the captured states side by side and their features, or those with the layer's
+        input and its keys and values.
+        """
         kv, hidden = self.config.num_kv_heads * self.config.head_dim, self.config.hidden_size
         return (
             tokens * self.dtype.itemsize * max((self.captured_layers + 1) * hidden, 3 * hidden + 2 * kv)
@@ -104,7 +112,8 @@ def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype, fp8: bool = Fals
     experts        residual E, normed E, scores, and for each of K: gate and up 2 I, their product I and its projection E
     norms          residual E, normed E, the projection before it, and the next residual and normed E
 
-    Layers that keep the policy's type, and the products of many rows, take less than FP8 with its float32 parts: the larger counts.
+    Layers that keep the policy's type, and the products of many rows, take less than FP8 with its float32
+    parts: the larger counts.
     """
     size, hidden = dtype.itemsize, shape.hidden_size * dtype.itemsize
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

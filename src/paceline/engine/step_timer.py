@@ -1,4 +1,5 @@
-"""How long steps take, without waiting for them: marks in the stream that are read when the step's outcome is.
+"""How long steps take, without waiting for them: marks in the stream that are read when the step's outcome
+is.
 
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
       └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well

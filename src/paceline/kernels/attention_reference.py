@@ -1,13 +1,15 @@
-"""The reference of both attention kernels: each query by itself over the paged cache. This is what a CPU runs.
+"""The reference of both attention kernels: each query by itself over the paged cache. This is what a CPU
+runs.
 
-A query's bits depend on its own sequence only. Keys are taken in steps of whole blocks, STEP_KEYS at a time, from absolute
-position 0; every product is a `bmm` whose matrices have the same shape whatever the batch; a step involves the rows that
-reach it and no others.
+A query's bits depend on its own sequence only. Keys are taken in steps of whole blocks, STEP_KEYS at a time,
+from absolute position 0; every product is a `bmm` whose matrices have the same shape whatever the batch; a
+step involves the rows that reach it and no others.
 
-The cache must hold finite numbers everywhere (zeros where nothing was written): a hidden key has weight zero, and zero times
-NaN is NaN. `rope_kv.py`'s reference keeps that promise.
+The cache must hold finite numbers everywhere (zeros where nothing was written): a hidden key has weight zero,
+and zero times NaN is NaN. `rope_kv.py`'s reference keeps that promise.
 
-A cache in E4M3 holds k / k_scale and v / v_scale, with a scale per kv head. K's is applied to the queries, V's to the result.
+A cache in E4M3 holds k / k_scale and v / v_scale, with a scale per kv head. K's is applied to the queries,
+V's to the result.
 """
 
 import torch

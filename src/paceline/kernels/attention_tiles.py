@@ -1,23 +1,27 @@
-"""The softmax that both attention kernels carry over tiles of keys; what they have in common decides a query's bits.
+"""The softmax that both attention kernels carry over tiles of keys; what they have in common decides a
+query's bits.
 
-A product's 16 or 64 left rows are queries in prefill, which has many, and keys in decoding, which has few: with the heads of a GQA group
-4 or 8, and a tensor core takes 8 right rows. Either way an element is the same sum in the same order.
+A product's 16 or 64 left rows are queries in prefill, which has many, and keys in decoding, which has few:
+with the heads of a GQA group 4 or 8, and a tensor core takes 8 right rows. Either way an element is the same
+sum in the same order.
 
     keys    | tile tile tile tile | tile tile tile tile | tile ..     boundaries are absolute positions
             |       group 0       |       group 1       | group 2
     group  = online softmax over its tiles in order, from a fresh state
     result = fold(fold(group 0, group 1), group 2)
 
-Row sums go through the tensor core like everything else, because the order of a plain reduction depends on the layout the compiler
-picks. Masked keys add exact zeros.
+Row sums go through the tensor core like everything else, because the order of a plain reduction depends on
+the layout the compiler picks. Masked keys add exact zeros.
 
-A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale, V's is applied to the
-result. The products run in float16, which holds every E4M3 number. V is transposed on its way out of shared memory, which the
-hardware does for 16 bits and not for 8. So V is read in pairs of neighbouring dimensions, and even and odd ones have a sum each.
+A cache in E4M3 has a scale per kv head for K and for V, read from the device: K's joins the softmax scale,
+V's is applied to the result. The products run in float16, which holds every E4M3 number. V is transposed on
+its way out of shared memory, which the hardware does for 16 bits and not for 8. So V is read in pairs of
+neighbouring dimensions, and even and odd ones have a sum each.
 
-Bits are the same only where both kernels load an operand in the same width: that decides how the compiler (Triton 3.6) deals a product's
-terms to its instructions. Prefill of an E4M3 cache also keeps to tiles of few rows: in higher ones the products run asynchronously, and an
-operand made in registers was seen to be overwritten by the next.
+Bits are the same only where both kernels load an operand in the same width: that decides how the compiler
+(Triton 3.6) deals a product's terms to its instructions. Prefill of an E4M3 cache also keeps to tiles of few
+rows: in higher ones the products run asynchronously, and an operand made in registers was seen to be
+overwritten by the next.
 
 The queries are never stored, so quantising them would save nothing.
 """
@@ -32,8 +36,9 @@ EMULATED = tl.constexpr(INTERPRETED)  # without the GPU's own instructions
 
 @triton.jit
 def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only loads whose
-    addresses do not wait for another load of the same step."""
+    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only
+    loads whose addresses do not wait for another load of the same step.
+    """
     index = (start + tl.arange(0, TILE)) // BLOCK_SIZE
     return tl.load(table_ptr + index, mask=index < table_width, other=0)
 
@@ -59,11 +64,13 @@ def attend_tile(
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum, total weight).
-    The total has equal columns; the sum is a tuple, of one tensor or, where V comes in PAIRS, of the even and the odd dimensions.
+    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum,
+    total weight). The total has equal columns; the sum is a tuple, of one tensor or, where V comes in
+    PAIRS, of the even and the odd dimensions.
 
-    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group forgets what
-    was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes no bit.
+    Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group
+    forgets what was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes
+    no bit.
     """
     token = start + tl.arange(0, TILE)
     exists = token < end
@@ -88,7 +95,8 @@ def attend_tile(
         v = tl.load(v_cache_ptr + offset, mask=exists[:, None], other=0.0)
         acc = (tl.dot(weights, v, acc[0] * rescale[:, None], input_precision="ieee"),)
     tile_total = tl.dot(weights, tl.full((TILE, total.shape[1]), 1.0, q.dtype), input_precision="ieee")
-    # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the two products.
+    # The maximum changes nothing. It keeps the compiler from adding inside the product, which serialises the
+    # two products.
     total = total * rescale[:, None] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
 
@@ -158,8 +166,9 @@ def next_maximum(maximum, tile_maximum, start, GROUP: tl.constexpr):
 
 @triton.jit
 def halves_of(pairs):
-    """Pairs of E4M3 numbers in int16 as float16, the lower and the upper ones. On a GPU three instructions for two pairs; the compiler
-    finds nothing better than ten for one."""
+    """Pairs of E4M3 numbers in int16 as float16, the lower and the upper ones. On a GPU three instructions
+    for two pairs; the compiler finds nothing better than ten for one.
+    """
     if EMULATED:
         lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         upper = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True) * 256.0
@@ -195,8 +204,10 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the tensor core, reduced once
-    per group. More columns than rows: for a square result the compiler would stack the warps over 16 rows."""
+    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the
+    tensor core, reduced once per group. More columns than rows: for a square result the compiler would
+    stack the warps over 16 rows.
+    """
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
     if PAIRS:
         half = tl.zeros((ROWS, HEAD_DIM // 2), tl.float32)

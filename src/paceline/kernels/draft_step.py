@@ -1,11 +1,12 @@
-"""What a drafter with layers runs for each row: a walk over positions that begins one before the row's last token.
+"""What a drafter with layers runs for each row: a walk over positions that begins one before the row's last
+token.
 
     row            .. | L-2 | L-1 |  L  | L+1            L tokens so far
     column               0     1     2     3             position L - 2 + column
     sampled with noise of position   L + column          as the policy will at that position
 
-An eagle head runs token L-1 in column 0, because its entry at t holds token t + 1; a draft model runs tokens L-2 and L-1 in
-columns 0 and 1. Everything is laid out by column, so that a column is contiguous. One launch.
+An eagle head runs token L-1 in column 0, because its entry at t holds token t + 1; a draft model runs tokens
+L-2 and L-1 in columns 0 and 1. Everything is laid out by column, so that a column is contiguous. One launch.
 """
 
 from dataclasses import dataclass

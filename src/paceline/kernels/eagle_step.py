@@ -1,4 +1,5 @@
-"""What an eagle head does besides its layer, a launch each: its inputs, and the features that its next draft starts from.
+"""What an eagle head does besides its layer, a launch each: its inputs, and the features that its next draft
+starts from.
 
 inputs       token ──▶ embedding ──▶ norm ─┐
              state ───────────────▶ norm ─┴▶ [ T, 2E ]
@@ -176,6 +177,8 @@ def keep_last(
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
 ) -> None:
-    """After a step: `context_R` is where each row's queries began, `length_S` how long the rows have become."""
+    """After a step: `context_R` is where each row's queries began, `length_S` how long the rows have
+    become.
+    """
     run = keep_last_triton if features_TE.is_cuda else keep_last_reference
     run(features_TE, slots_R, context_R, length_S, features_SE)

@@ -1,11 +1,12 @@
-"""E4M3 numbers and the two ways they are scaled here (the recipe of DeepSeek-V3, arXiv 2412.19437, section 3.3).
+"""E4M3 numbers and the two ways they are scaled here (the recipe of DeepSeek-V3, arXiv 2412.19437, section
+3.3).
 
     weights       one float32 scale per block of 128 x 128         activations   one per row and group of 128 columns
 
     scale = max(largest magnitude, 1e-10) / 448        value = round(x / scale) in E4M3, largest magnitude 448
 
-Depths that are no multiple of 128 are filled up with zeros, so no product needs a mask. Divisions are rounded correctly, on
-the GPU too: the kernels give the formula's bits.
+Depths that are no multiple of 128 are filled up with zeros, so no product needs a mask. Divisions are rounded
+correctly, on the GPU too: the kernels give the formula's bits.
 """
 
 import functools
@@ -24,7 +25,9 @@ ROW_MULTIPLE = 4  # cuBLAS wants rows in fours
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Activations `[M, K]` as E4M3 with a scale per row and group. Rows past `num_rows` are allocated and undefined."""
+    """Activations `[M, K]` as E4M3 with a scale per row and group. Rows past `num_rows` are allocated and
+    undefined.
+    """
 
     values_MK: torch.Tensor
     scales_GM: torch.Tensor
@@ -47,7 +50,9 @@ class QuantisedRows:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A weight `[..., N, K]` as E4M3 with a scale per block of 128 x 128; K is filled up to whole blocks, N is not."""
+    """A weight `[..., N, K]` as E4M3 with a scale per block of 128 x 128; K is filled up to whole blocks, N
+    is not.
+    """
 
     values: torch.Tensor
     scales: torch.Tensor  # [..., blocks of N, blocks of K]
@@ -127,8 +132,10 @@ EMULATED = tl.constexpr(
 
 @triton.jit
 def _quotient(x, scale):
-    """x / scale, rounded correctly: one division for all of x, and two corrections of each quotient. The first makes it one of the two
-    numbers next to the exact one, the second then the nearer (Markstein 1990, doi:10.1147/rd.341.0111)."""
+    """x / scale, rounded correctly: one division for all of x, and two corrections of each quotient. The
+    first makes it one of the two numbers next to the exact one, the second then the nearer (Markstein
+    1990, doi:10.1147/rd.341.0111).
+    """
     if EMULATED:
         quotient = tl.div_rn(x, scale)
     else:
@@ -145,7 +152,9 @@ def _quotient(x, scale):
 
 @triton.jit
 def _rounded(x):
-    """The nearest E4M3 number in float32: a multiple of 2^(exponent - 3), where exponents below -6 count as -6."""
+    """The nearest E4M3 number in float32: a multiple of 2^(exponent - 3), where exponents below -6 count as
+    -6.
+    """
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, -6)
     quantum = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)

@@ -2,16 +2,19 @@
 
     out[m, n] = sum over groups g of 128 columns, in order:  (x[m, g] . w[n, g]) * (x_scale[g, m] * w_scale[n / 128, g])
 
-The product of a group runs on the tensor core in E4M3 and is added to a float32 accumulator with its scales: the tensor core
-itself keeps only about 14 bits of a sum, which 128 terms leave room for (arXiv 2412.19437, section 3.3.2).
+The product of a group runs on the tensor core in E4M3 and is added to a float32 accumulator with its scales:
+the tensor core itself keeps only about 14 bits of a sum, which 128 terms leave room for (arXiv 2412.19437,
+section 3.3.2).
 
-The weight is the tensor core's left operand, 64 or 128 of its rows a tile, and the rows of x are the right one, as few as 16:
-a Hopper wgmma takes no fewer than 64 left rows, and anything else runs E4M3 as float16. So decoding, verification and prefill
-use one instruction, and a row's bits do not depend on how many rows ran with it.
+The weight is the tensor core's left operand, 64 or 128 of its rows a tile, and the rows of x are the right
+one, as few as 16: a Hopper wgmma takes no fewer than 64 left rows, and anything else runs E4M3 as float16. So
+decoding, verification and prefill use one instruction, and a row's bits do not depend on how many rows ran
+with it.
 
-Up to 128 rows the time is that of reading the weights. Narrow ones have too few tiles to occupy the GPU, so their depth is cut
-into parts, a number that depends on the weight's shape alone. The parts stay apart, `[parts, M, N]` in float32, and the kernel that
-follows (norm, RoPE) adds them up in order. Asking L2 for weights before x is there was tried and did not pay.
+Up to 128 rows the time is that of reading the weights. Narrow ones have too few tiles to occupy the GPU, so
+their depth is cut into parts, a number that depends on the weight's shape alone. The parts stay apart,
+`[parts, M, N]` in float32, and the kernel that follows (norm, RoPE) adds them up in order. Asking L2 for
+weights before x is there was tried and did not pay.
 
 From CUBLAS_ROWS on torch's scaled matmul is faster, and `deterministic=False` takes it.
 """
@@ -179,7 +182,9 @@ def fp8_linear_cublas(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
 def fp8_linear(
     x: QuantisedRows, weight: BlockMatrix, deterministic: bool = False, keep_parts: bool = False
 ) -> torch.Tensor:
-    """x times weight transposed, `[M, N]` in x's type; with `keep_parts` it may also be `[parts, M, N]` in float32."""
+    """x times weight transposed, `[M, N]` in x's type; with `keep_parts` it may also be `[parts, M, N]` in
+    float32.
+    """
     if not x.values_MK.is_cuda:
         return fp8_linear_reference(x, weight)
     width, depth = weight.values.shape

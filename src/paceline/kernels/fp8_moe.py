@@ -1,7 +1,7 @@
 """`fp8_run_experts`: moe.py's feed-forward with the experts in FP8 and the router as it was.
 
-Routing, sorting and adding up are moe.py's. A slot's product is that of fp8_linear.py, group by group in order, whatever tile the
-slot lies in, so a token's bits do not depend on the other tokens here either.
+Routing, sorting and adding up are moe.py's. A slot's product is that of fp8_linear.py, group by group in
+order, whatever tile the slot lies in, so a token's bits do not depend on the other tokens here either.
 """
 
 import torch
@@ -88,7 +88,9 @@ def _fp8_expert_linear_kernel(
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights through L2."""
+    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights
+    through L2.
+    """
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
     col_tile = tl.program_id(0) // num_tiles
@@ -169,7 +171,9 @@ def fp8_run_experts(
     gate_up: BlockMatrix,
     down: BlockMatrix,
 ) -> torch.Tensor:
-    """The sum over a token's chosen experts (`moe.route`) of weight x down(silu(gate) * up), [M, E]; gate_up [X, 2F, E], down [X, E, F]."""
+    """The sum over a token's chosen experts (`moe.route`) of weight x down(silu(gate) * up), [M, E]; gate_up
+    [X, 2F, E], down [X, E, F].
+    """
     if not x_ME.is_cuda:
         return fp8_experts_reference(x_ME, weights_MK, experts_MK, gate_up, down)
     tile = choose_fp8_expert_tile(experts_MK.numel(), gate_up.values.shape[0])

@@ -1,6 +1,8 @@
-"""Quantisers: weights in blocks of 128 x 128 into storage that already exists, activations in groups of 128 per row.
+"""Quantisers: weights in blocks of 128 x 128 into storage that already exists, activations in groups of 128
+per row.
 
-What a kernel before a product computes is mostly quantised there (norm.py, swiglu.py); `quantise_rows` is for the rest.
+What a kernel before a product computes is mostly quantised there (norm.py, swiglu.py); `quantise_rows` is for
+the rest.
 """
 
 import torch
@@ -38,7 +40,9 @@ def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
 def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, PDL: tl.constexpr):
     """One program per block; the first axis walks along K, so that neighbours read neighbouring memory.
 
-    It never lets the next kernel begin early: a product loads its weights' scales before it waits for the kernel before it."""
+    It never lets the next kernel begin early: a product loads its weights' scales before it waits for the
+    kernel before it.
+    """
     wait_previous(PDL)
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * 128 + tl.arange(0, 128)

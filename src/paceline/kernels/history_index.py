@@ -1,17 +1,20 @@
-"""An index of what has been written: where have the last tokens of a row been seen before under its prompt, and what followed?
+"""An index of what has been written: where have the last tokens of a row been seen before under its prompt,
+and what followed?
 
-Every position that has a successor is filed under its last 2, 4, 8 and 16 tokens, each hashed together with the prompt:
+Every position that has a successor is filed under its last 2, 4, 8 and 16 tokens, each hashed together with
+the prompt:
 
     finished text    ... -1 | p p | a b c d e | -1 ...      bank_T, one entry after the other, the oldest overwritten
     running text     p p a b c |                            the rows themselves
 
     bucket of hash(prompt, b, c)  ->  where `c` stands       the newest occurrence wins, whoever else had the bucket
 
-There is a table for finished text and one for running text, so that what runs cannot displace what is kept. A row looks its last
-tokens up under each length in both, eight candidates in all, and compares the text itself: the longest match of up to `MAX_MATCH` tokens
-wins, then the one with more to propose, then running text. So a bucket may be wrong or long overwritten, and nothing is ever deleted.
-A step reads the same few kilobytes for each row however long the rows are: 16 tokens, 8 buckets, 8 times 16 + k tokens around the
-candidates, and it files what the row has gained. A row that has run without this drafter is filed when it next proposes.
+There is a table for finished text and one for running text, so that what runs cannot displace what is kept. A
+row looks its last tokens up under each length in both, eight candidates in all, and compares the text itself:
+the longest match of up to `MAX_MATCH` tokens wins, then the one with more to propose, then running text. So a
+bucket may be wrong or long overwritten, and nothing is ever deleted. A step reads the same few kilobytes for
+each row however long the rows are: 16 tokens, 8 buckets, 8 times 16 + k tokens around the candidates, and it
+files what the row has gained. A row that has run without this drafter is filed when it next proposes.
 
 All is integers and maxima: the same on every device, and in whatever order programs run.
 """
@@ -56,7 +59,9 @@ class HistoryIndex:
     def empty(
         cls, slots: int, bank_tokens: int, running_tokens: int, max_buckets: int, device: torch.device
     ) -> "HistoryIndex":
-        """About two buckets for each token, of up to four that it could use: siblings write much alike, and any one of them finds it."""
+        """About two buckets for each token, of up to four that it could use: siblings write much alike, and
+        any one of them finds it.
+        """
 
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -227,7 +232,9 @@ def _file_window(
     MAX_MATCH: tl.constexpr,
     MULTIPLIER: tl.constexpr,
 ):
-    """Files each `position` of a text under its last 2, 4, 8 and 16 tokens; `known`: how many tokens there are up to it."""
+    """Files each `position` of a text under its last 2, 4, 8 and 16 tokens; `known`: how many tokens there
+    are up to it.
+    """
     h = _mixed(h, tl.load(text_ptr + position, mask=filed, other=0).to(tl.int64), MULTIPLIER)
     for j in tl.static_range(1, MAX_MATCH):
         token = tl.load(text_ptr + position - j, mask=filed & (known > j), other=0).to(tl.int64)
@@ -254,7 +261,9 @@ def _file_running_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, part): usually there are a few tokens for the first part, and for the others nothing; a new row has its prompt."""
+    """Program (row, part): usually there are a few tokens for the first part, and for the others nothing; a
+    new row has its prompt.
+    """
     launch_next(PDL)
     wait_previous(PDL)
     slot = tl.load(slots_ptr + tl.program_id(0))
@@ -496,7 +505,9 @@ def propose_from_history(
     count: int,
     proposals_SK: torch.Tensor,
 ) -> None:
-    """Files what the rows have gained, then writes up to `count` tokens for each; -1, which no policy samples, where there is nothing to say."""
+    """Files what the rows have gained, then writes up to `count` tokens for each; -1, which no policy
+    samples, where there is nothing to say.
+    """
     run = propose_triton if slots_R.is_cuda else propose_reference
     run(slots_R, tokens_SW, length_S, index, count, proposals_SK)
 
@@ -511,6 +522,8 @@ def bank_row(
     start: int,
     number: int,
 ) -> None:
-    """Keeps tokens [first, length) of a row as entry `number` at `start` of the bank, END after it; files what follows its `prompt` tokens."""
+    """Keeps tokens [first, length) of a row as entry `number` at `start` of the bank, END after it; files
+    what follows its `prompt` tokens.
+    """
     run = bank_row_triton if tokens_SW.is_cuda else bank_row_reference
     run(tokens_SW, index, slot, first, prompt, length, start, number)

@@ -3,13 +3,14 @@
 A row's bits must not depend on how many rows ran with it.
 
 - CPU: rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
-- GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor core, and the
-  two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same bits, for every M
-  (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of reading the weights, which
-  plain asynchronous copies do best; from there on whole tiles are loaded by TMA, where there is one (Hopper and newer).
+- GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor
+core, and the two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same
+bits, for every M (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of
+reading the weights, which plain asynchronous copies do best; from there on whole tiles are loaded by TMA,
+where there is one (Hopper and newer).
 
-Up to 64 rows the invariant kernel is also the fastest. From CUBLAS_ROWS on, cuBLAS, which may split K and so rounds
-differently at different M, is 2-8% faster, and `deterministic=False` takes it.
+Up to 64 rows the invariant kernel is also the fastest. From CUBLAS_ROWS on, cuBLAS, which may split K and so
+rounds differently at different M, is 2-8% faster, and `deterministic=False` takes it.
 """
 
 from dataclasses import dataclass, replace
@@ -55,7 +56,9 @@ def linear_reference(
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of x by rows of weight by depth, and how a program runs. None of it changes a bit of the result."""
+    """Rows of x by rows of weight by depth, and how a program runs. None of it changes a bit of the
+    result.
+    """
 
     rows: int
     cols: int
@@ -70,7 +73,8 @@ class Tile:
 
 
 def choose_tile(num_rows: int, width: int) -> Tile:
-    """Measured on an H200 with the Qwen3-8B shapes: N = 4096 (o, down), 6144 (qkv), 24576 (gate-up), 151936 (head).
+    """Measured on an H200 with the Qwen3-8B shapes: N = 4096 (o, down), 6144 (qkv), 24576 (gate-up), 151936
+    (head).
 
     Narrow weights need narrow tiles to occupy every multiprocessor; wide ones amortise larger tiles.
     """
@@ -105,7 +109,9 @@ def choose_tile(num_rows: int, width: int) -> Tile:
 def _pull_weight(
     weight_ptr, first_col, width, K: tl.constexpr, COLS: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr
 ):
-    """Begin to fetch the first PULL bytes of COLS weight rows; a row's bytes are shared by up to four threads."""
+    """Begin to fetch the first PULL bytes of COLS weight rows; a row's bytes are shared by up to four
+    threads.
+    """
     PARTS: tl.constexpr = 4 if COLS <= 32 else 2 if COLS <= 64 else 1
     ROW_BYTES: tl.constexpr = K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     thread = tl.arange(0, COLS * PARTS)

@@ -6,15 +6,17 @@
     expert         3 1   0 3   1 3                            slots sorted by expert   [ 2 | 1 4 | 0 3 5 ]
     slot           0 1   2 3   4 5                            tiles                      0   1     3   3
 
-A token's bits must not depend on the other tokens, nor on how many of them chose the same expert. A slot's product is
-therefore accumulated over the depth in one order, whatever tile it lies in and wherever (as in linear.py), is written to the
-slot's own row, and a token's K rows are added in the order of its choices.
+A token's bits must not depend on the other tokens, nor on how many of them chose the same expert. A slot's
+product is therefore accumulated over the depth in one order, whatever tile it lies in and wherever (as in
+linear.py), is written to the slot's own row, and a token's K rows are added in the order of its choices.
 
-- CPU: each expert's rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
-- GPU: seven launches. The sort runs on the device and the grid is sized for the worst case (programs without a tile end at
-  once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
+- CPU: each expert's rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees
+the same shape.
+- GPU: seven launches. The sort runs on the device and the grid is sized for the worst case (programs without
+a tile end at once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
 
-Shape letters: M tokens, X experts, K choices per token (in names of weights: depth), S = M x K slots, E hidden, F inner size.
+Shape letters: M tokens, X experts, K choices per token (in names of weights: depth), S = M x K slots, E
+hidden, F inner size.
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +80,9 @@ def experts_reference(
 def route_reference(
     scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the highest scores, best first (of equals the lowest number), and their softmax weights."""
+    """The experts with the highest scores, best first (of equals the lowest number), and their softmax
+    weights.
+    """
     experts_MK = scores_MX.sort(dim=-1, descending=True, stable=True).indices[:, :num_choices]
     weights_MK = scores_MX.softmax(-1).gather(-1, experts_MK)
     if normalise:
@@ -180,7 +184,9 @@ def route_triton(
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Slots sorted by expert, cut into tiles of at most `rows` slots of one expert. Everything lies on the device."""
+    """Slots sorted by expert, cut into tiles of at most `rows` slots of one expert. Everything lies on the
+    device.
+    """
 
     slots_S: torch.Tensor
     tiles_3T: torch.Tensor  # each tile's expert (-1: no such tile), and where in slots_S it starts and stops
@@ -200,7 +206,9 @@ def _sort_kernel(
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert: counts everybody's slots, then places its own. One more marks the tiles nobody needs."""
+    """One program per expert: counts everybody's slots, then places its own. One more marks the tiles nobody
+    needs.
+    """
     launch_next(PDL)
     mine = tl.program_id(0)
     expert, within = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK)
@@ -254,7 +262,9 @@ def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int)
 
 
 def choose_expert_tile(num_slots: int, num_experts: int) -> Tile:
-    """By the slots an expert gets on average. Decoding (top 8 of 128: up to 256 tokens) reads weights and little else."""
+    """By the slots an expert gets on average. Decoding (top 8 of 128: up to 256 tokens) reads weights and
+    little else.
+    """
     average = num_slots / num_experts
     return (
         Tile(16, 32, 256, 4, 4)
@@ -281,7 +291,9 @@ def _expert_linear_kernel(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights through L2."""
+    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights
+    through L2.
+    """
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
     col = tl.program_id(0) // num_tiles * COLS + tl.arange(0, COLS)
@@ -393,7 +405,8 @@ def expert_feed_forward(
 ) -> torch.Tensor:
     """The sum over a token's chosen experts of weight x down(silu(gate) * up), [M, E].
 
-    On the GPU all tensors are contiguous and 16-bit, and E and F are multiples of 16. The router's scores stay in float32.
+    On the GPU all tensors are contiguous and 16-bit, and E and F are multiples of 16. The router's scores
+    stay in float32.
     """
     return run_experts(x_ME, *route(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
 

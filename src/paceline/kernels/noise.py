@@ -1,12 +1,14 @@
 """Sampling noise as a pure function: `gumbel(seed, position, token)`.
 
-A counter-based generator (Philox4x32-7, Salmon et al. 2011) turns (seed, position, token) into 32 bits, and two
-polynomial logarithms turn those into a Gumbel variate. Only integer operations and single IEEE additions and
-multiplications are used, never a fused multiply-add and never a library `log`, so every device computes the same bits.
+A counter-based generator (Philox4x32-7, Salmon et al. 2011) turns (seed, position, token) into 32 bits, and
+two polynomial logarithms turn those into a Gumbel variate. Only integer operations and single IEEE additions
+and multiplications are used, never a fused multiply-add and never a library `log`, so every device computes
+the same bits.
 
-The Gumbel is -ln(E) with E = -ln(1 - v) and v = (bits + 1/2) / 2^32. A token wins where its Gumbel is large, hence
-where v is near 0, and that is where floating point resolves v most finely: the largest value is 22.9, reached with
-probability 2^-32 per token, and equal values at the winning end are as rare as equal 32-bit draws.
+The Gumbel is -ln(E) with E = -ln(1 - v) and v = (bits + 1/2) / 2^32. A token wins where its Gumbel is large,
+hence where v is near 0, and that is where floating point resolves v most finely: the largest value is 22.9,
+reached with probability 2^-32 per token, and equal values at the winning end are as rare as equal 32-bit
+draws.
 """
 
 import torch
@@ -19,10 +21,12 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 MASK32 = 0xFFFFFFFF
 TOKENS_PER_DRAW = 4  # one Philox call gives four 32-bit words, hence the noise of four neighbouring tokens
 
-# Independent streams of the same request: what the policy samples with, and what `verify: rejection` needs besides.
+# Independent streams of the same request: what the policy samples with, and what `verify: rejection` needs
+# besides.
 STREAM_SAMPLE, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2
 
-# ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), P from highest to lowest degree (Cephes `logf`).
+# ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), P from highest to lowest degree (Cephes
+# `logf`).
 LOG_POLYNOMIAL = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -54,7 +58,9 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
 def random_bits(
     seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
 ) -> torch.Tensor:
-    """uint32 values as int64, shape `[*seed.shape, vocab_size]`; `seed` is any int64, `position` the absolute index."""
+    """uint32 values as int64, shape `[*seed.shape, vocab_size]`; `seed` is any int64, `position` the absolute
+    index.
+    """
     draws = -(-vocab_size // TOKENS_PER_DRAW)
     token_group = torch.arange(draws, device=seed.device)
     seed, position = seed.unsqueeze(-1), position.long().unsqueeze(-1)
@@ -159,7 +165,9 @@ def _gumbel_from_bits_triton(bits):
 
 @triton.jit
 def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, STREAM: tl.constexpr):
-    """float32 noise `[TOKENS]` of the tokens from `first_token` on, a multiple of 4, for one seed and position."""
+    """float32 noise `[TOKENS]` of the tokens from `first_token` on, a multiple of 4, for one seed and
+    position.
+    """
     token_group = (first_token // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
     zero = token_group * 0
     w0, w1, w2, w3 = _philox_triton(

@@ -1,7 +1,9 @@
-"""RMSNorm, alone or after adding a residual. One program sees one row, so a row's bits depend on nothing else.
+"""RMSNorm, alone or after adding a residual. One program sees one row, so a row's bits depend on nothing
+else.
 
-The input may be a product in parts, `[parts, M, K]` in float32 (fp8_linear.py); their sum in order is rounded to the residual's
-type. The `quantised` variants return what an FP8 product takes: exactly the rows of the plain variant, quantised.
+The input may be a product in parts, `[parts, M, K]` in float32 (fp8_linear.py); their sum in order is rounded
+to the residual's type. The `quantised` variants return what an FP8 product takes: exactly the rows of the
+plain variant, quantised.
 """
 
 import torch

@@ -1,12 +1,15 @@
-"""Attention of a few new queries per row over the paged KV cache: decoding (Q = 1) and verification (Q = k + 1).
+"""Attention of a few new queries per row over the paged KV cache: decoding (Q = 1) and verification (Q = k +
+1).
 
-Query j of row r sits at absolute position context_len[r] + j and attends to keys 0 .. context_len[r] + j; a row with
-context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_size, num_kv_heads, head_dim].
+Query j of row r sits at absolute position context_len[r] + j and attends to keys 0 .. context_len[r] + j; a
+row with context_len < 0 is inactive and gives zeros. The caches are [num_blocks, block_size, num_kv_heads,
+head_dim].
 
-A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel computed it
-(attention_tiles.py). With many rows one program walks its whole row and folds in registers. With fewer, programs are spread over the
-rows in proportion to their lengths, those of one row share its groups, and a second kernel folds their partial results. Both fold
-the same numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows.
+A query's bits depend on its own sequence only, not on the batch, on Q, or on whether a prefill kernel
+computed it (attention_tiles.py). With many rows one program walks its whole row and folds in registers. With
+fewer, programs are spread over the rows in proportion to their lengths, those of one row share its groups,
+and a second kernel folds their partial results. Both fold the same numbers in the same order. Queries and the
+heads of a GQA group are packed into a tile's rows.
 """
 
 from dataclasses import dataclass
@@ -47,11 +50,14 @@ RESIDENT, FP8_RESIDENT = (
     3,
     4,
 )  # programs with work for each multiprocessor, where several share a row: as many as run at once
-FILL = 8  # programs per multiprocessor that are launched where several share a row; those that get no groups cost little
+# programs per multiprocessor that are launched where several share a row; those that get no groups cost
+# little
+FILL = 8
 MIN_ROWS, MAX_ROWS = (
     8,
     16,
-)  # (query, head of the group) pairs per program: a tensor core takes 8, and 16 share what is read of the cache
+    # (query, head of the group) pairs per program: a tensor core takes 8, and 16 share what is read of the cache
+)
 
 
 def paged_attention_reference(
@@ -116,8 +122,10 @@ def _paged_attention_kernel(
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (kv head, row and query tile, p). SHARED: programs p < P take groups p, p + P, ... of their row, and P is the
-    row's part of `resident` programs, rounded down so that all run at once; programs p >= P have nothing to do."""
+    """Programs (kv head, row and query tile, p). SHARED: programs p < P take groups p, p + P, ... of their
+    row, and P is the row's part of `resident` programs, rounded down so that all run at once; programs p
+    >= P have nothing to do.
+    """
     launch_next(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
@@ -241,7 +249,9 @@ def _store_heads(
     HEAD_DIM: tl.constexpr,
     QUANTISE: tl.constexpr,
 ):
-    """Rows of `out` are heads of tokens, `q_row` their number; quantised, a head is a group: what is rounded to 16 bits first."""
+    """Rows of `out` are heads of tokens, `q_row` their number; quantised, a head is a group: what is rounded
+    to 16 bits first.
+    """
     offset = q_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     if QUANTISE:
         values, scales = quantise_groups(out.to(out_ptr.dtype.element_ty).to(tl.float32))
@@ -255,7 +265,9 @@ def _store_heads(
 def _load_partials(
     acc_ptr, maximum_ptr, total_ptr, first, valid, HEAD_DIM: tl.constexpr, BATCH: tl.constexpr
 ):
-    """BATCH groups' results from `first` on, loaded before any is used. Those that do not exist are whatever lies there."""
+    """BATCH groups' results from `first` on, loaded before any is used. Those that do not exist are whatever
+    lies there.
+    """
     accs, maxima, totals = (), (), ()
     for i in tl.static_range(BATCH):
         offset = (first + i)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -300,7 +312,9 @@ def _combine_kernel(
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple of BATCH."""
+    """One program per (query, kv head) folds the groups one by one. The buffers hold `max_groups`, a multiple
+    of BATCH.
+    """
     launch_next(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     query_row = tl.program_id(0)
@@ -343,12 +357,15 @@ class Launch:
     resident: int | None = None  # None: RESIDENT or FP8_RESIDENT
 
     def num_warps(self, rows: int, fp8: bool) -> int:
-        """With four, products of more than 8 rows run asynchronously, and from Triton 3.7 on those of 8 as well. With an E4M3 cache none may:
-        see attention_tiles.py."""
+        """With four, products of more than 8 rows run asynchronously, and from Triton 3.7 on those of 8 as
+        well. With an E4M3 cache none may: see attention_tiles.py.
+        """
         return self.warps or (4 if rows <= MIN_ROWS and not (fp8 and TRITON_VERSION >= (3, 7)) else 2)
 
     def options(self, rows: int, head_dim: int, q_bytes: int, kv_bytes: int) -> dict:
-        """`q_bytes` and `kv_bytes`: of one number. Queries lie in shared memory, and what they gather passes through it."""
+        """`q_bytes` and `kv_bytes`: of one number. Queries lie in shared memory, and what they gather passes
+        through it.
+        """
         held, stage = rows * head_dim * (q_bytes + 4), 2 * TILE * head_dim * kv_bytes
         options = launch_options(
             self.num_warps(rows, kv_bytes == 1), self.stages, stage_bytes=stage, held_bytes=held
@@ -357,7 +374,9 @@ class Launch:
 
 
 def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
-    """`tiles` counts (row, query tile, kv head). The lengths are not known here: a captured graph serves them all."""
+    """`tiles` counts (row, query tile, kv head). The lengths are not known here: a captured graph serves them
+    all.
+    """
     if tiles <= processors:
         return Launch(min(max_groups, FILL * processors // tiles), stages=3)
     return Launch(
@@ -372,7 +391,9 @@ def rows_per_program(num_queries: int, padded_gqa: int) -> int:
 def partial_bytes(
     rows: int, queries: int, heads: int, kv_heads: int, head_dim: int, table_tokens: int, processors: int
 ) -> int:
-    """What the groups' partial results take where programs share rows; block tables address `table_tokens` tokens."""
+    """What the groups' partial results take where programs share rows; block tables address `table_tokens`
+    tokens.
+    """
     padded_gqa, max_groups = next_power_of_2(heads // kv_heads), cdiv(table_tokens, GROUP)
     tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
     if default_launch(processors, tiles, max_groups).programs == 1:
@@ -391,7 +412,9 @@ def paged_attention_triton(
     v_scale_H=None,
     quantise=False,
 ):
-    """`[R, Q, Hq, D]`; with `quantise` the R x Q rows of all heads as a product takes them, which needs heads of GROUP dimensions."""
+    """`[R, Q, Hq, D]`; with `quantise` the R x Q rows of all heads as a product takes them, which needs heads
+    of GROUP dimensions.
+    """
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
@@ -488,9 +511,11 @@ def paged_attention(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `q [R, Q, Hq, D]` with scale 1 / sqrt(D); the new tokens' K and V are already in the cache.
+    """Attention of `q [R, Q, Hq, D]` with scale 1 / sqrt(D); the new tokens' K and V are already in the
+    cache.
 
-    `block_table_RB` int32; `context_len_R` is the absolute position of each row's first query, negative = inactive.
+    `block_table_RB` int32; `context_len_R` is the absolute position of each row's first query, negative =
+    inactive.
     """
     run = paged_attention_triton if q_RQHD.is_cuda else paged_attention_reference
     return run(

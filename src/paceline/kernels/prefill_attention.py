@@ -1,14 +1,15 @@
 """Attention of many new queries per sequence over the paged KV cache: prefill, whole or in chunks.
 
-Chunks of several sequences are packed: `cu_seqlens [S + 1]` bounds them in q, `context_len [S]` says how many tokens of
-each sequence were in the cache before, and the chunk's own K and V have been written too.
+Chunks of several sequences are packed: `cu_seqlens [S + 1]` bounds them in q, `context_len [S]` says how many
+tokens of each sequence were in the cache before, and the chunk's own K and V have been written too.
 
     q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s sits at position context_len[s] + j
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
-A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and groups are those of
-attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where nobody asks for that, one softmax runs over all keys
-(`flat`): without groups there is one accumulator instead of two, so tiles can be larger, and keys that every query sees need no mask.
+A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and
+groups are those of attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where nobody
+asks for that, one softmax runs over all keys (`flat`): without groups there is one accumulator instead of
+two, so tiles can be larger, and keys that every query sees need no mask.
 """
 
 import torch
@@ -80,7 +81,9 @@ def _attend_flat(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Carry one softmax over the TILE keys from `start`, all groups in one and sums in whatever order; not MASKED: every query sees all."""
+    """Carry one softmax over the TILE keys from `start`, all groups in one and sums in whatever order; not
+    MASKED: every query sees all.
+    """
     token = start + tl.arange(0, TILE)
     slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
     offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -307,9 +310,11 @@ def prefill_attention(
     v_scale_H: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1 entries.
+    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1
+    entries.
 
-    Tokens past the last sequence are padding: their output is undefined. Not `deterministic`: bits may depend on chunks.
+    Tokens past the last sequence are padding: their output is undefined. Not `deterministic`: bits may depend
+    on chunks.
     """
     inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
     if not q_THD.is_cuda:

@@ -1,16 +1,17 @@
-"""Classical speculative sampling, for comparison with shared noise: accept a proposal d drawn from q with probability
-min(1, p(d) / q(d)), else draw from what q left out, max(p - q, 0) normalised (Leviathan, Kalman, Matias 2023, algorithm 1;
-Chen et al. 2023, algorithm 2). The result is distributed as p, but unlike with shared noise it depends on the drafter.
+"""Classical speculative sampling, for comparison with shared noise: accept a proposal d drawn from q with
+probability min(1, p(d) / q(d)), else draw from what q left out, max(p - q, 0) normalised (Leviathan,
+Kalman, Matias 2023, algorithm 1; Chen et al. 2023, algorithm 2). The result is distributed as p, but
+unlike with shared noise it depends on the drafter.
 
-Three draws at a position, three streams of noise: the drafter's own (STREAM_SAMPLE, so that one drafter serves both ways),
-the acceptance and the recovery. A recovery that reuses the drafter's noise is biased: it knows which token d was, and so
-which tokens had little noise.
+Three draws at a position, three streams of noise: the drafter's own (STREAM_SAMPLE, so that one drafter
+serves both ways), the acceptance and the recovery. A recovery that reuses the drafter's noise is biased: it
+knows which token d was, and so which tokens had little noise.
 
-Where q is not known the proposal counts as certain, q(d) = 1. That is right whatever d was drawn from, because given d the
-outcome is d with probability p(d) and each other x with p(x); it only accepts less.
+Where q is not known the proposal counts as certain, q(d) = 1. That is right whatever d was drawn from,
+because given d the outcome is d with probability p(d) and each other x with p(x); it only accepts less.
 
-Plain torch on every device, without a host synchronisation, so a graph can capture it. Shape letters: R rows, K proposals,
-Q = K + 1 positions, T = R x Q, V vocabulary.
+Plain torch on every device, without a host synchronisation, so a graph can capture it. Shape letters: R rows,
+K proposals, Q = K + 1 positions, T = R x Q, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ class Truncation:
 def sampled_distribution(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, truncation: Truncation | None = None
 ) -> torch.Tensor:
-    """The probabilities that sampling draws from: at the row's temperature, within what truncation leaves; one token where it is 0."""
+    """The probabilities that sampling draws from: at the row's temperature, within what truncation leaves;
+    one token where it is 0.
+    """
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     best_R1 = scaled_RV.argmax(-1, keepdim=True)
     if truncation is not None:
@@ -57,10 +60,12 @@ def verify_by_rejection(
     proposals_RK: torch.Tensor,
     draft_probabilities_RKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their full-vocabulary logprobs `[R, Q]`: at each position the proposal where it is accepted, else its recovery.
+    """Tokens and their full-vocabulary logprobs `[R, Q]`: at each position the proposal where it is accepted,
+    else its recovery.
 
-    What follows the first token that differs from its proposal is computed for nothing; `append_samples` drops it. The last
-    position has no proposal and is sampled as plain decoding would. A proposal of -1 is none: the token is drawn from p.
+    What follows the first token that differs from its proposal is computed for nothing; `append_samples`
+    drops it. The last position has no proposal and is sampled as plain decoding would. A proposal of -1 is
+    none: the token is drawn from p.
     """
     num_rows, num_proposals = proposals_RK.shape
     before = slice(0, num_proposals)

@@ -1,4 +1,5 @@
-"""Between the QKV projection and attention: optional QK-norm, RoPE, and the write of K and V into the paged cache.
+"""Between the QKV projection and attention: optional QK-norm, RoPE, and the write of K and V into the paged
+cache.
 
     qkv[t] = [ q heads | k heads | v heads ]          slot_mapping[t] = block * block_size + offset, negative = skip
                  |          |         |
@@ -7,10 +8,12 @@
              q_out[t]    k_cache   v_cache  [num_blocks, block_size, num_kv_heads, head_dim]
 
 RoPE follows Hugging Face's half-split convention ("rotate_half"): with halves (a, b) of a head, the result is
-(a cos - b sin, b cos + a sin). The table holds cos and sin per absolute position, `[max_position, head_dim / 2]`.
+(a cos - b sin, b cos + a sin). The table holds cos and sin per absolute position, `[max_position, head_dim /
+2]`.
 
-A cache in E4M3 comes with a scale per kv head for K and for V: it holds k / k_scale and v / v_scale. The projection may come in
-parts, `[parts, T, ...]` in float32 (fp8_linear.py): their sum in order is rounded to the type that q has.
+A cache in E4M3 comes with a scale per kv head for K and for V: it holds k / k_scale and v / v_scale. The
+projection may come in parts, `[parts, T, ...]` in float32 (fp8_linear.py): their sum in order is rounded to
+the type that q has.
 """
 
 import torch
@@ -230,8 +233,9 @@ def rope_and_write_kv(
     v_scale_H: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]` in `dtype` (default: qkv's); rotated k and v go to their slots in the
-    caches. On the GPU qkv may come in parts."""
+    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]` in `dtype` (default: qkv's); rotated k and v
+    go to their slots in the caches. On the GPU qkv may come in parts.
+    """
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
     return run(
         qkv,

@@ -1,9 +1,9 @@
 """The two ends of a step over resident rows: what each row runs next, and what of its samples it keeps.
 
-A row is a line of several tensors (tokens, length, limit, ...), addressed by slot. `gather_queries` takes the last token of
-each row and its proposals; `append_samples` keeps the samples up to the first that its proposal did not foresee, cut at
-stop tokens and limits. A proposal of -1 means none: it runs as token 0 and agrees with no sample. Each function is one
-launch, so that the step around the forward pass costs microseconds.
+A row is a line of several tensors (tokens, length, limit, ...), addressed by slot. `gather_queries` takes the
+last token of each row and its proposals; `append_samples` keeps the samples up to the first that its proposal
+did not foresee, cut at stop tokens and limits. A proposal of -1 means none: it runs as token 0 and agrees
+with no sample. Each function is one launch, so that the step around the forward pass costs microseconds.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ from paceline.kernels.triton_support import (
 
 @dataclass(frozen=True)
 class RowTensors:
-    """State by slot S. `block_table` and `stop_ids` (padded with -1) have a second dimension, `tokens` and `logprobs` a position."""
+    """State by slot S. `block_table` and `stop_ids` (padded with -1) have a second dimension, `tokens` and
+    `logprobs` a position.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -304,7 +306,9 @@ def gather_queries(
     max_position: int,
     block_size: int,
 ) -> Queries:
-    """Each row's last token and its first `queries - 1` proposals, with positions, cache slots and noise to go with them."""
+    """Each row's last token and its first `queries - 1` proposals, with positions, cache slots and noise to
+    go with them.
+    """
     run = gather_queries_triton if slots_R.is_cuda else gather_queries_reference
     return run(rows, slots_R, proposals_SK, queries, max_position, block_size)
 
@@ -316,6 +320,8 @@ def append_samples(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
-    """Writes what is kept into the rows; returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; tokens proposed (-1 is none)."""
+    """Writes what is kept into the rows; returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2
+    stopped; tokens proposed (-1 is none).
+    """
     run = append_samples_triton if slots_R.is_cuda else append_samples_reference
     return run(rows, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)

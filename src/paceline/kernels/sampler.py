@@ -1,15 +1,16 @@
-"""Sampling: token = argmax(logits / T + gumbel(seed, position, token)), ties to the lowest id, and its logprob.
+"""Sampling: token = argmax(logits / T + gumbel(seed, position, token)), ties to the lowest id, and its
+logprob.
 
-One pass over the logits. A row is cut into chunks of CHUNK tokens whatever the batch, so one row fills the GPU and the
-result does not depend on the number of rows:
+One pass over the logits. A row is cut into chunks of CHUNK tokens whatever the batch, so one row fills the
+GPU and the result does not depend on the number of rows:
 
     logits[row]  | chunk 0 | chunk 1 | ...     each program: best score, its token, its logit, max and sum of exp
                       \\        |     /
                        combine kernel           one program per row, fixed order
 
-T = 0 means plain argmax, with the logprob at temperature 1. `sample_truncated` adds top-k, top-p and min-p: it sorts, so
-it is slower, but it never waits for the host and can be captured in a graph. What is plain torch here holds many numbers per
-logit at once, and takes WIDE_ROWS rows at a time.
+T = 0 means plain argmax, with the logprob at temperature 1. `sample_truncated` adds top-k, top-p and min-p:
+it sorts, so it is slower, but it never waits for the host and can be captured in a graph. What is plain torch
+here holds many numbers per logit at once, and takes WIDE_ROWS rows at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +30,8 @@ from paceline.kernels.triton_support import (
 )
 
 CHUNK = 2048
-# Enough to occupy a GPU where the vocabulary is large (2.4 million logits of Qwen3's), and 0.15 GB of what truncation holds per logit.
+# Enough to occupy a GPU where the vocabulary is large (2.4 million logits of Qwen3's), and 0.15 GB of what
+# truncation holds per logit.
 WIDE_ROWS = 16
 _STREAM_SAMPLE = tl.constexpr(noise.STREAM_SAMPLE)
 
@@ -142,7 +144,8 @@ def _sample_combine_kernel(
     sums = tl.load(sum_ptr + offset, mask=mask, other=0.0)
     maximum = tl.max(maxima, axis=0)
     total = tl.sum(sums * tl.where(sums > 0, tl.exp(maxima - maximum), 0.0), axis=0)
-    # A NaN is neither larger nor smaller and may leave the padding's token; the next step must not read its embedding. The logprob is NaN.
+    # A NaN is neither larger nor smaller and may leave the padding's token; the next step must not read its
+    # embedding. The logprob is NaN.
     tl.store(sampled_ptr + row, tl.minimum(best_token, vocab_size - 1).to(tl.int64))
     tl.store(logprob_ptr + row, best_value - maximum - tl.log(total))
 
@@ -211,12 +214,14 @@ def sample_truncated(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sample` over the tokens that top-k (0 = off), then top-p (1 = off), then min-p (0 = off) leave; plus log kept mass.
+    """`sample` over the tokens that top-k (0 = off), then top-p (1 = off), then min-p (0 = off) leave; plus
+    log kept mass.
 
-    The order and meaning are Hugging Face's: top-p counts mass within what top-k left, and keeps the token that crosses
-    the threshold; min-p is relative to the most likely token. Of equal logits the lower id is kept. Plain torch on every
-    device. The logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
-    Rows that nothing truncates get what `sample` gives them, to the bit: what else runs in the batch is none of their business.
+    The order and meaning are Hugging Face's: top-p counts mass within what top-k left, and keeps the token
+    that crosses the threshold; min-p is relative to the most likely token. Of equal logits the lower id is
+    kept. Plain torch on every device. The logprob stays that of the full vocabulary; subtract the log kept
+    mass for the truncated distribution's. Rows that nothing truncates get what `sample` gives them, to the
+    bit: what else runs in the batch is none of their business.
     """
     return _wide_pieces(
         _sample_truncated, logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R
@@ -226,7 +231,9 @@ def sample_truncated(
 def top_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most likely tokens of each row at its temperature (1 where it is 0): logprobs and ids, `[R, count]`."""
+    """The `count` most likely tokens of each row at its temperature (1 where it is 0): logprobs and ids, `[R,
+    count]`.
+    """
     return _wide_pieces(
         lambda logits, temperature: scaled_logits(logits, temperature).log_softmax(-1).topk(count),
         logits_RV,
@@ -237,7 +244,9 @@ def top_logprobs(
 def _wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """A function of rows, for WIDE_ROWS of them at a time; what it makes on the way is gone before the next."""
+    """A function of rows, for WIDE_ROWS of them at a time; what it makes on the way is gone before the
+    next.
+    """
     pieces = [
         function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
     ]

@@ -1,7 +1,7 @@
 """silu(gate) * up of a packed `[M, 2F]` gate-up projection.
 
-A kernel of its own: in the epilogue of the GEMM it would save a launch (1.2 us) but make a program stream two weight tiles,
-and that was measured slower (56 us against 51 + 1.2 for the Qwen3-8B shape at M = 1).
+A kernel of its own: in the epilogue of the GEMM it would save a launch (1.2 us) but make a program stream two
+weight tiles, and that was measured slower (56 us against 51 + 1.2 for the Qwen3-8B shape at M = 1).
 """
 
 import torch

@@ -1,26 +1,30 @@
-"""What every kernel file needs of Triton: an optional import, launch options, and programmatic dependent launch.
+"""What every kernel file needs of Triton: an optional import, launch options, and programmatic dependent
+launch.
 
-Triton is optional: without it the kernel definitions are inert and the torch references still run. On a machine
-without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
+Triton is optional: without it the kernel definitions are inert and the torch references still run. On a
+machine without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
 
-Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins with
-`launch_next()`, but for those that write weights, and calls `wait_previous()` before it touches what the kernels before it wrote:
+Programmatic dependent launch lets a kernel start while the one before it drains. Every kernel here begins
+with `launch_next()`, but for those that write weights, and calls `wait_previous()` before it touches what the
+kernels before it wrote:
 
     GEMM     |=== weights ===|
     norm            |.wait...|=|
     next GEMM           |.wait...|=== weights ===|
 
-The wait returns when the previous kernel has finished and its writes are visible; since every program of every kernel
-waits, the order is transitive. It costs nothing where dependent launch is off, and works inside CUDA graphs.
+The wait returns when the previous kernel has finished and its writes are visible; since every program of
+every kernel waits, the order is transitive. It costs nothing where dependent launch is off, and works inside
+CUDA graphs.
 
-Loaded before the wait, so that their latency is hidden: weights, and what a step knows before its first layer (positions,
-cache slots, context lengths, block tables, seeds). The latter is safe because layers begin with an embedding lookup, a
-plain launch: it starts when everything before it has finished, and nothing after it starts before it has. Whoever writes
-such tensors with kernels of this folder must put a plain launch between those and their first use; what a plain launch itself
-writes is safe to load early one launch later.
+Loaded before the wait, so that their latency is hidden: weights, and what a step knows before its first layer
+(positions, cache slots, context lengths, block tables, seeds). The latter is safe because layers begin with
+an embedding lookup, a plain launch: it starts when everything before it has finished, and nothing after it
+starts before it has. Whoever writes such tensors with kernels of this folder must put a plain launch between
+those and their first use; what a plain launch itself writes is safe to load early one launch later.
 
-`pull_to_l2` begins to fetch the first piece of a weight, so that the memory has something to do while the small kernels
-between two products run. A little is best: long queues of it delay the small kernels themselves.
+`pull_to_l2` begins to fetch the first piece of a weight, so that the memory has something to do while the
+small kernels between two products run. A little is best: long queues of it delay the small kernels
+themselves.
 """
 
 import functools
@@ -74,7 +78,9 @@ def shared_memory(device: torch.device) -> int:
 
 
 def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int, in_registers: int = 0) -> int:
-    """How many tiles may be in flight in that much shared memory and so many beside it; the number changes no bit."""
+    """How many tiles may be in flight in that much shared memory and so many beside it; the number changes no
+    bit.
+    """
     return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes + in_registers))
 
 
@@ -85,10 +91,12 @@ def launch_options(
     stage_bytes: int = 0,
     held_bytes: int = 0,
 ) -> dict:
-    """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula differently in two
-    kernels, so equal formulas give equal bits; the kernels are bound by memory and do not miss it.
+    """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula
+    differently in two kernels, so equal formulas give equal bits; the kernels are bound by memory and do
+    not miss it.
 
-    `stage_bytes` are those of the tiles that are loaded together, `held_bytes` what else lies in shared memory.
+    `stage_bytes` are those of the tiles that are loaded together, `held_bytes` what else lies in shared
+    memory.
     """
     if INTERPRETED:
         return dict(PDL=False)
@@ -130,7 +138,9 @@ def wait_previous(PDL: tl.constexpr):
 
 @triton.jit
 def pull_to_l2(address, num_bytes, PDL: tl.constexpr):
-    """Begin to bring `num_bytes` from each int64 `address` into the L2 cache; both multiples of 16, 0 bytes: nothing."""
+    """Begin to bring `num_bytes` from each int64 `address` into the L2 cache; both multiples of 16, 0 bytes:
+    nothing.
+    """
     if PDL:
         tl.inline_asm_elementwise(
             "{ .reg .pred any; setp.ne.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",

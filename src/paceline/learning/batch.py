@@ -4,7 +4,8 @@
     predictors       p2 r0 r1             the hidden state that predicts a response token stands one place before it
     targets             r0 r1 r2
 
-A token budget cuts a step into micro-batches; a sequence is never split, so whatever is a sum over one stays in one place.
+A token budget cuts a step into micro-batches; a sequence is never split, so whatever is a sum over one stays
+in one place.
 """
 
 from collections.abc import Sequence
@@ -71,7 +72,9 @@ class MicroBatch:
 
 
 def training_sequence(completion: Completion) -> TrainingSequence:
-    """Without an advantage yet. The learner's logprobs are at the temperature sampled with, or they would be of another distribution."""
+    """Without an advantage yet. The learner's logprobs are at the temperature sampled with, or they would be
+    of another distribution.
+    """
     if completion.request.sampling.truncates:
         raise ValueError(
             f"{completion.request.id} was sampled with top_p, top_k or min_p, and its logprobs are not those of the distribution it was drawn from: "

@@ -8,8 +8,9 @@
       state.json              step, optimiser steps, position in the task, best accuracy, what the sentinel remembers
       manifest.json           size and digest of every other file
 
-A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was damaged later,
-which the manifest shows. There is no random state to keep: every random number is a function of seeds and counters.
+A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was
+damaged later, which the manifest shows. There is no random state to keep: every random number is a function
+of seeds and counters.
 """
 
 import hashlib

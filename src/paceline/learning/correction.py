@@ -1,7 +1,8 @@
-"""Rollout correction: learning from samples that a slightly different policy drew (docs/correction.md has the sources).
+"""Rollout correction: learning from samples that a slightly different policy drew (docs/correction.md has the
+sources).
 
-Rollouts in low precision, by other kernels or under older weights come from a policy pi_rollout that is not the learner's own
-pi_old. Per response token, and for a whole response y of n sampled tokens:
+Rollouts in low precision, by other kernels or under older weights come from a policy pi_rollout that is not
+the learner's own pi_old. Per response token, and for a whole response y of n sampled tokens:
 
     delta_t = log pi_old(y_t) - log pi_rollout(y_t)         both at the temperature that was sampled with
     rho_t   = exp(clamp(delta_t, -20, 20))
@@ -12,8 +13,9 @@ pi_old. Per response token, and for a whole response y of n sampled tokens:
                 mean (rho_t - 1 - delta_t) outside [lo, hi]; bounds mean what they say, on the ratio itself
     veto        out, too: responses with any rho_t below the threshold
 
-The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641); w has no gradient.
-In bypass mode there are no weights: r = pi_theta / pi_rollout is the correction, and what is rejected is judged by pi_theta.
+The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641); w
+has no gradient. In bypass mode there are no weights: r = pi_theta / pi_rollout is the correction, and what is
+rejected is judged by pi_theta.
 
 Only tokens that the policy sampled count. Everything is float64, whatever the policy is.
 """
@@ -58,7 +60,9 @@ def corrected(
     learner_logprobs_R: torch.Tensor,
     mean_weight: float,
 ) -> MicroBatch:
-    """The micro-batch as the algorithm is to see it. Weights go into the advantages: w >= 0 passes through the clipped minimum."""
+    """The micro-batch as the algorithm is to see it. Weights go into the advantages: w >= 0 passes through
+    the clipped minimum.
+    """
     anchor_R = learner_logprobs_R.detach() if config.mode == "decoupled" else batch.rollout_logprobs_R
     advantages_R = batch.advantages_R * correction.weights_R / mean_weight
     return replace(batch, mask_R=correction.kept_R, advantages_R=advantages_R, anchor_logprobs_R=anchor_R)
@@ -102,7 +106,9 @@ def _rejected(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor
 
 
 def _statistic(reject: str, batch: MicroBatch, delta_R: torch.Tensor) -> torch.Tensor:
-    """What is held against the bounds, at every token. delta is 0 outside the loss, where its ratio is 1 and its k3 is 0."""
+    """What is held against the bounds, at every token. delta is 0 outside the loss, where its ratio is 1 and
+    its k3 is 0.
+    """
     if reject == "token":
         return ratio(delta_R)
     if reject == "sequence":

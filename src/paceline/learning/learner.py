@@ -1,12 +1,15 @@
-"""One policy update from the groups of a step: advantages, packed forward and backward, optimiser step, metrics.
+"""One policy update from the groups of a step: advantages, packed forward and backward, optimiser step,
+metrics.
 
-Which advantages and which loss is the algorithm's business (`algorithms/`), what to do about samples of another policy that of
-`correction.py`. When memory runs out, the micro-batches of the optimiser step at hand are cut half as large and it starts over:
-gradients are sums over the step, so it ends where it would have ended with the smaller size from the beginning.
+Which advantages and which loss is the algorithm's business (`algorithms/`), what to do about samples of
+another policy that of `correction.py`. When memory runs out, the micro-batches of the optimiser step at hand
+are cut half as large and it starts over: gradients are sums over the step, so it ends where it would have
+ended with the smaller size from the beginning.
 
-The learner's own logprobs before the update come out of the forward pass that learns, where that is the step's only one. A
-forward pass of their own (the old-logprobs pass) is needed where several updates compare with them, where weights are normalised by a mean
-that must be known first, and where there is nothing to learn but the mismatch is still to be measured.
+The learner's own logprobs before the update come out of the forward pass that learns, where that is the
+step's only one. A forward pass of their own (the old-logprobs pass) is needed where several updates compare
+with them, where weights are normalised by a mean that must be known first, and where there is nothing to
+learn but the mismatch is still to be measured.
 """
 
 import copy
@@ -56,8 +59,9 @@ class Learner:
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
 
     def update(self, groups: Sequence[Group], inspect: Inspect = lambda mismatch: None) -> dict[str, float]:
-        """Metrics under `policy/`, `mismatch/` and `correction/`. A step without signal (every advantage zero) leaves the weights
-        alone and says so. `inspect` sees the mismatch before the weights move; what it raises leaves everything as it was.
+        """Metrics under `policy/`, `mismatch/` and `correction/`. A step without signal (every advantage
+        zero) leaves the weights alone and says so. `inspect` sees the mismatch before the weights move;
+        what it raises leaves everything as it was.
         """
         totals = UpdateTotals()
         log_ratios = None
@@ -128,7 +132,9 @@ class Learner:
         totals.add_update(sums, scale, norm, learning_rate)
 
     def _rejection_scale(self, mismatch: Mismatch, total_tokens: int, total_sequences: int) -> float:
-        """Means run over what was kept, and how much that is turns out only when every micro-batch has been through."""
+        """Means run over what was kept, and how much that is turns out only when every micro-batch has been
+        through.
+        """
         if self.config.loss_mean == "token":
             return total_tokens / (total_tokens - mismatch.rejected_tokens)
         return total_sequences / (total_sequences - mismatch.rejected_sequences)
@@ -204,7 +210,9 @@ class Learner:
             ]  # another policy: its routing is its own
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
-        """Of the rollout policy to the reference, at every response token; a sample without tokens has none."""
+        """Of the rollout policy to the reference, at every response token; a sample without tokens has
+        none.
+        """
         rows = [[training_sequence(sample.completion) for sample in group.samples] for group in groups]
         answered = [sequence for row in rows for sequence in row if sequence.loss_mask]
         found: dict[int, list[float]] = {}
@@ -221,7 +229,9 @@ class Learner:
     def _over_micro_batches(
         self, sequences: Sequence[TrainingSequence], compute: Callable[[MicroBatch], T], totals: UpdateTotals
     ) -> list[tuple[list[TrainingSequence], T]]:
-        """`compute` on every micro-batch; out of memory, all of them again with half the tokens, gradients included."""
+        """`compute` on every micro-batch; out of memory, all of them again with half the tokens, gradients
+        included.
+        """
         while True:
             parts = cut(sequences, self.token_budget)
             try:

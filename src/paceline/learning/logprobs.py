@@ -10,7 +10,9 @@ CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
 
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logprobs_R` at each token's own temperature, and `entropies_R` (no gradient) of the same distribution."""
+    """`logprobs_R` at each token's own temperature, and `entropies_R` (no gradient) of the same
+    distribution.
+    """
     hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
         batch.predictors_R
     ]

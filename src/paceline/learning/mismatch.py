@@ -1,7 +1,8 @@
-"""How far the policy that sampled is from the learner's, and what the correction made of it: measured at every step.
+"""How far the policy that sampled is from the learner's, and what the correction made of it: measured at
+every step.
 
-Taken before the weights move, so that it is the mismatch and not the update. It adds up over micro-batches: all fields are
-sums, except the largest difference.
+Taken before the weights move, so that it is the mismatch and not the update. It adds up over micro-batches:
+all fields are sums, except the largest difference.
 """
 
 import math
@@ -76,7 +77,9 @@ class Mismatch:
 def measure(
     batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
 ) -> Mismatch:
-    """`batch` as it came, before it was corrected; `weighted`: the recipe has weights, and they are what the ESS is about."""
+    """`batch` as it came, before it was corrected; `weighted`: the recipe has weights, and they are what the
+    ESS is about.
+    """
     mask_R, delta_R = batch.mask_R, correction.delta_R
     rho_R = ratio(delta_R)
     tokens_B = batch.sequence_sums(mask_R.double())

@@ -1,10 +1,12 @@
 """AdamW over float32 masters: a bf16 weight would swallow a step of 1e-6.
 
-Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is optimised; the
-result is rounded back into the parameter's own storage, so whoever reads that storage sees the new weights.
+Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is
+optimised; the result is rounded back into the parameter's own storage, so whoever reads that storage sees the
+new weights.
 
-A step goes through the parameters in pieces of bounded size. Of an 8B model all at once, float32 gradients and denominators would
-take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients; in pieces they take half of one.
+A step goes through the parameters in pieces of bounded size. Of an 8B model all at once, float32 gradients
+and denominators would take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients; in pieces
+they take half of one.
 """
 
 import math
@@ -60,7 +62,8 @@ class MasterAdamW:
     def step(self, scale: float = 1.0) -> float:
         """Scales, clips, updates, clears the gradients; returns the gradient norm before clipping.
 
-        A norm that is not finite leaves weights and moments as they were: the caller reports the skipped step.
+        A norm that is not finite leaves weights and moments as they were: the caller reports the skipped
+        step.
         """
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=m.dtype)
@@ -81,7 +84,9 @@ class MasterAdamW:
             parameter.grad = None
 
     def _adamw(self, scale: torch.Tensor) -> None:
-        """Of `scale` times the gradients. Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices only."""
+        """Of `scale` times the gradients. Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices
+        only.
+        """
         lr, beta1, beta2 = self.learning_rate, self.config.beta1, self.config.beta2
         self.steps += 1
         for pieces in self._pieces:
@@ -133,7 +138,9 @@ class MasterAdamW:
 
 
 def cut_into_pieces(sizes: list[int], limit: int) -> list[list[Piece]]:
-    """Groups of pieces with at most `limit` elements together, in order; a large parameter is cut, small ones share a group."""
+    """Groups of pieces with at most `limit` elements together, in order; a large parameter is cut, small ones
+    share a group.
+    """
     groups: list[list[Piece]] = [[]]
     room = limit
     for index, size in enumerate(sizes):

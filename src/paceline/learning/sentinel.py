@@ -1,17 +1,21 @@
-"""Watches rollouts in low precision and ends them when they cannot be trusted; stops a run whose updates keep failing.
+"""Watches rollouts in low precision and ends them when they cannot be trusted; stops a run whose updates keep
+failing.
 
     rollout ──check_rollouts──▶ learner's forward ──check_mismatch──▶ update ──check_update──▶ end_step
 
-In low precision each check raises `UnsafeRollouts` before the weights have moved: a logprob, loss or gradient that is not finite,
-a mismatch above `rollout.sentinel.kl`, or every response at the length limit for `rollout.sentinel.capped_steps` steps. The loop
-then falls back to base precision for the rest of the run and makes the step again from the same problems and seeds, so the
-step that counts is the one base precision would have made.
+In low precision each check raises `UnsafeRollouts` before the weights have moved: a logprob, loss or gradient
+that is not finite, a mismatch above `rollout.sentinel.kl`, or every response at the length limit for
+`rollout.sentinel.capped_steps` steps. The loop then falls back to base precision for the rest of the run and
+makes the step again from the same problems and seeds, so the step that counts is the one base precision would
+have made.
 
-In base precision there is nothing to fall back to. An update that is not finite has been skipped by the learner; after
-`FAILED_STEPS` such steps in a row the run stops and names the checkpoint to go on from. Meanwhile none is saved: weights that an update
-has blown up make every later step fail, and their checkpoints would push out the last sound one.
+In base precision there is nothing to fall back to. An update that is not finite has been skipped by the
+learner; after `FAILED_STEPS` such steps in a row the run stops and names the checkpoint to go on from.
+Meanwhile none is saved: weights that an update has blown up make every later step fail, and their checkpoints
+would push out the last sound one.
 
-What it remembers between steps is in the checkpoint (`TrainingState`), so a resumed run decides as the whole one would.
+What it remembers between steps is in the checkpoint (`TrainingState`), so a resumed run decides as the whole
+one would.
 """
 
 import math
@@ -46,7 +50,9 @@ class Sentinel:
         live: bool,
         warn: Callable[[str], None],
     ) -> None:
-        """`live`: this run's samples come from the backend; with samples from files there is nothing to fall back to."""
+        """`live`: this run's samples come from the backend; with samples from files there is nothing to fall
+        back to.
+        """
         self.config = config
         self.backend = backend
         self.live = live
@@ -135,12 +141,15 @@ class Sentinel:
             raise self.failure(reason, run, checkpoints())
 
     def failure(self, reason: str, run: Path, checkpoints: Sequence[Path]) -> TrainingFailed:
-        """With the way out. `checkpoints` are older than the failures: nothing is saved after a step that failed."""
+        """With the way out. `checkpoints` are older than the failures: nothing is saved after a step that
+        failed.
+        """
         if not checkpoints:
             return TrainingFailed(
                 f"{reason}; there is no checkpoint yet: start again with a lower learning.lr, or with policy.dtype=float32"
             )
-        # The last update before the first failure may be the one that spoilt the weights, and the newest checkpoint of just that step.
+        # The last update before the first failure may be the one that spoilt the weights, and the newest
+        # checkpoint of just that step.
         *earlier, newest = checkpoints
         start = " or ".join(
             f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier))

@@ -1,4 +1,6 @@
-"""Supervised warm-up: next-token training on prompt and response pairs, with the learner's own packing and optimiser."""
+"""Supervised warm-up: next-token training on prompt and response pairs, with the learner's own packing and
+optimiser.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -9,7 +9,9 @@ from paceline.learning.mismatch import Mismatch
 
 @dataclass(frozen=True)
 class MicroBatchSums:
-    """Sums over the loss tokens of a micro-batch; `loss` is weighed for its optimiser step as if nothing were rejected."""
+    """Sums over the loss tokens of a micro-batch; `loss` is weighed for its optimiser step as if nothing were
+    rejected.
+    """
 
     loss: float
     tokens: int
@@ -38,7 +40,9 @@ class UpdateTotals:
     def add_update(
         self, sums: Sequence[MicroBatchSums], scale: float, gradient_norm: float, learning_rate: float
     ) -> None:
-        """An optimiser step whose gradients were multiplied by `scale`; it left the weights alone if the norm is not finite."""
+        """An optimiser step whose gradients were multiplied by `scale`; it left the weights alone if the norm
+        is not finite.
+        """
         self.micro_batches += sums
         self.losses.append(scale * sum(s.loss for s in sums))
         self.updates += 1

@@ -1,7 +1,8 @@
 """`paceline warmup`: makes a starting checkpoint by supervised training.
 
-Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts from (a
-weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response` it warms up any policy.
+Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts
+from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response` it warms
+up any policy.
 """
 
 import json

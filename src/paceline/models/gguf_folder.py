@@ -1,7 +1,8 @@
 """From a GGUF file of the Llama family to a Hugging Face folder.
 
-Weights are dequantised. GGUF stores the rows of q and k so that dimension 2i rotates with 2i + 1; Hugging Face rotates i with
-i + D/2, so they are put back in order. The tokenizer is built from the file's vocabulary and merges.
+Weights are dequantised. GGUF stores the rows of q and k so that dimension 2i rotates with 2i + 1; Hugging
+Face rotates i with i + D/2, so they are put back in order. The tokenizer is built from the file's vocabulary
+and merges.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""A large model that computes a small one's function: real acceptance and real lengths at a large model's cost.
+"""A large model that computes a small one's function: real acceptance and real lengths at a large model's
+cost.
 
-Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts a trained small
-model inside the tensors of a larger shape instead:
+Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts
+a trained small model inside the tensors of a larger shape instead:
 
     residual stream   [ small | 0 ]     RMSNorm's mean now runs over the padded width: weights times sqrt(E/E'), epsilon times E/E'
     one head of 2D    pair j of the small head at pair 2j, which turns at the same frequency; q times sqrt(2) for the 1/sqrt(2D)
@@ -9,8 +10,9 @@ model inside the tensors of a larger shape instead:
     layers            the small one's spread evenly, first and last in place; between them layers that add nothing, so that
                       the states captured at a given share of the depth are the small model's at that share
 
-Weights that nothing can see (inputs from the padding, further heads and feed-forward columns, the layers between) are random,
-so that memory and arithmetic see numbers and not zeros; what writes into the residual stream is zero outside the small model.
+Weights that nothing can see (inputs from the padding, further heads and feed-forward columns, the layers
+between) are random, so that memory and arithmetic see numbers and not zeros; what writes into the residual
+stream is zero outside the small model.
 """
 
 import dataclasses
@@ -86,7 +88,9 @@ def widen(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Decoder:
-    """A decoder of `shape`'s sizes with `policy`'s logits, up to rounding: two factors are no powers of two, so bf16 rounds them once."""
+    """A decoder of `shape`'s sizes with `policy`'s logits, up to rounding: two factors are no powers of two,
+    so bf16 rounds them once.
+    """
     small, config = policy.config, widened_config(policy.config, shape)
     wide = Decoder(config, dtype or policy.dtype, device or policy.device).initialise(0)
     for layer in wide.layers:
@@ -153,7 +157,8 @@ class Placement:
                 (kv * copies + member // wide_group) * wide_group + member % wide_group
                 for member in range(group)
             ]
-        # Dimension i rotates with i + D/2, the pairs' frequencies fall with i as theta^(-2i/D): D'/D times further out in a head of D'.
+        # Dimension i rotates with i + D/2, the pairs' frequencies fall with i as theta^(-2i/D): D'/D times
+        # further out in a head of D'.
         stride = wide.head_dim // small.head_dim
         low = torch.arange(small.head_dim // 2) * stride
         dims = torch.cat((low, low + wide.head_dim // 2))

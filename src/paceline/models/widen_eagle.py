@@ -1,6 +1,7 @@
 """An eagle head for a widened policy: the small head's function at the cost of the wide policy's head.
 
-So a head is trained on the small policy, which is cheap, and its acceptance is kept exactly (`widen.py` says how a policy is widened).
+So a head is trained on the small policy, which is cheap, and its acceptance is kept exactly (`widen.py` says
+how a policy is widened).
 """
 
 import torch
@@ -20,7 +21,9 @@ from paceline.policy.decoder import Decoder
 
 @torch.no_grad()
 def widen_eagle(head: EagleHead, small: DecoderConfig, wide_policy: Decoder) -> EagleHead:
-    """`head` drafts for a policy of the configuration `small`, and the result for `wide_policy`, which was widened from it."""
+    """`head` drafts for a policy of the configuration `small`, and the result for `wide_policy`, which was
+    widened from it.
+    """
     head.config.check_against(small)
     wide, dtype, device = wide_policy.config, wide_policy.dtype, wide_policy.device
     places = layer_places(small.num_layers, wide.num_layers)

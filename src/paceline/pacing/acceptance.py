@@ -1,9 +1,10 @@
 """How many tokens a drafter's proposal gains: acceptance by depth, from what verification saw.
 
 `a_d` is the chance that token d is accepted when the d - 1 before it were. A proposal of k tokens then emits
-1 + sum over d <= k of a_1 ... a_d tokens: the policy's own token comes on top. Old counts fade, so that the estimate follows
-the policy; a depth that has not been tried lately leans on the depth before it, a situation on all of them together. Situations are
-batch and context classes: a rollout's first tokens and its tail are different texts, for a drafter that remembers above all.
+1 + sum over d <= k of a_1 ... a_d tokens: the policy's own token comes on top. Old counts fade, so that the
+estimate follows the policy; a depth that has not been tried lately leans on the depth before it, a situation
+on all of them together. Situations are batch and context classes: a rollout's first tokens and its tail are
+different texts, for a drafter that remembers above all.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,9 @@ class AcceptanceModel:
         }  # by situation, None: all; reached and survived at each depth
 
     def note(self, where: Situation, drafts: int, accepted_at: Sequence[int], steps: int) -> None:
-        """`accepted_at[i]`: drafts, of `drafts`, whose first i + 1 tokens were accepted; over `steps` steps."""
+        """`accepted_at[i]`: drafts, of `drafts`, whose first i + 1 tokens were accepted; over `steps`
+        steps.
+        """
         if not drafts:
             return
         survived = np.zeros(self.max_count)
@@ -43,7 +46,9 @@ class AcceptanceModel:
             counts += (reached, survived)
 
     def restart(self, where: Situation, drafts: int, accepted_at: Sequence[int]) -> None:
-        """All that is believed of this situation, and where nothing else is known; what was seen of others stands."""
+        """All that is believed of this situation, and where nothing else is known; what was seen of others
+        stands.
+        """
         self.fade(where, 0.0)
         self.note(where, drafts, accepted_at, 1)
 
@@ -93,7 +98,9 @@ def emitted_by_count(rates: np.ndarray) -> np.ndarray:
 
 
 def _leaning(counts: np.ndarray, others: list[float], weights: list[float]) -> list[float]:
-    """Each depth from its own counts, the depth before it, and what others say of it with the weight given."""
+    """Each depth from its own counts, the depth before it, and what others say of it with the weight
+    given.
+    """
     rates, before, lean = [], 0.0, DOUBT
     for (reached, survived), other, weight in zip(counts.T.tolist(), others, weights, strict=True):
         before = (survived + lean * before + weight * other) / (reached + lean + weight)

@@ -4,10 +4,14 @@
 
 Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules keep it honest:
 
-- hysteresis: another strategy must promise a margin more (where a rollout begins, than plain decoding), and pay for catching up;
-- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was expected of it (`guard.py`);
-- trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be best is timed where it never ran;
-- purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing else is read.
+- hysteresis: another strategy must promise a margin more (where a rollout begins, than plain decoding), and
+pay for catching up;
+- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was
+expected of it (`guard.py`);
+- trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be
+best is timed where it never ran;
+- purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing
+else is read.
 """
 
 import random
@@ -43,7 +47,8 @@ TRIAL_DRAFTS, SHORTEST_TRIAL = (
 FIRST_TOKENS = 3  # that a drafter proposes at most in its first trial: nobody knows yet what a token costs
 TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
 HOPE = 0.9  # acceptance at every depth that a trial may hope for
-TRIAL_COST = 1.25  # times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
+# times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
+TRIAL_COST = 1.25
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ class AdaptivePacer:
     def state(self) -> dict:
         """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
 
-        What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving would change choices.
+        What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving
+        would change choices.
         """
         return {
             "cost": self.cost.state(),
@@ -146,7 +152,9 @@ class AdaptivePacer:
             self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
 
     def _leave_the_tail(self) -> None:
-        """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding here, and catch up with new rows."""
+        """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding
+        here, and catch up with new rows.
+        """
         self._trial, self._decision = None, Decision(PLAIN)
         self._settle_on(PLAIN)
         for record in self.records.values():
@@ -214,7 +222,9 @@ class AdaptivePacer:
     # -- the guard ------------------------------------------------------------------------------------------------
 
     def _leave_current(self, where: Situation, last: list[Stretch]) -> None:
-        """What it did last is all that is believed of its drafter, which is left alone for a while where it was slow."""
+        """What it did last is all that is believed of its drafter, which is left alone for a while where it
+        was slow.
+        """
         record = self.records[self._current.drafter]
         accepted_at = tuple(
             sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0)
@@ -237,7 +247,9 @@ class AdaptivePacer:
     # -- trials ---------------------------------------------------------------------------------------------------
 
     def _next_drafter(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
-        """The first that is due, could win, and can be afforded even if nothing is accepted; who never ran first, then who cost least."""
+        """The first that is due, could win, and can be afforded even if nothing is accepted; who never ran
+        first, then who cost least.
+        """
         baseline = rates[self._current]
         if baseline <= 0:
             return None
@@ -272,7 +284,9 @@ class AdaptivePacer:
         return None
 
     def _next_timing(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
-        """A few steps of what would be best if it took a little less time than expected, where its time was never measured."""
+        """A few steps of what would be best if it took a little less time than expected, where its time was
+        never measured.
+        """
         baseline = rates[self._current]
         could_win = [
             strategy

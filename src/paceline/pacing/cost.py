@@ -1,13 +1,15 @@
-"""How long a step takes: c(batch, queries, context) from times that were measured, and each drafter's own time.
+"""How long a step takes: c(batch, queries, context) from times that were measured, and each drafter's own
+time.
 
-Times are kept in cells by (batch bucket, queries per row, context class). A machine works in tiles, so more tokens need not take
-longer, and what was measured is believed as it is; only the part that grows with the cached tokens is corrected:
+Times are kept in cells by (batch bucket, queries per row, context class). A machine works in tiles, so more
+tokens need not take longer, and what was measured is believed as it is; only the part that grows with the
+cached tokens is corrected:
 
     seconds(bucket, queries, load) = cell + slope * (load - the cell's load)        load = rows * mean context
 
-Where nothing was measured, time follows a curve through what was, over bucket * queries, since a matrix product does not care
-whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding 32 rows does. The curve is only a guess: who
-could win by its being wrong is measured (`adaptive.py`).
+Where nothing was measured, time follows a curve through what was, over bucket * queries, since a matrix
+product does not care whose rows it multiplies: verifying 4 tokens of 8 rows costs about what decoding 32 rows
+does. The curve is only a guess: who could win by its being wrong is measured (`adaptive.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +51,9 @@ class CostModel:
     def __init__(
         self, buckets: Sequence[int], queries: Sequence[int], catch_up: Mapping[str, float] | None = None
     ) -> None:
-        """`catch_up`: by drafter, what catching up with a token takes of the policy's own work for it; others need not catch up."""
+        """`catch_up`: by drafter, what catching up with a token takes of the policy's own work for it; others
+        need not catch up.
+        """
         self.buckets, self.catch_up = list(buckets), catch_up or {}
         self.queries = list(queries)  # ascending, the first is 1
         self._cells: dict[tuple[int, int], dict[int, Cell]] = {}  # by (bucket, queries), then context class
@@ -57,7 +61,8 @@ class CostModel:
         self._switches: dict[str, Cell] = {}
         self._steps = 0
         self._spread, self._tilt = 0.0, 0.0  # of load within cells, and of seconds with it
-        # Until something is noted, what follows from the cells without load: by context class tokens and seconds; by bucket and class seconds.
+        # Until something is noted, what follows from the cells without load: by context class tokens and
+        # seconds; by bucket and class seconds.
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._tables: dict[tuple[int, int], np.ndarray] = {}
 
@@ -116,8 +121,9 @@ class CostModel:
     def draft(self, drafter: str, counts: Sequence[int], running: int, at_worst: bool = False) -> np.ndarray:
         """Seconds to propose each of `counts` tokens; zeros for a drafter that has never run.
 
-        Beyond the longest proposal that has run, time goes on as it rose before that. From one point alone it may stay
-        level, as for a drafter that copies, or at worst rise in proportion, as for one that runs once a token.
+        Beyond the longest proposal that has run, time goes on as it rose before that. From one point alone it
+        may stay level, as for a drafter that copies, or at worst rise in proportion, as for one that runs
+        once a token.
         """
         cells = self._drafts.get(drafter)
         if not cells:
@@ -139,7 +145,9 @@ class CostModel:
         return drafter in self._drafts
 
     def switch(self, drafter: str, running: int, context: float) -> float:
-        """Seconds of catching up. Until it was measured, at worst: as if the drafter had to decode every cached token anew."""
+        """Seconds of catching up. Until it was measured, at worst: as if the drafter had to decode every
+        cached token anew.
+        """
         cell = self._switches.get(drafter)
         if cell is not None:
             return cell.seconds
@@ -210,10 +218,13 @@ class CostModel:
 
 
 def _along(tokens: np.ndarray, seconds: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Interpolates between measured token counts; beyond them it goes on as it went between the two outermost."""
+    """Interpolates between measured token counts; beyond them it goes on as it went between the two
+    outermost.
+    """
     first, last = tokens[0], tokens[-1]
     rising = max(0.0, (seconds[1] - seconds[0]) / (tokens[1] - first)) if len(tokens) > 1 else 0.0
-    # A machine that is full takes time in proportion; whether it is full is not known, so a part of that at least.
+    # A machine that is full takes time in proportion; whether it is full is not known, so a part of that at
+    # least.
     steep = max(
         (seconds[-1] - seconds[-2]) / (last - tokens[-2]) if len(tokens) > 1 else 0.0,
         0.25 * seconds[-1] / last,

@@ -1,10 +1,12 @@
-"""What may be tried, where and when: short trials paid from one budget, each drafter's failures waited out where they happened.
+"""What may be tried, where and when: short trials paid from one budget, each drafter's failures waited out
+where they happened.
 
-A trial runs a drafter for a few steps to see what it gains. Its worst case (nothing accepted, and the drafter's catching up) must
-fit what is left of the budget, which all drafters share, so drafters that are never right cost no more than that, however many
-they are, however often they are tried and however dear they are. Only what nobody could know is not counted before: the first
-trial of a drafter whose costs were never measured. It is paid from the budget afterwards, before anybody is tried again. A shorter
-kind of trial only measures how long a strategy takes, from a budget of its own.
+A trial runs a drafter for a few steps to see what it gains. Its worst case (nothing accepted, and the
+drafter's catching up) must fit what is left of the budget, which all drafters share, so drafters that are
+never right cost no more than that, however many they are, however often they are tried and however dear they
+are. Only what nobody could know is not counted before: the first trial of a drafter whose costs were never
+measured. It is paid from the budget afterwards, before anybody is tried again. A shorter kind of trial only
+measures how long a strategy takes, from a budget of its own.
 """
 
 import random
@@ -25,12 +27,16 @@ OLD_NEWS = 0.1  # weight that earlier counts keep when a drafter is tried again
 
 
 def situation(running: int, context: float) -> Situation:
-    """What failed at 200 rows may win at one, and what failed after ten tokens after a thousand. Batches by fours: 1, 2-4, 5-16, 17-64, ..."""
+    """What failed at 200 rows may win at one, and what failed after ten tokens after a thousand. Batches by
+    fours: 1, 2-4, 5-16, 17-64, ...
+    """
     return ((running - 1).bit_length() + 1) // 2, context_class(context)
 
 
 def begins_anew(before: Moment | None, now: Moment) -> bool:
-    """A rollout's batch shrinks and its context grows; twice the batch or half the context is another one's."""
+    """A rollout's batch shrinks and its context grows; twice the batch or half the context is another
+    one's.
+    """
     return before is not None and (now.running >= 2 * before.running or 2 * now.context <= before.context)
 
 
@@ -98,8 +104,9 @@ class DrafterRecord:
             standing.wait, standing.next_trial = FIRST_WAIT, step + FIRST_WAIT
 
     def begin_rollout(self) -> None:
-        """Other prompts, other weights, and for a drafter that remembers maybe prompts it knows by now: what it failed at before says
-        little. It is due as soon as the budget allows; the guard's word stands."""
+        """Other prompts, other weights, and for a drafter that remembers maybe prompts it knows by now: what
+        it failed at before says little. It is due as soon as the budget allows; the guard's word stands.
+        """
         for standing in (*self._standings.values(), self._elsewhere):
             standing.wait, standing.next_trial = FIRST_WAIT, standing.barred_until
 

@@ -1,4 +1,6 @@
-"""The guard: whether the drafter that runs has measured slower than plain decoding lately, whatever is expected of it."""
+"""The guard: whether the drafter that runs has measured slower than plain decoding lately, whatever is
+expected of it.
+"""
 
 from collections import deque
 from dataclasses import dataclass

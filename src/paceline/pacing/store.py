@@ -1,4 +1,5 @@
-"""What a pacer has learnt, kept with the run. Times are of one machine and one model; on another they are not believed.
+"""What a pacer has learnt, kept with the run. Times are of one machine and one model; on another they are not
+believed.
 
 It saves a resumed run some learning and nothing else: where the file is damaged, the pacer starts without it.
 """

@@ -60,8 +60,9 @@ class Observation:
     draft_seconds: float
     verify_seconds: float
     tokens: int  # emitted, over all rows
-    # Rows that took the step. One for which the drafter had nothing, or less than asked for, is a draft that went no further: acceptance is
-    # per step that was paid for, so that what a strategy promises is what it emits.
+    # Rows that took the step. One for which the drafter had nothing, or less than asked for, is a draft that
+    # went no further: acceptance is per step that was paid for, so that what a strategy promises is what it
+    # emits.
     drafts: int = 0
     accepted_at: tuple[int, ...] = ()  # drafts whose first i + 1 tokens were all accepted
     switched: bool = False  # the drafter had to catch up first
@@ -81,11 +82,15 @@ class Pacer(Protocol):
         """In the order of the steps, as late as the backend reads them."""
 
     def forget_times(self) -> None:
-        """Steps take another time from here on: the backend computes in another precision. Everything launched has been observed."""
+        """Steps take another time from here on: the backend computes in another precision. Everything
+        launched has been observed.
+        """
 
 
 class FixedPacer:
-    """One strategy while few rows run, plain decoding above: verification is free only while the machine has room."""
+    """One strategy while few rows run, plain decoding above: verification is free only while the machine has
+    room.
+    """
 
     def __init__(self, strategy: Strategy, max_running: int = 1 << 30) -> None:
         self.strategy = strategy

@@ -86,7 +86,9 @@ def cut_trace(path: Path, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """A line that a crash cut off or damaged is no row; the trace is for looking at, and nothing follows from it."""
+    """A line that a crash cut off or damaged is no row; the trace is for looking at, and nothing follows from
+    it.
+    """
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             record = json.loads(line.decode())

@@ -2,9 +2,10 @@
 
 storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
 
-Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its own then. E4M3 comes
-with a scale per layer, K or V, and kv head, which lies on the device and is whatever calibration last wrote there.
-Where the rollout's routing is recorded (`routing.py`), it lies beside, under the same block numbers.
+Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its
+own then. E4M3 comes with a scale per layer, K or V, and kv head, which lies on the device and is whatever
+calibration last wrote there. Where the rollout's routing is recorded (`routing.py`), it lies beside, under
+the same block numbers.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ class KVCache:
         scales_L2H: torch.Tensor | None = None,
         records_routing: bool = False,
     ) -> None:
-        """One type for all layers, or one for each; E4M3 wants `scales_L2H`. `records_routing`: also which experts each token was sent to."""
+        """One type for all layers, or one for each; E4M3 wants `scales_L2H`. `records_routing`: also which
+        experts each token was sent to.
+        """
         self.config, self.num_blocks, self.device, self.scales_L2H = config, num_blocks, device, scales_L2H
         dtypes = [dtype] * config.num_layers if isinstance(dtype, torch.dtype) else list(dtype)
         self.storages = {
@@ -50,7 +53,9 @@ class KVCache:
         self.routing = RoutingRecord(config, num_blocks, BLOCK_SIZE, device) if records_routing else None
 
     def blocks_with(self, dtypes: Sequence[torch.dtype], at_least: int) -> int:
-        """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and there are never more than now."""
+        """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and
+        there are never more than now.
+        """
         block_bytes = (
             sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes)
             * BLOCK_SIZE

@@ -1,11 +1,12 @@
 """The decoder's layers over the paged cache, with the kernels: the same parameters that learning trains.
 
-`policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is fused into the
-norm that follows it, so a layer is nine launches, thirteen with experts. What a layer makes on the way gets no name that would keep
-it alive: captured graphs hold the memory of all that is alive at once (`engine/step_bytes.py` counts it).
+`policy/decoder.py` defines what is computed; this file computes it for generation. Each residual addition is
+fused into the norm that follows it, so a layer is nine launches, thirteen with experts. What a layer makes on
+the way gets no name that would keep it alive: captured graphs hold the memory of all that is alive at once
+(`engine/step_bytes.py` counts it).
 
-Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm, attention or SwiGLU before them then hands
-over quantised rows instead of plain ones.
+Projections that have FP8 weights (`precision/weights.py`) multiply by those; the norm, attention or SwiGLU
+before them then hands over quantised rows instead of plain ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +59,8 @@ class PagedForward:
         table_RB: torch.Tensor,
         context_R: torch.Tensor,
     ) -> tuple[torch.Tensor, Captured]:
-        """Q queries per row; `context_R` is the first query's position, negative for a row that is not active.
+        """Q queries per row; `context_R` is the first query's position, negative for a row that is not
+        active.
 
         Returns the final hidden states and those that entered each captured layer, `[R x Q, E]`.
         """
@@ -102,8 +104,9 @@ class PagedForward:
         attend: AttendCache,
         fill_only: bool = False,
     ) -> tuple[torch.Tensor, Captured]:
-        """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the last layer's keys and
-        values, or with its routing where that is recorded."""
+        """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the
+        last layer's keys and values, or with its routing where that is recorded.
+        """
         policy, last = self.policy, len(self.policy.layers) - 1
         filled = (
             last
@@ -227,5 +230,7 @@ class PagedForward:
 
 
 def _dense_input(layer: DecoderLayer) -> torch.nn.Linear | None:
-    """The projection that takes a layer's feed-forward input; experts share it with a router that wants it unquantised."""
+    """The projection that takes a layer's feed-forward input; experts share it with a router that wants it
+    unquantised.
+    """
     return None if isinstance(layer.feed_forward, ExpertFeedForward) else layer.feed_forward.gate_up

@@ -1,9 +1,11 @@
-"""Which experts the rollout chose, kept under the KV cache's block numbers so that it goes wherever keys and values go.
+"""Which experts the rollout chose, kept under the KV cache's block numbers so that it goes wherever keys and
+values go.
 
     storage_NBLK     block, token within the block, layer with experts, choice (best first)
 
-It is written through the same slot mapping as K and V, at the end of each forward pass: a proposal that was rejected is
-overwritten by the token that takes its place, siblings share their prompt's, and a recomputed cache brings its own routing.
+It is written through the same slot mapping as K and V, at the end of each forward pass: a proposal that was
+rejected is overwritten by the token that takes its place, siblings share their prompt's, and a recomputed
+cache brings its own routing.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ class RoutingRecord:
         self.reader = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def write(self, slots_T: torch.Tensor, experts_LTK: Sequence[torch.Tensor]) -> None:
-        """One tensor `[T, K]` per layer with experts; a slot is block x block size + offset, negative ones are not kept."""
+        """One tensor `[T, K]` per layer with experts; a slot is block x block size + offset, negative ones
+        are not kept.
+        """
         experts_TLK = torch.stack(tuple(experts_LTK), dim=1).to(self.storage.dtype)
         # The null block takes what is not kept: skipping it would need a shape that depends on the data.
         self.storage.tensor.flatten(0, 1).index_copy_(0, slots_T.long().clamp(min=0), experts_TLK)
@@ -33,8 +37,8 @@ class RoutingRecord:
     def read(self, blocks: list[int], tokens: int) -> Routing:
         """Of the first `tokens` tokens in `blocks`, on the host.
 
-        What has been accepted never changes while its blocks are owned, so on a GPU a stream of its own reads it without waiting for
-        the steps that have been launched since.
+        What has been accepted never changes while its blocks are owned, so on a GPU a stream of its own reads
+        it without waiting for the steps that have been launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
             used = torch.tensor(blocks[: -(-tokens // self.block_size)], dtype=torch.int64).to(

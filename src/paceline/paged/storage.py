@@ -8,7 +8,9 @@ from paceline.paged.virtual_memory import ReservedMemory
 
 
 class PagedStorage:
-    """One tensor. On a GPU its address never changes: graphs that captured it stay valid while its memory is lent out."""
+    """One tensor. On a GPU its address never changes: graphs that captured it stay valid while its memory is
+    lent out.
+    """
 
     tensor: torch.Tensor | None  # None while it sleeps on a CPU
 

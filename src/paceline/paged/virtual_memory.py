@@ -1,8 +1,8 @@
 """GPU memory whose address outlives it: reserved once, backed by physical memory only while it is needed.
 
-CUDA graphs keep the addresses they captured. The KV pool is reserved here, so that `sleep` can give its memory to learning
-and `wake` can back the same addresses again. Spoken through the driver API (CUDA driver manual, "Virtual Memory
-Management"), which torch has loaded already.
+CUDA graphs keep the addresses they captured. The KV pool is reserved here, so that `sleep` can give its
+memory to learning and `wake` can back the same addresses again. Spoken through the driver API (CUDA driver
+manual, "Virtual Memory Management"), which torch has loaded already.
 """
 
 import ctypes

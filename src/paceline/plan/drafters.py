@@ -35,7 +35,9 @@ def drafter_bytes(
     widened: bool,
     request_tokens: int,
 ) -> DrafterBytes:
-    """Of all of them together. With a widened policy the head is widened too; its folder is of the small one, so the whole vocabulary is assumed."""
+    """Of all of them together. With a widened policy the head is widened too; its folder is of the small one,
+    so the whole vocabulary is assumed.
+    """
     names = speculation.drafters if widened else available_drafters(speculation, policy.config)
     drafters = [meta_drafter(name, speculation, policy, widened) for name in names]
     probabilities_SKV = None

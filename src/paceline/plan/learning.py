@@ -1,7 +1,9 @@
-"""What learning takes: the learner's own objects, made on the meta device, and one forward and backward pass watched there.
+"""What learning takes: the learner's own objects, made on the meta device, and one forward and backward pass
+watched there.
 
-Nothing here is a formula that could fall behind the code: parameters, masters and moments are added up from the tensors that the
-run's own classes make, and a micro-batch of the largest size runs through the run's own forward and backward with shapes alone.
+Nothing here is a formula that could fall behind the code: parameters, masters and moments are added up from
+the tensors that the run's own classes make, and a micro-batch of the largest size runs through the run's own
+forward and backward with shapes alone.
 """
 
 from collections.abc import Iterable
@@ -89,7 +91,8 @@ def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor]
 def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
     """Bytes alive between forward and backward, and the most there were, for one response of so many tokens.
 
-    The micro-batch is not the step's first: gradients are there already, and every new one exists until it has been added.
+    The micro-batch is not the step's first: gradients are there already, and every new one exists until it
+    has been added.
     """
     policy, batch = learner.policy, one_response(tokens, META)
     for _, parameter in learner.optimiser.named:
@@ -119,7 +122,9 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
 
 
 def one_response(tokens: int, device: torch.device) -> MicroBatch:
-    """A prompt of one token and a response of the rest: no other cut of so many tokens holds more logits or attention."""
+    """A prompt of one token and a response of the rest: no other cut of so many tokens holds more logits or
+    attention.
+    """
     return pack([one_response_sequence(tokens)], device)
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from paceline.config import ConfigError
 
-# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. Of an H200's torch sees 99.6%.
+# Memory in MiB as `nvidia-smi` lists it: the H200's was read there, the others are as published. Of an H200's
+# torch sees 99.6%.
 GPUS = {
     "H200": 143771,
     "H100": 81559,
@@ -15,7 +16,8 @@ GPUS = {
     "RTX-4090": 24564,
 }
 SEEN_BY_TORCH = 0.995
-# What a process takes outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31 more once it has run.
+# What a process takes outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31
+# more once it has run.
 CONTEXT_BYTES = 550_000_000
 LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
 

@@ -1,6 +1,8 @@
-"""Counts the bytes of the tensors that are alive while code runs, on any device; on the meta device without taking any memory.
+"""Counts the bytes of the tensors that are alive while code runs, on any device; on the meta device without
+taking any memory.
 
-It sees what passes PyTorch's dispatcher, forward and backward alike. What a kernel allocates for itself it does not see.
+It sees what passes PyTorch's dispatcher, forward and backward alike. What a kernel allocates for itself it
+does not see.
 """
 
 import weakref
@@ -13,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """`live` and `peak` count storages made since it was switched on; those of `known` tensors are somebody else's."""
+    """`live` and `peak` count storages made since it was switched on; those of `known` tensors are somebody
+    else's.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What a drafter takes that learns while the policy does: its optimiser always, one of its passes while learning.
+"""What a drafter takes that learns while the policy does: its optimiser always, one of its passes while
+learning.
 
-As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there. It runs when the policy's
-update is over, so only what goes beyond that one's needs counts.
+As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there.
+It runs when the policy's update is over, so only what goes beyond that one's needs counts.
 """
 
 from dataclasses import dataclass

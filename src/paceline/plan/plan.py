@@ -4,8 +4,8 @@
     rollout     KV pool, a prefill chunk                                     ├ the larger of the two phases, on top of `always`
     learning    gradients, activations, what the backward pass adds          ┘
 
-The KV pool stays while learning where it fits beside it. Where less than half the wanted pool would, it sleeps meanwhile: the
-engine gives its memory back before an update and takes it again after.
+The KV pool stays while learning where it fits beside it. Where less than half the wanted pool would, it
+sleeps meanwhile: the engine gives its memory back before an update and takes it again after.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
 
-MARGIN = 0.03  # of the memory: what the allocator cannot use because it lies in pieces, and kernels' own workspaces
+# of the memory: what the allocator cannot use because it lies in pieces, and kernels' own workspaces
+MARGIN = 0.03
 
 Phase = Literal["always", "rollout", "learning"]
 

@@ -1,7 +1,8 @@
 """What generation takes: resident rows, the drafter, the memory of graphs, a prefill chunk, the KV pool.
 
-Rows and drafter are the engine's own objects, made on the meta device. What the two passes hold is counted by the engine's formulas
-(`engine/step_bytes.py`): its kernels differ from the torch code that the meta device would run.
+Rows and drafter are the engine's own objects, made on the meta device. What the two passes hold is counted by
+the engine's formulas (`engine/step_bytes.py`): its kernels differ from the torch code that the meta device
+would run.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from paceline.precision.weights import quantised_parameters
 
 PACED_DEPTHS = 2
 GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
-PROCESSORS = 148  # multiprocessors of a B200, the most of the GPUs in `machine.py`: partial results of attention are planned for them
+# multiprocessors of a B200, the most of the GPUs in `machine.py`: partial results of attention are planned
+# for them
+PROCESSORS = 148
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
     fp8 = precision != BASE_PRECISION
     chosen = quantised_parameters(policy, config.rollout.base_precision_layers) if fp8 else []
     quantised = sum(parameter.numel() for _, parameter in chosen) * E4M3.itemsize
-    # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the record's type.
+    # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the
+    # record's type.
     routing = routing_token_bytes(shape) if config.rollout.router_replay else 0
     routing_pass = routing + 2 * 4 * len(shape.expert_layers) * shape.num_experts_per_token if routing else 0
     needs = StepBytes(

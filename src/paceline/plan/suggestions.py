@@ -1,4 +1,6 @@
-"""Where a plan does not fit: changes of the recipe with which it would, each of them planned before it is offered."""
+"""Where a plan does not fit: changes of the recipe with which it would, each of them planned before it is
+offered.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,1 +1,3 @@
-"""The policy: decoder families, their Hugging Face folders, tokenizers. One definition serves learning and rollout."""
+"""The policy: decoder families, their Hugging Face folders, tokenizers. One definition serves learning and
+rollout.
+"""

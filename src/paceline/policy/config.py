@@ -1,6 +1,7 @@
 """The shape of a decoder, read from and written to a Hugging Face `config.json`.
 
-The families differ in few places (biases, QK-norm, experts, how RoPE is scaled), so one flat description serves them all.
+The families differ in few places (biases, QK-norm, experts, how RoPE is scaled), so one flat description
+serves them all.
 """
 
 import dataclasses
@@ -20,7 +21,9 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary frequencies; `kind` is Hugging Face's `rope_type` and the rest are that type's own parameters."""
+    """Rotary frequencies; `kind` is Hugging Face's `rope_type` and the rest are that type's own
+    parameters.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -196,7 +199,8 @@ def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is one list.
+    """Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is
+    one list.
 
     The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
     """

@@ -1,11 +1,13 @@
 """The decoder: one definition of the layers for learning and for generation.
 
-Tokens run packed, `[T]` with their positions, without a batch dimension. What differs between learning (attend within
-each packed sequence) and generation (attend to a cache) is one callable, `attend(layer, q_THD, k_THD, v_THD)`, given
-to `forward`. Projections that share their input are one fused parameter; `huggingface.py` splits them for export.
-On the meta device everything takes the GPU's path: that is how memory is planned (`plan/`).
+Tokens run packed, `[T]` with their positions, without a batch dimension. What differs between learning
+(attend within each packed sequence) and generation (attend to a cache) is one callable, `attend(layer, q_THD,
+k_THD, v_THD)`, given to `forward`. Projections that share their input are one fused parameter;
+`huggingface.py` splits them for export. On the meta device everything takes the GPU's path: that is how
+memory is planned (`plan/`).
 
-Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary; X experts, K experts per token, S = T x K.
+Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary; X experts, K experts per
+token, S = T x K.
 """
 
 from collections.abc import Callable
@@ -66,13 +68,14 @@ class FeedForward(nn.Module):
 
 
 class ExpertFeedForward(nn.Module):
-    """A router sends each token to K of the X feed-forwards; their outputs are added with the router's weights.
+    """A router sends each token to K of the X feed-forwards; their outputs are added with the router's
+    weights.
 
         tokens            a     b     c            rows sorted by expert   [ b0 | a1 c0 | a0 b1 c1 ]
         chosen experts    3 1   0 3   1 3          experts                   0    1       3
 
-    Each expert multiplies its run of rows. Scores stay in float32: rounded to bf16 they would tie, and a tie decides which
-    expert runs. The chosen weights are rounded to the model's type, as transformers does.
+    Each expert multiplies its run of rows. Scores stay in float32: rounded to bf16 they would tie, and a tie
+    decides which expert runs. The chosen weights are rounded to the model's type, as transformers does.
     """
 
     def __init__(self, config: DecoderConfig, place: int) -> None:
@@ -99,7 +102,9 @@ class ExpertFeedForward(nn.Module):
     def route(
         self, x_TE: torch.Tensor, replay: RouterReplay | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With `replay` the experts are the recorded ones; their weights are this router's own scores either way, and gradients flow through them."""
+        """With `replay` the experts are the recorded ones; their weights are this router's own scores either
+        way, and gradients flow through them.
+        """
         scores_TX = wide_linear(x_TE, self.router.weight)
         experts_TK = scores_TX.topk(self.experts_per_token).indices
         if replay is not None:
@@ -111,7 +116,9 @@ class ExpertFeedForward(nn.Module):
 
 
 def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
-    """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so on."""
+    """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so
+    on.
+    """
     if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
         return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
     lengths = (
@@ -158,7 +165,8 @@ class DecoderLayer(nn.Module):
 
 
 class Capture:
-    """Collects the hidden states that enter some layers, for a drafter to learn from; detached, so nothing flows back.
+    """Collects the hidden states that enter some layers, for a drafter to learn from; detached, so nothing
+    flows back.
 
     Layer i is counted as transformers counts `hidden_states[i]`.
     """
@@ -257,7 +265,9 @@ def wide_linear(x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """bf16 x bf16 -> float32 without rounding the result to bf16, and without a float32 copy of the weight on a GPU."""
+    """bf16 x bf16 -> float32 without rounding the result to bf16, and without a float32 copy of the weight on
+    a GPU.
+    """
 
     @staticmethod
     def forward(ctx, x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Files of a model's folder, and errors that name them where they are damaged. Knows nothing of what the files mean."""
+"""Files of a model's folder, and errors that name them where they are damaged. Knows nothing of what the
+files mean.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,8 +1,9 @@
 """Hugging Face folders in and out: `config.json`, (sharded) safetensors, tokenizer files.
 
-The fused parameters of the decoder are split into, and filled from, the names that transformers and vLLM use. Experts are one
-tensor each on disk, which is what both read and what the published checkpoints hold; transformers 5 can also write a layer's
-experts as one tensor, as it keeps them in memory, and such folders are read too.
+The fused parameters of the decoder are split into, and filled from, the names that transformers and vLLM use.
+Experts are one tensor each on disk, which is what both read and what the published checkpoints hold;
+transformers 5 can also write a layer's experts as one tensor, as it keeps them in memory, and such folders
+are read too.
 """
 
 import json
@@ -37,7 +38,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Slice:
-    """A Hugging Face tensor as rows `[start, stop)` of one of the decoder's parameters, or of one expert's part of it."""
+    """A Hugging Face tensor as rows `[start, stop)` of one of the decoder's parameters, or of one expert's
+    part of it.
+    """
 
     parameter: str
     start: int
@@ -171,7 +174,9 @@ FUSED_EXPERTS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_pro
 
 
 def _read_expert(experts_XNK: Any, index: int, kind: str) -> torch.Tensor:
-    """One expert's matrix from the tensor that holds all of a layer's: gate above up, as in the decoder's own."""
+    """One expert's matrix from the tensor that holds all of a layer's: gate above up, as in the decoder's
+    own.
+    """
     rows = experts_XNK.get_shape()[1]
     start, stop = {"gate": (0, rows // 2), "up": (rows // 2, rows), "down": (0, rows)}[kind]
     return experts_XNK[index, start:stop]

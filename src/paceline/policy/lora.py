@@ -9,21 +9,23 @@
       │ v_proj   │           B_v A_v
       └──────────┘
 
-**One policy, not two.** A projection's own weight always holds the merged rows: that is the storage the engine reads. The
-learner multiplies with the same weight, and the adapters' gradients follow from the chain rule without a gradient of the
-weight's size (y = x Wᵀ, s = alpha / rank):
+**One policy, not two.** A projection's own weight always holds the merged rows: that is the storage the
+engine reads. The learner multiplies with the same weight, and the adapters' gradients follow from the chain
+rule without a gradient of the weight's size (y = x Wᵀ, s = alpha / rank):
 
     dB = s dyᵀ (x Aᵀ)        dA = s (dy B)ᵀ x        dx = dy W
 
-So learner and engine never disagree by the rounding of a bf16 merge, and the forward pass costs what it costs without
-adapters. As with bf16 weights under float32 masters, a step too small to move a rounded weight still moves its adapter.
+So learner and engine never disagree by the rounding of a bf16 merge, and the forward pass costs what it costs
+without adapters. As with bf16 weights under float32 masters, a step too small to move a rounded weight still
+moves its adapter.
 
-**No drift.** `merge` starts from a kept copy of the base every time, adds in float32 and rounds once; nothing is ever
-subtracted again. The copy is the price: the size of the adapted projections (13.9 GB for all seven of an 8B model in bf16),
-against masters, moments and gradients of the whole model. With `adapters_off` the copy is the KL reference as well.
+**No drift.** `merge` starts from a kept copy of the base every time, adds in float32 and rounds once; nothing
+is ever subtracted again. The copy is the price: the size of the adapted projections (13.9 GB for all seven of
+an 8B model in bf16), against masters, moments and gradients of the whole model. With `adapters_off` the copy
+is the KL reference as well.
 
-Adapters are float32 (float64 for a float64 policy), so they need no masters. Folders are PEFT's: `adapter_config.json` and
-`adapter_model.safetensors` with the names of the unfused projections.
+Adapters are float32 (float64 for a float64 policy), so they need no masters. Folders are PEFT's:
+`adapter_config.json` and `adapter_model.safetensors` with the names of the unfused projections.
 """
 
 import json
@@ -43,7 +45,8 @@ from paceline.policy.files import blame, read_json
 from paceline.policy.huggingface import Slice, layout
 
 PEFT_PREFIX = "base_model.model."
-# What PEFT can do and this file does not, as its settings say "no": a folder that uses one of these is refused rather than misread.
+# What PEFT can do and this file does not, as its settings say "no": a folder that uses one of these is
+# refused rather than misread.
 PLAIN = {
     "bias": "none",
     "use_rslora": False,
@@ -75,7 +78,9 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """Takes the place of a fused `nn.Linear` and keeps its parameters, so that export and engine find them where they were."""
+    """Takes the place of a fused `nn.Linear` and keeps its parameters, so that export and engine find them
+    where they were.
+    """
 
     def __init__(self, linear: nn.Linear, adapters: Sequence[Adapter], config: LoraConfig) -> None:
         super().__init__()
@@ -149,7 +154,9 @@ def has_adapters(policy: Decoder) -> bool:
 
 
 def merge_adapters(policy: Decoder) -> None:
-    """Writes base plus adapters into the weights that everyone reads; nothing to do for a policy without adapters."""
+    """Writes base plus adapters into the weights that everyone reads; nothing to do for a policy without
+    adapters.
+    """
     for module in _adapted(policy):
         module.merge()
 

@@ -1,8 +1,9 @@
 """Router replay: in learning, tokens go to the experts that the rollout chose for them.
 
-Rollout and learner compute the same scores with other kernels, other rounding, perhaps other weights, and where two scores
-nearly tie a token goes elsewhere: another function, not a rounding error. Rollout routing replay (Ma et al. 2025,
-arXiv:2510.11370) keeps the rollout's choice of experts and computes their weights from the learner's own scores.
+Rollout and learner compute the same scores with other kernels, other rounding, perhaps other weights, and
+where two scores nearly tie a token goes elsewhere: another function, not a rounding error. Rollout routing
+replay (Ma et al. 2025, arXiv:2510.11370) keeps the rollout's choice of experts and computes their weights
+from the learner's own scores.
 """
 
 import torch

@@ -99,8 +99,9 @@ SHAPES = {
     "llama-3.3-70b": DecoderConfig(
         "llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, 1e-5, RopeConfig(500000.0)
     ),
-    # The sizes of Qwen3's dense models with SmolLM2's vocabulary and no QK-norm: what `paceline models widen` fills, and random weights
-    # to compare its cost with. SmolLM2 has 30 layers, so 1.7b has them too and a feed-forward that much smaller (5632 for 6144).
+    # The sizes of Qwen3's dense models with SmolLM2's vocabulary and no QK-norm: what `paceline models widen`
+    # fills, and random weights to compare its cost with. SmolLM2 has 30 layers, so 1.7b has them too and a
+    # feed-forward that much smaller (5632 for 6144).
     "1.7b": DecoderConfig(
         "llama", 49152, 2048, 5632, 30, 16, 8, 128, 8192, 1e-5, RopeConfig(100000.0), tie_embeddings=True
     ),

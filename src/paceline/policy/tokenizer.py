@@ -21,7 +21,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
-    """Ids that mean different texts, with both. Added tokens are left out: a chat model renames reserved ones, with the same tokenizer."""
+    """Ids that mean different texts, with both. Added tokens are left out: a chat model renames reserved
+    ones, with the same tokenizer.
+    """
     added = {*ours.get_added_tokens_decoder(), *theirs.get_added_tokens_decoder()}
     a, b = (
         {number: token for token, number in tokenizer.get_vocab(with_added_tokens=False).items()}

@@ -1,1 +1,3 @@
-"""Low precision for rollouts: FP8 weights that follow the learner's, FP8 keys and values with scales that follow the policy."""
+"""Low precision for rollouts: FP8 weights that follow the learner's, FP8 keys and values with scales that
+follow the policy.
+"""

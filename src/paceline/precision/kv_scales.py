@@ -1,15 +1,17 @@
-"""Scales of the FP8 KV cache, measured where the numbers are made: after QK-norm and RoPE, in a forward pass at full precision.
+"""Scales of the FP8 KV cache, measured where the numbers are made: after QK-norm and RoPE, in a forward pass
+at full precision.
 
     amax per micro-batch, layer, K or V, kv head  ──▶  99.9th percentile over the micro-batches x 1.05 / 448  ──▶  scales on the device
 
-`observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing; the scales it gives
-are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv 2601.18150). Before the first update a pass over
-prompts takes its place. Every calibration is validated: attention over the windows kept, with K and V as the cache would hold
-them, against the same with K and V as they are. Where the two differ by more than MAX_ERROR the layer is reported as unfit.
+`observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing;
+the scales it gives are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv
+2601.18150). Before the first update a pass over prompts takes its place. Every calibration is validated:
+attention over the windows kept, with K and V as the cache would hold them, against the same with K and V as
+they are. Where the two differ by more than MAX_ERROR the layer is reported as unfit.
 
-One scale serves all tokens, so two windows are kept of each layer, whatever micro-batch they were in: that with the quietest values,
-which a large scale loses, and that with the loudest key, which a small one cuts off. A window is a stretch of packed tokens, attended as
-one text: made-up company, but real numbers.
+One scale serves all tokens, so two windows are kept of each layer, whatever micro-batch they were in: that
+with the quietest values, which a large scale loses, and that with the loudest key, which a small one cuts
+off. A window is a stretch of packed tokens, attended as one text: made-up company, but real numbers.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from paceline.policy.config import DecoderConfig
 PERCENTILE = 0.999
 MARGIN = 1.05
 WINDOW = 256  # tokens
-MAX_ERROR = 0.2  # of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
+# of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
+MAX_ERROR = 0.2
 
 
 class KVScales:
@@ -31,7 +34,8 @@ class KVScales:
         self.num_layers = config.num_layers
         # NaN until calibrated: a cache used too early is loud.
         self.scales_L2H = torch.full((config.num_layers, 2, config.num_kv_heads), torch.nan, device=device)
-        self.calibrated = False  # not read off the scales: the engine asks at every step, and the device must not be waited for
+        # not read off the scales: the engine asks at every step, and the device must not be waited for
+        self.calibrated = False
         self.errors: list[float] = []  # of the last calibration, per layer
         self._amax: list[list[torch.Tensor]] = [
             [] for _ in range(config.num_layers)
@@ -53,7 +57,9 @@ class KVScales:
 
     @torch.no_grad()
     def calibrate(self) -> list[int]:
-        """Writes the scales of what was observed since the last time; the layers in which attention comes out too different."""
+        """Writes the scales of what was observed since the last time; the layers in which attention comes out
+        too different.
+        """
         assert self.has_measurements, "nothing was observed"
         amax_L2H = torch.stack([self._percentile(torch.stack(batches)) for batches in self._amax])
         self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
@@ -70,14 +76,18 @@ class KVScales:
         self.calibrated = True
 
     def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:
-        """Of one layer: a forward pass that ran out of memory has measured the layers before that point once more than those after."""
+        """Of one layer: a forward pass that ran out of memory has measured the layers before that point once
+        more than those after.
+        """
         if not self.per_head:
             amax_B2H = amax_B2H.amax(-1, keepdim=True).expand_as(amax_B2H)
         return torch.quantile(amax_B2H, PERCENTILE, dim=0)
 
     @torch.no_grad()
     def validate(self) -> list[int]:
-        """Layers whose attention over either window changes by more than MAX_ERROR under the scales as they are."""
+        """Layers whose attention over either window changes by more than MAX_ERROR under the scales as they
+        are.
+        """
         errors_L2 = [
             [attention_error(*w.tokens, *self.scales_L2H[layer]) for w in windows]
             for layer, windows in enumerate(self._windows)
@@ -88,14 +98,18 @@ class KVScales:
 
 @dataclass(frozen=True)
 class Window:
-    """The stretch of tokens with the largest measure; the device decides which one that is, and nobody waits for it."""
+    """The stretch of tokens with the largest measure; the device decides which one that is, and nobody waits
+    for it.
+    """
 
     measure: torch.Tensor
     tokens: tuple[torch.Tensor, ...]
 
     @staticmethod
     def most(measure_T: torch.Tensor, *tensors: torch.Tensor) -> "Window":
-        """Of whole windows one after the other, by the mean measure of their tokens; fewer tokens than one has are repeated."""
+        """Of whole windows one after the other, by the mean measure of their tokens; fewer tokens than one
+        has are repeated.
+        """
         num_tokens = len(measure_T)
         windows = max(1, num_tokens // WINDOW)
         measure_N = measure_T[: windows * WINDOW].view(windows, -1).mean(1)

@@ -4,8 +4,8 @@
     fp8        projections in blockwise FP8
     fp8+kv     and keys and values in FP8
 
-`refresh` follows a weight update. What FP8 turns out not to be fit for goes back to the policy's own type, with a warning: a
-layer's keys and values after a failed validation, everything when `fall_back` is called.
+`refresh` follows a weight update. What FP8 turns out not to be fit for goes back to the policy's own type,
+with a warning: a layer's keys and values after a failed validation, everything when `fall_back` is called.
 """
 
 import warnings
@@ -64,7 +64,9 @@ class RolloutPrecision:
     # -- what changes with the policy -------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """After a weight update; True if the cache must be built anew, because other layers are in FP8 now."""
+        """After a weight update; True if the cache must be built anew, because other layers are in FP8
+        now.
+        """
         if self.weights is not None:
             self.weights.sync()
         return self._calibrate() if self.kv is not None and self.kv.has_measurements else False
@@ -76,7 +78,9 @@ class RolloutPrecision:
 
     @torch.no_grad()
     def calibrate_from(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Measures on prompts, at the policy's own precision; True if the cache must be built anew. Without prompts nothing happens."""
+        """Measures on prompts, at the policy's own precision; True if the cache must be built anew. Without
+        prompts nothing happens.
+        """
         if not prompts:
             return False
         chosen, budget = [], CALIBRATION_TOKENS
@@ -114,7 +118,9 @@ class RolloutPrecision:
     # -- what is kept and reported ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The scales of the cache, and what their calibration found: a resumed run must sample with them, and report the same."""
+        """The scales of the cache, and what their calibration found: a resumed run must sample with them, and
+        report the same.
+        """
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)

@@ -1,10 +1,11 @@
 """The policy's projections in FP8, quantised anew from the learner's parameters at every weight update.
 
-The storage keeps its addresses, because CUDA graphs captured them. A sync first poisons every scale with NaN, quantises, and
-then looks for NaN: a projection that nobody wrote is an error that names it, and would otherwise have made every logit NaN.
+The storage keeps its addresses, because CUDA graphs captured them. A sync first poisons every scale with NaN,
+quantises, and then looks for NaN: a projection that nobody wrote is an error that names it, and would
+otherwise have made every logit NaN.
 
-Which projections: those of the decoder's layers, by their exact names (a match by substring once took `mlp.gate_up_proj` for the
-router `mlp.gate`). Embeddings, head, norms and the router keep the policy's type.
+Which projections: those of the decoder's layers, by their exact names (a match by substring once took
+`mlp.gate_up_proj` for the router `mlp.gate`). Embeddings, head, norms and the router keep the policy's type.
 """
 
 import math
@@ -20,7 +21,9 @@ from paceline.policy.decoder import Decoder, ExpertFeedForward
 
 
 class QuantisedWeights:
-    """`of(module, name)` is what a forward pass multiplies by instead of the module's own weight; None: by its own."""
+    """`of(module, name)` is what a forward pass multiplies by instead of the module's own weight; None: by
+    its own.
+    """
 
     def __init__(self, policy: Decoder, base_layers: int = 0) -> None:
         """The first and last `base_layers` layers keep the policy's type."""

@@ -1,6 +1,7 @@
 """The numbers of a step, under the names that docs/metrics.md explains.
 
-Whatever begins with `time/` or `memory/` differs from run to run; everything else is the same for the same seed.
+Whatever begins with `time/` or `memory/` differs from run to run; everything else is the same for the same
+seed.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""A page that shows how a rollout was paced: who ran, what was chosen, and what was expected of it against what came.
+"""A page that shows how a rollout was paced: who ran, what was chosen, and what was expected of it against
+what came.
 
 One self-contained HTML file with inline SVG: no script, nothing fetched.
 """
@@ -57,7 +58,9 @@ def render(title: str, step: int, rows: Sequence[TraceRow]) -> str:
 
 
 def _chart(rows: Sequence[TraceRow], colours: dict[str, str]) -> str:
-    """Three panels over the decode steps: running requests, the strategy, expected and realised tokens per second."""
+    """Three panels over the decode steps: running requests, the strategy, expected and realised tokens per
+    second.
+    """
     total = sum(row.steps for row in rows)
     starts, at = [], 0
     for row in rows:

@@ -1,4 +1,6 @@
-"""The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`, `checkpoints/`."""
+"""The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`,
+`checkpoints/`.
+"""
 
 import json
 import logging
@@ -87,7 +89,9 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """A last line that was cut off by a crash is not a record; other lines that are none are said and left out."""
+        """A last line that was cut off by a crash is not a record; other lines that are none are said and
+        left out.
+        """
         if not self.metrics_path.is_file():
             return
         *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")

@@ -1,15 +1,16 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): prompts are drawn until enough groups have something to teach.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): prompts are drawn until enough groups have something to
+teach.
 
-A group whose samples all scored alike has no advantage and only dilutes the step. It is dropped, and further rounds of
-prompts are sampled until `prompts` groups are left:
+A group whose samples all scored alike has no advantage and only dilutes the step. It is dropped, and further
+rounds of prompts are sampled until `prompts` groups are left:
 
     prompt order   p0 p1 p2 p3 | p4 p5 p6 p7          two rounds of four; the first four that scored unevenly are taken
     scored         =  /  =  /  |  /  =  /  /          = alike, / unevenly
     taken             1     2     3     4  -          the last one is surplus
 
-Groups count in prompt order, never in order of arrival: taking the first to finish would prefer short responses. How many
-rounds a step takes depends on nothing but weights and seeds, and where the next step begins is the order's position, so a
-resumed run goes on as it would have.
+Groups count in prompt order, never in order of arrival: taking the first to finish would prefer short
+responses. How many rounds a step takes depends on nothing but weights and seeds, and where the next step
+begins is the order's position, so a resumed run goes on as it would have.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from paceline.rollout.sources import RolloutSource
 from paceline.stats import RolloutStats
 from paceline.types import Group
 
-# A request's seed depends on its step, its prompt and its occurrence. A prompt that comes up again in a later round must be
-# sampled anew, so that round passes for a step that no run reaches; the first is the step itself.
+# A request's seed depends on its step, its prompt and its occurrence. A prompt that comes up again in a later
+# round must be sampled anew, so that round passes for a step that no run reaches; the first is the step
+# itself.
 ROUND_STRIDE = 1 << 32
 
 

@@ -67,7 +67,9 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Problems are the independent draws; samples of one problem are not, so the spread is taken between problems."""
+    """Problems are the independent draws; samples of one problem are not, so the spread is taken between
+    problems.
+    """
     count, mean = len(values), sum(values) / len(values)
     variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1)
     return Estimate(mean, 1.96 * math.sqrt(variance / count))

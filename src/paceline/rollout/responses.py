@@ -1,4 +1,6 @@
-"""What a policy wrote, for a drafter to learn from or to be measured on: generated now, or saved by `paceline rollout --save`."""
+"""What a policy wrote, for a drafter to learn from or to be measured on: generated now, or saved by `paceline
+rollout --save`.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""From problems to scored groups: requests go to a backend, completions to the task's rewards as they arrive, turns to its tool."""
+"""From problems to scored groups: requests go to a backend, completions to the task's rewards as they arrive,
+turns to its tool.
+"""
 
 import logging
 from collections import Counter
@@ -35,10 +37,11 @@ class NothingSampled(ValueError):
 
 
 class GroupSampler:
-    """Samples groups for problems on a backend and scores them with a task, each sample as soon as it is complete.
+    """Samples groups for problems on a backend and scores them with a task, each sample as soon as it is
+    complete.
 
-    Where the task has turns, a response goes to the task's tool while the backend works on the others; when the tool
-    has answered, the backend is paused for a moment to take the continuation in.
+    Where the task has turns, a response goes to the task's tool while the backend works on the others; when
+    the tool has answered, the backend is paused for a moment to take the continuation in.
     """
 
     def __init__(self, backend: Backend, task: Task, tokenizer: Tokenizer, run_seed: int) -> None:
@@ -77,7 +80,9 @@ class GroupSampler:
         ]
 
     def _report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
-        """A refused request scores 0, which looks like a wrong answer: it is said the first time, and nothing can be learnt if all are."""
+        """A refused request scores 0, which looks like a wrong answer: it is said the first time, and nothing
+        can be learnt if all are.
+        """
         refused = [dialogue for dialogue in dialogues if dialogue.finish_reason is FinishReason.REFUSED]
         if refused and len(refused) == len(dialogues):
             raise NothingSampled(
@@ -190,8 +195,8 @@ class SampleUnderway:
 class Answers:
     """What the tool has answered, from the threads that wait for it to the one that generates.
 
-    A new answer pauses the backend, so that `completions` returns; taking the answers resumes it. Both under one lock:
-    a pause that came late would stop whoever uses the backend next.
+    A new answer pauses the backend, so that `completions` returns; taking the answers resumes it. Both under
+    one lock: a pause that came late would stop whoever uses the backend next.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -1,4 +1,6 @@
-"""Groups of samples as JSON lines: what `samples/` holds, and what `rollout --save` and `train --replay` exchange."""
+"""Groups of samples as JSON lines: what `samples/` holds, and what `rollout --save` and `train --replay`
+exchange.
+"""
 
 import base64
 import json

@@ -1,7 +1,7 @@
 """Where a step's groups come from.
 
-`LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run wrote. The
-loop cannot tell them apart.
+`LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run
+wrote. The loop cannot tell them apart.
 """
 
 from pathlib import Path
@@ -40,7 +40,9 @@ class LiveRollouts:
 
 
 class SavedRollouts:
-    """Replays `paceline rollout --save`: step n learns from the n-th saved file, over and over if there are fewer."""
+    """Replays `paceline rollout --save`: step n learns from the n-th saved file, over and over if there are
+    fewer.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("step_*.jsonl"))

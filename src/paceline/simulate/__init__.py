@@ -5,6 +5,7 @@
     engine, precision ───┘    (operators)   (a batch     (RL steps: sync
     workload, speculation ──────────────▶   over time)    to async)
 
-Numbers only: numpy, no torch, except in `measure.py`, which times this machine's kernels for `calibrate`. Knows nothing of
-the engine's internals; what it says about the engine was measured from outside (`measurements/`).
+Numbers only: numpy, no torch, except in `measure.py`, which times this machine's kernels for `calibrate`.
+Knows nothing of the engine's internals; what it says about the engine was measured from outside
+(`measurements/`).
 """

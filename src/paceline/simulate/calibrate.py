@@ -24,7 +24,9 @@ CPU_ROW_TILE = 32  # kernels/linear.py pads to this
 
 @dataclass(frozen=True)
 class FitReport:
-    """How well the curves go through the points, seen and held out, by part: (count, median, worst) relative error."""
+    """How well the curves go through the points, seen and held out, by part: (count, median, worst) relative
+    error.
+    """
 
     part: str
     use: str
@@ -37,7 +39,9 @@ class FitReport:
 
 
 def profile_from(name: str, points: Measurements, base: str | None = None) -> Hardware:
-    """`base`: a shipped profile of the same device, for what kernels cannot tell; found by the device's name."""
+    """`base`: a shipped profile of the same device, for what kernels cannot tell; found by the device's
+    name.
+    """
     base = base or matching_profile(points.device)
     if base is not None:
         known = load_hardware(base)
@@ -66,7 +70,9 @@ def matching_profile(device: str) -> str | None:
 
 
 def ceilings(points: Measurements) -> DataSheet:
-    """Where there is no data sheet: the highest bandwidth and rate that any product reached, and the machine's memory."""
+    """Where there is no data sheet: the highest bandwidth and rate that any product reached, and the
+    machine's memory.
+    """
     bandwidth = max(sum(w * d * c for w, d, c in p.weights) * 2.0 / p.seconds for p in points.gemms)
     flops = max(sum(2.0 * p.rows * w * d * c for w, d, c in p.weights) / p.seconds for p in points.gemms)
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -10,7 +10,9 @@ MEMORY_SHARE = 0.9  # of a device, for weights and cache; the rest is activation
 
 @dataclass(frozen=True)
 class Engine:
-    """What a step costs beside the kernels. Fitted to two points of each engine's own table (`validation/h200.py`)."""
+    """What a step costs beside the kernels. Fitted to two points of each engine's own table
+    (`validation/h200.py`).
+    """
 
     name: str
     step_seconds: float  # per step: launch, scheduling that is not hidden
@@ -65,9 +67,11 @@ class Precision:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A replica is `max(tensor, expert)` devices: attention is cut over `tensor` of them, whole experts lie on `expert`.
+    """A replica is `max(tensor, expert)` devices: attention is cut over `tensor` of them, whole experts lie
+    on `expert`.
 
-    With expert > tensor the replica's requests are dealt to expert / tensor attention groups that share the experts.
+    With expert > tensor the replica's requests are dealt to expert / tensor attention groups that share the
+    experts.
     """
 
     tensor: int = 1
@@ -127,7 +131,9 @@ class Deployment:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """On all devices of an attention group together; heads that cannot be cut further are stored twice."""
+        """On all devices of an attention group together; heads that cannot be cut further are stored
+        twice.
+        """
         copies = max(1, self.parallelism.tensor / self.model.kv_heads)
         return self.model.kv_bytes_per_token(self.precision.kv_bytes) * copies
 

@@ -1,7 +1,7 @@
 """From measured points to a hardware profile. Only points marked `fit` are looked at.
 
-Each part of the profile is fitted to points of its own, then what is left of a whole step (`other`) to one or two steps; so a
-part that was never measured alone is visible as such in the provenance.
+Each part of the profile is fitted to points of its own, then what is left of a whole step (`other`) to one or
+two steps; so a part that was never measured alone is visible as such in the provenance.
 """
 
 import dataclasses
@@ -142,7 +142,9 @@ def fit_fp8(points: list[GemmPoint], bf16: GemmCurve, sheet: DataSheet) -> GemmC
 
 
 def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: GemmCurve) -> AttentionCurve:
-    """Prefill gives an arithmetic rate; decoding, which hardly shows one, borrows it unless deep verification was measured."""
+    """Prefill gives an arithmetic rate; decoding, which hardly shows one, borrows it unless deep verification
+    was measured.
+    """
     decode, prefill = [p for p in points if not p.new], [p for p in points if p.new]
     kernels = _with_gemm(gemm)
     verify, many = (
@@ -228,7 +230,9 @@ def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
 
 
 def fit_other_on_steps(points: list[StepPoint], hardware: Hardware, sampler_known: bool) -> Hardware:
-    """What whole steps cost beyond their operators: the fixed part of a layer and, where it was not timed alone, the sampler's rate."""
+    """What whole steps cost beyond their operators: the fixed part of a layer and, where it was not timed
+    alone, the sampler's rate.
+    """
     known = hardware.kernels.other
 
     def curve(x: np.ndarray) -> Hardware:

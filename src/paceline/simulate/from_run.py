@@ -1,7 +1,7 @@
 """What a run directory tells: lengths, stage times, acceptance. The start of a "what if".
 
-The simulated figures are multiplied by measured / simulated seconds of the run itself, so what the model gets wrong about the
-machine cancels as far as it is the same factor; that factor is shown.
+The simulated figures are multiplied by measured / simulated seconds of the run itself, so what the model gets
+wrong about the machine cancels as far as it is the same factor; that factor is shown.
 """
 
 import dataclasses
@@ -78,7 +78,9 @@ def read_run(path: Path) -> RunFacts:
 
 
 def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
-    """Tokens that a row was verified with in the steps that speculated, which adaptive pacing varies; 0 where there is no trace."""
+    """Tokens that a row was verified with in the steps that speculated, which adaptive pacing varies; 0 where
+    there is no trace.
+    """
     rows = [
         row
         for step, rows in read_trace(run.trace_path).items()
@@ -103,7 +105,9 @@ def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
 
 
 def _from_metrics(records: list[dict], limit: int) -> Lengths:
-    """A log-normal with the recorded mean and 95th percentile: ln p95 = mu + 1.645 sigma, ln mean = mu + sigma^2 / 2."""
+    """A log-normal with the recorded mean and 95th percentile: ln p95 = mu + 1.645 sigma, ln mean = mu +
+    sigma^2 / 2.
+    """
     average = mean(record["rollout/length_mean"] for record in records)
     p95 = max(average, mean(record["rollout/length_p95"] for record in records))
     excess = 1.645**2 - 2 * math.log(p95 / average)

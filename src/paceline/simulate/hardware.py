@@ -1,8 +1,9 @@
 """Hardware profiles: how fast each kind of operator runs on a device, and who says so.
 
-A profile is a JSON file. `kernels` holds efficiency curves in absolute units (seconds, bytes per second, operations per
-second); a profile without measurements says `scaled_from` and gets the curves of another one, scaled by the ratio of the two
-data sheets. `provenance` says of every part whether it was measured, fitted or assumed, and every output repeats it.
+A profile is a JSON file. `kernels` holds efficiency curves in absolute units (seconds, bytes per second,
+operations per second); a profile without measurements says `scaled_from` and gets the curves of another one,
+scaled by the ratio of the two data sheets. `provenance` says of every part whether it was measured, fitted or
+assumed, and every output repeats it.
 """
 
 import dataclasses
@@ -41,7 +42,9 @@ class DataSheet:
 
 @dataclass(frozen=True)
 class GemmCurve:
-    """Seconds of one product: launch + the two limits of a roofline, joined by a p-norm (`operators.gemm`)."""
+    """Seconds of one product: launch + the two limits of a roofline, joined by a p-norm
+    (`operators.gemm`).
+    """
 
     launch_seconds: float
     bandwidth: float
@@ -66,7 +69,9 @@ class AttentionCurve:
 
 @dataclass(frozen=True)
 class OtherCurve:
-    """Norms, RoPE, activations, sampling: a fixed cost per layer, bytes per token, elements of the vocabulary per token."""
+    """Norms, RoPE, activations, sampling: a fixed cost per layer, bytes per token, elements of the vocabulary
+    per token.
+    """
 
     layer_seconds: float
     bandwidth: float

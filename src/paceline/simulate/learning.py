@@ -1,4 +1,6 @@
-"""Seconds of what follows generation: logprobs, training, sending weights. Counted operations over an assumed utilisation."""
+"""Seconds of what follows generation: logprobs, training, sending weights. Counted operations over an assumed
+utilisation.
+"""
 
 from paceline.simulate.deployment import Deployment
 from paceline.simulate.hardware import Hardware
@@ -7,7 +9,9 @@ from paceline.simulate.speculation import Drafter
 
 
 def forward_flops(model: ModelShape, tokens: float, pairs: float) -> float:
-    """2 per parameter and token, 4 per (query, key) pair and attention channel (Kaplan et al. 2020, section 2.1, causal pairs only)."""
+    """2 per parameter and token, 4 per (query, key) pair and attention channel (Kaplan et al. 2020, section
+    2.1, causal pairs only).
+    """
     return 2 * model.active_parameters * tokens + 4 * pairs * model.layers * model.heads * model.head_dim
 
 
@@ -30,7 +34,9 @@ def train_seconds(hardware: Hardware, model: ModelShape, devices: int, tokens: f
 
 
 def sync_seconds(deployment: Deployment, replicas: int) -> float:
-    """Each replica's devices receive their shard over the network (or the link, where all devices share one)."""
+    """Each replica's devices receive their shard over the network (or the link, where all devices share
+    one).
+    """
     links, devices = deployment.hardware.links, deployment.parallelism.devices * replicas
     bandwidth = links.link_bandwidth if devices <= links.domain else links.network_bandwidth
     moved = (

@@ -1,4 +1,6 @@
-"""Levenberg-Marquardt over the logarithms of positive parameters, on relative errors. Small on purpose: numpy is all it needs."""
+"""Levenberg-Marquardt over the logarithms of positive parameters, on relative errors. Small on purpose: numpy
+is all it needs.
+"""
 
 from collections.abc import Callable
 

@@ -1,6 +1,8 @@
-"""Times this machine's kernels, the native engine's own: the points that `calibrate` fits. The only file here that needs torch.
+"""Times this machine's kernels, the native engine's own: the points that `calibrate` fits. The only file here
+that needs torch.
 
-On a GPU every measurement is a CUDA graph over enough copies of its operands that none is left in the L2 cache.
+On a GPU every measurement is a CUDA graph over enough copies of its operands that none is left in the L2
+cache.
 """
 
 import math

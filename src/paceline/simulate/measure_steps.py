@@ -1,4 +1,6 @@
-"""Times whole steps and rollouts of the native engine: points to hold out, so that a profile made of kernels can be judged."""
+"""Times whole steps and rollouts of the native engine: points to hold out, so that a profile made of kernels
+can be judged.
+"""
 
 import time
 from collections.abc import Callable
@@ -32,7 +34,9 @@ class StepBench:
         return time.perf_counter() > self.deadline
 
     def decode(self, points: list[tuple[int, int, int]], seen: tuple[tuple[int, int, int], ...] = ()) -> None:
-        """(rows, prompt tokens, draft tokens); those with the same prompt and depth share an engine. A fit may look at those in `seen`."""
+        """(rows, prompt tokens, draft tokens); those with the same prompt and depth share an engine. A fit
+        may look at those in `seen`.
+        """
         for prompt, k in dict.fromkeys((prompt, k) for _, prompt, k in points):
             batches = [rows for rows, p, depth in points if (p, depth) == (prompt, k)]
             length = prompt + NEW_TOKENS * 2 + 2

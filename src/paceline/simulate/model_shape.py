@@ -1,7 +1,7 @@
 """The shape of a model as far as time and memory go, from a name or any Hugging Face `config.json`.
 
-More tolerant than `policy/config.py`: a model that the engine cannot run can still be planned for, if it is a decoder with
-gated feed-forwards, grouped-query attention and, perhaps, routed experts.
+More tolerant than `policy/config.py`: a model that the engine cannot run can still be planned for, if it is a
+decoder with gated feed-forwards, grouped-query attention and, perhaps, routed experts.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Seconds of one operator on one device: rooflines with measured efficiency.
 
-Every function takes numpy arrays and broadcasts. All are non-increasing in every rate and non-decreasing in every size
-(tests/simulate/test_properties.py).
+Every function takes numpy arrays and broadcasts. All are non-increasing in every rate and non-decreasing in
+every size (tests/simulate/test_properties.py).
 """
 
 import numpy as np
@@ -21,8 +21,9 @@ def gemm(
 ) -> np.ndarray:
     """rows x depth times a depth x width weight matrix.
 
-    launch + ||(bytes / bandwidth, operations / rate)||_p. The norm is a roofline whose knee is as round as measured: near the
-    knee loads and arithmetic overlap only in part. The rate grows with the rows as rows / (rows + half_rows): tiles fill up.
+    launch + ||(bytes / bandwidth, operations / rate)||_p. The norm is a roofline whose knee is as round as
+    measured: near the knee loads and arithmetic overlap only in part. The rate grows with the rows as rows /
+    (rows + half_rows): tiles fill up.
     """
     rows = _padded(np.asarray(rows, dtype=float), curve.row_tile)
     moved = width * depth * weight_bytes + rows * (width + depth) * activation_bytes
@@ -41,7 +42,9 @@ def decode_attention(
     head_dim: int,
     kv_bytes: float,
 ) -> np.ndarray:
-    """One layer, `keys` in total over all rows. Linear in `keys` for given rows: the event simulation integrates it in closed form."""
+    """One layer, `keys` in total over all rows. Linear in `keys` for given rows: the event simulation
+    integrates it in closed form.
+    """
     per_key = decode_attention_per_key(curve, queries, heads, kv_heads, head_dim, kv_bytes)
     return (
         decode_attention_fixed(curve, rows, queries)
@@ -77,10 +80,11 @@ def expert_products(
     width: float,
     weight_bytes: float,
 ) -> np.ndarray:
-    """The three products of all experts on one device. Each of `rows` tokens goes to a given expert with probability `share`.
+    """The three products of all experts on one device. Each of `rows` tokens goes to a given expert with
+    probability `share`.
 
-    Expected distinct experts: n (1 - (1 - share)^rows), as in "MoE" analyses of decoding; each reads its weights once, and
-    pads its tokens to a tile. `busiest_share` scales work to the busiest device's.
+    Expected distinct experts: n (1 - (1 - share)^rows), as in "MoE" analyses of decoding; each reads its
+    weights once, and pads its tokens to a tile. `busiest_share` scales work to the busiest device's.
     """
     rows = np.asarray(rows, dtype=float)
     active = experts_here * (1 - (1 - share) ** rows)

@@ -13,7 +13,9 @@ TAIL_SHARE = 8  # the tail begins when at most an eighth of a step's responses s
 
 @dataclass(frozen=True)
 class Timeline:
-    """Over the simulated time: requests running on all replicas, and draft tokens per step, averaged over rows."""
+    """Over the simulated time: requests running on all replicas, and draft tokens per step, averaged over
+    rows.
+    """
 
     seconds: tuple[float, ...]
     running: tuple[float, ...]

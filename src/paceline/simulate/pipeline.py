@@ -1,13 +1,15 @@
-"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag. One event loop for all.
+"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag. One event
+loop for all.
 
-The requests of RL step n are released when the weights have version n - lag or later (version = updates made so far).
-Update n starts when its samples are there and the learner is free:
+The requests of RL step n are released when the weights have version n - lag or later (version = updates made
+so far). Update n starts when its samples are there and the learner is free:
 
     take "batch"   all responses of step n: synchronous with lag 0, one-step-off with lag 1
     take "any"     as many finished responses as a step has, oldest weights first; but an update waits for whoever would
                    otherwise be older than the lag allows
 
-Events are finishing requests, ends of updates, rewards that arrive. Between them every replica runs on its own.
+Events are finishing requests, ends of updates, rewards that arrive. Between them every replica runs on its
+own.
 """
 
 import heapq
@@ -201,9 +203,10 @@ class Pipeline:
     def _nobody_becomes_too_old(self) -> bool:
         """May update u = `version` take the oldest ready responses now?
 
-        A response that began at version v must be learned from in update v + lag at the latest. So once this update has taken
-        its share, those due by update u + i must fit into the i updates left, for every i: the feasibility of an earliest-
-        deadline-first schedule. If they do not, the update waits for old responses that still run.
+        A response that began at version v must be learned from in update v + lag at the latest. So once this
+        update has taken its share, those due by update u + i must fit into the i updates left, for every i:
+        the feasibility of an earliest- deadline-first schedule. If they do not, the update waits for old
+        responses that still run.
         """
         if len(self.ready) < self.batch_size:
             return False
@@ -231,7 +234,9 @@ class Pipeline:
             self._admit(replica)
 
     def _deal(self) -> None:
-        """Whole groups to whoever has least to do, while there are slots: members share their prompt's cache."""
+        """Whole groups to whoever has least to do, while there are slots: members share their prompt's
+        cache.
+        """
         load = [(replica.outstanding, i) for i, replica in enumerate(self.replicas)]
         heapq.heapify(load)
         spread = len(self.queue) < len(self.replicas) * 2 * max(1, self._group_size())

@@ -1,4 +1,5 @@
-"""Measured points: what `calibrate` fits and what the validation page compares with. One JSON file is one machine.
+"""Measured points: what `calibrate` fits and what the validation page compares with. One JSON file is one
+machine.
 
 Each point says how long something took; `use` says whether a fit may see it.
 """
@@ -26,7 +27,9 @@ class GemmPoint:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """One layer. `new` > 0: prefill of `new` tokens a row after `context`; else a decode step of `queries` tokens a row."""
+    """One layer. `new` > 0: prefill of `new` tokens a row after `context`; else a decode step of `queries`
+    tokens a row.
+    """
 
     heads: int
     kv_heads: int
@@ -66,7 +69,9 @@ class RestPoint:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """A whole decode (queries = 1), verify or prefill step. `layer`: engine, or kernels for the same step without one."""
+    """A whole decode (queries = 1), verify or prefill step. `layer`: engine, or kernels for the same step
+    without one.
+    """
 
     model: str
     rows: int

@@ -117,7 +117,9 @@ def tail_seconds(replica: Replica, requests: int) -> float:
 
 
 def step_seconds_by_running(replica: Replica, bound: int) -> float:
-    """Mean step with at most `bound` running and more than half of it, from outcome to outcome: a prefill counts to the step after it."""
+    """Mean step with at most `bound` running and more than half of it, from outcome to outcome: a prefill
+    counts to the step after it.
+    """
     stretches = replica.totals.stretches
     before = [0.0, *(s.stop for s in stretches[:-1])]
     chosen = [(s, start) for s, start in zip(stretches, before, strict=True) if bound // 2 < s.rows <= bound]

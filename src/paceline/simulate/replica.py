@@ -1,15 +1,15 @@
 """One replica's batch over time, event by event instead of token by token.
 
-All rows of a batch advance by the same number of tokens per step (one, or the accept length), so the replica keeps one
-counter, `progress`: tokens a row that never left has gained. A row that entered at progress p with n tokens to go leaves at
-p + n; a heap of those marks gives the next event. Between events the batch is constant and the step time is linear in the
-context, which grows linearly: the time of m steps is
+All rows of a batch advance by the same number of tokens per step (one, or the accept length), so the replica
+keeps one counter, `progress`: tokens a row that never left has gained. A row that entered at progress p with
+n tokens to go leaves at p + n; a heap of those marks gives the next event. Between events the batch is
+constant and the step time is linear in the context, which grows linearly: the time of m steps is
 
     sum_{i<m} fixed + per_key (C + R a i) + per_longest (L + a i)
         = m (fixed + per_key C + per_longest L) + (per_key R a + per_longest a) m (m - 1) / 2
 
-What is approximate: every row gains the mean accept length in every step; a request's own luck averages out over its
-hundreds of steps.
+What is approximate: every row gains the mean accept length in every step; a request's own luck averages out
+over its hundreds of steps.
 """
 
 import heapq
@@ -151,7 +151,9 @@ class Replica:
         return self._leave_finished()
 
     def admit(self, version: int) -> int:
-        """Starts waiting requests while there are slots and cache, and computes their prompts; returns how many never ran before."""
+        """Starts waiting requests while there are slots and cache, and computes their prompts; returns how
+        many never ran before.
+        """
         entering, fresh, tokens, pairs = 0, 0, 0.0, 0.0
         while self.waiting and len(self.rows) < self.max_running:
             request = self.waiting[0]

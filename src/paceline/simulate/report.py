@@ -1,4 +1,6 @@
-"""A simulation as text, JSON and a page that stands alone. Every form says which parts are measured, fitted or assumed."""
+"""A simulation as text, JSON and a page that stands alone. Every form says which parts are measured, fitted
+or assumed.
+"""
 
 import json
 from dataclasses import asdict, dataclass

@@ -14,7 +14,9 @@ from paceline.simulate.model_shape import ModelShape, load_model
 
 @dataclass(frozen=True)
 class Drafter:
-    """What proposes tokens: an EAGLE head (`layers` as wide as the target's), a smaller model (`model`), or neither (history, n-gram)."""
+    """What proposes tokens: an EAGLE head (`layers` as wide as the target's), a smaller model (`model`), or
+    neither (history, n-gram).
+    """
 
     name: str
     layers: int
@@ -37,7 +39,9 @@ class Drafter:
 
 
 def eagle(model: ModelShape, vocab: int = 32000) -> Drafter:
-    """One decoder layer as wide as the target's, own head over a reduced vocabulary (EAGLE-3's published heads use 32,000)."""
+    """One decoder layer as wide as the target's, own head over a reduced vocabulary (EAGLE-3's published
+    heads use 32,000).
+    """
     width = model.feed_forward if model.feed_forward else 4 * model.hidden
     return Drafter("eagle", 1, width, min(vocab, model.vocab), 2e-5)
 
@@ -59,7 +63,9 @@ def make_drafter(name: str, model: ModelShape) -> Drafter:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`by_depth[i]`: probability that draft token i + 1 is accepted, given that those before it were. The last one repeats."""
+    """`by_depth[i]`: probability that draft token i + 1 is accepted, given that those before it were. The
+    last one repeats.
+    """
 
     by_depth: tuple[float, ...]
     origin: Origin = Origin(Source.ASSUMED, "given by hand")
@@ -71,7 +77,9 @@ class Acceptance:
             )
 
     def accept_length(self, draft_tokens: int) -> float:
-        """1 + sum over depths of the probability that everything up to there is accepted (Leviathan et al. 2023, eq. 1, by depth)."""
+        """1 + sum over depths of the probability that everything up to there is accepted (Leviathan et al.
+        2023, eq. 1, by depth).
+        """
         total, alive = 1.0, 1.0
         for depth in range(draft_tokens):
             alive *= self.by_depth[min(depth, len(self.by_depth) - 1)]
@@ -116,7 +124,9 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Which numbers of draft tokens the engine may choose from. A single one is a fixed k; several are paced, 0 being plain decoding."""
+    """Which numbers of draft tokens the engine may choose from. A single one is a fixed k; several are paced,
+    0 being plain decoding.
+    """
 
     draft_tokens: tuple[int, ...] = (0,)
     acceptance: Acceptance = Acceptance((0.0,))

@@ -2,7 +2,8 @@
 
     step(rows, queries, keys, longest) = fixed(rows, queries) + per_key(queries) x keys + per_longest x longest
 
-`keys` is the cached context summed over rows. This shape is what lets `replica.py` add up thousands of steps in closed form.
+`keys` is the cached context summed over rows. This shape is what lets `replica.py` add up thousands of steps
+in closed form.
 """
 
 from dataclasses import dataclass
@@ -127,7 +128,9 @@ class StepCost:
     # -- prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: float, pairs: float) -> float:
-        """Seconds to fill the cache for `tokens` tokens that attend to `pairs` (query, key) pairs; no logits."""
+        """Seconds to fill the cache for `tokens` tokens that attend to `pairs` (query, key) pairs; no
+        logits.
+        """
         if tokens <= 0:
             return 0.0
         groups, engine, curve = (
@@ -182,7 +185,9 @@ class StepCost:
         )
 
     def _experts(self, tokens: np.ndarray) -> np.ndarray:
-        """Experts see the tokens of all attention groups; without expert parallelism every device holds a slice of each."""
+        """Experts see the tokens of all attention groups; without expert parallelism every device holds a
+        slice of each.
+        """
         model, split = self.model, self.deployment.parallelism
         if not model.expert_layers:
             return np.zeros_like(tokens)
@@ -209,7 +214,9 @@ class StepCost:
         )
 
     def _collectives(self, tokens: np.ndarray) -> np.ndarray:
-        """Two sums a layer under tensor parallelism; experts beyond an attention group's devices need two exchanges instead of the second."""
+        """Two sums a layer under tensor parallelism; experts beyond an attention group's devices need two
+        exchanges instead of the second.
+        """
         model, split, links = self.model, self.deployment.parallelism, self.deployment.hardware.links
         message = tokens * model.hidden * 2.0
         exchanging = model.expert_layers if split.attention_groups > 1 else 0

@@ -1,4 +1,6 @@
-"""Line charts as SVG text: two dozen lines instead of a plotting library. Colours work on light and dark pages."""
+"""Line charts as SVG text: two dozen lines instead of a plotting library. Colours work on light and dark
+pages.
+"""
 
 from dataclasses import dataclass
 from html import escape

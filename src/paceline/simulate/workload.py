@@ -48,7 +48,9 @@ class Lengths:
         return np.clip(np.floor(drawn + 1e-9), self.low, self.high).astype(np.int64)
 
     def draw_as_bench(self, count: int) -> np.ndarray:
-        """The very lengths of `paceline bench rollout` and of the vLLM measurement: Python's generator, seed 0, in order."""
+        """The very lengths of `paceline bench rollout` and of the vLLM measurement: Python's generator, seed
+        0, in order.
+        """
         rng = random.Random(0)
         drawn = (rng.lognormvariate(np.log(self.mean) - self.sigma**2 / 2, self.sigma) for _ in range(count))
         return np.array([max(self.low, min(self.high, int(x))) for x in drawn])

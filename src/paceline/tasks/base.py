@@ -29,7 +29,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """Tokens that go on where the policy stopped: literal text, or messages rendered by the policy's chat template."""
+    """Tokens that go on where the policy stopped: literal text, or messages rendered by the policy's chat
+    template.
+    """
 
     content: str | tuple[Message, ...]
 
@@ -41,7 +43,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Response:
-    """What a reward sees. `text` is the last thing the policy said, without its end token; observations never count."""
+    """What a reward sees. `text` is the last thing the policy said, without its end token; observations never
+    count.
+    """
 
     text: str
     truncated: bool  # it did not end by itself

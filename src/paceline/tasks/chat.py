@@ -1,7 +1,8 @@
-"""Chat templates: from messages to the text a policy was trained on, through the Jinja template of its folder.
+"""Chat templates: from messages to the text a policy was trained on, through the Jinja template of its
+folder.
 
-The environment offers what Hugging Face templates expect (transformers/utils/chat_template_utils.py) and is sandboxed,
-because a template is a program that came with a download.
+The environment offers what Hugging Face templates expect (transformers/utils/chat_template_utils.py) and is
+sandboxed, because a template is a program that came with a download.
 """
 
 import json
@@ -67,8 +68,8 @@ class ChatTemplate:
     def follow_up(self, messages: Sequence[Message]) -> str:
         """What stands between a response and the next one when `messages` come in between.
 
-        Found as the difference between two renderings, because a template may rewrite earlier turns (Qwen3 drops their
-        reasoning) while the tokens the policy has sampled must stay as they are.
+        Found as the difference between two renderings, because a template may rewrite earlier turns (Qwen3
+        drops their reasoning) while the tokens the policy has sampled must stay as they are.
         """
         marker = "\u2063response\u2063"
         opening: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
@@ -93,7 +94,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training frameworks; for rendering it is transparent."""
+    """`{% generation %}` marks what an assistant said, for training frameworks; for rendering it is
+    transparent.
+    """
 
     tags = {"generation"}
 

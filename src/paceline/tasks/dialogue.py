@@ -6,8 +6,8 @@
     turn 2            prompt = everything so far ──▶ response 2      sampled, same seed
     completion        response 1 observation response 2
 
-Every turn keeps the id of the original request: only one is running at a time, and whoever aborts the sample by that
-id finds the turn that is. `max_tokens` bounds the whole, observations included.
+Every turn keeps the id of the original request: only one is running at a time, and whoever aborts the sample
+by that id finds the turn that is. `max_tokens` bounds the whole, observations included.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Problems from a JSONL or parquet file: a column that asks, a column that knows, the rest for the rewards.
 
-verl's files work as they are: `prompt` as chat messages, `reward_model.ground_truth`, `extra_info`, `data_source`.
+verl's files work as they are: `prompt` as chat messages, `reward_model.ground_truth`, `extra_info`,
+`data_source`.
 """
 
 import hashlib
@@ -50,7 +51,9 @@ class FileProblems:
 
 
 def is_held_out(problem: Problem, share: float, seed: int) -> bool:
-    """By a hash of the prompt alone: rows added later change nothing, and rows that ask the same stay on one side."""
+    """By a hash of the prompt alone: rows added later change nothing, and rows that ask the same stay on one
+    side.
+    """
     digest = hashlib.blake2b(f"{seed}/{_digest(problem.prompt)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 

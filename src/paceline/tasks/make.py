@@ -76,7 +76,9 @@ def _problems(config: TaskConfig) -> ProblemSet:
 
 
 def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns | None]:
-    """Rewards and the tool share one pool; it starts a worker here, to find a function that cannot be loaded."""
+    """Rewards and the tool share one pool; it starts a worker here, to find a function that cannot be
+    loaded.
+    """
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
     called = [reward for reward in wanted if not _is_own(reward, problems)]
     tool, stop = _tool(config)

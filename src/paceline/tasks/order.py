@@ -1,6 +1,7 @@
 """In which order a run visits its problems: every epoch a new shuffle, a pure function of seed and epoch.
 
-The whole state is one number, the count of problems handed out, so a resumed run continues exactly where it stopped.
+The whole state is one number, the count of problems handed out, so a resumed run continues exactly where it
+stopped.
 """
 
 import random

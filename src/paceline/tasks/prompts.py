@@ -1,4 +1,6 @@
-"""From a problem to the tokens the policy is asked with, and from an observation to the tokens it goes on from."""
+"""From a problem to the tokens the policy is asked with, and from an observation to the tokens it goes on
+from.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -38,7 +40,9 @@ class PromptEncoder:
         return tuple(self.tokenizer.encode(self._template().render(prompt), add_special_tokens=False).ids)
 
     def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
-        """`last_token` ended the response: if it is the end token that the template would write next, it is there already."""
+        """`last_token` ended the response: if it is the end token that the template would write next, it is
+        there already.
+        """
         if isinstance(observation.content, str):
             return tuple(self.tokenizer.encode(observation.content, add_special_tokens=False).ids)
         messages: tuple[Message, ...] = observation.content

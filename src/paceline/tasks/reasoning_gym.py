@@ -1,7 +1,8 @@
-"""Problems from reasoning-gym (optional extra `reasoning`): any of its procedural datasets, by name and settings.
+"""Problems from reasoning-gym (optional extra `reasoning`): any of its procedural datasets, by name and
+settings.
 
-Their verifiers are in `rewards/gym_verifier.py`; they run in worker processes, since some raise on odd answers and some
-take their time.
+Their verifiers are in `rewards/gym_verifier.py`; they run in worker processes, since some raise on odd
+answers and some take their time.
 """
 
 import difflib

@@ -1,12 +1,13 @@
-"""The built-in task: labelled running sums, small enough for a laptop and long-tailed enough to be worth speeding up.
+"""The built-in task: labelled running sums, small enough for a laptop and long-tailed enough to be worth
+speeding up.
 
     prompt     a9b8c8=
     careful    a9:9;b8:17;c8:24/c8:25;#25      a running sum per term; a slip is struck out by `/` and done again
     careless   #24                             a guess
 
-The number of terms is log-normal, so a few responses are many times longer than the median. The starting policy has
-been shown both ways of answering (`demonstration`) and mostly guesses; RL finds out that care pays. That is a choice
-between two modes the policy already has, not a new skill.
+The number of terms is log-normal, so a few responses are many times longer than the median. The starting
+policy has been shown both ways of answering (`demonstration`) and mostly guesses; RL finds out that care
+pays. That is a choice between two modes the policy already has, not a new skill.
 """
 
 import random

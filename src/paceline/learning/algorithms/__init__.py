@@ -1,4 +1,6 @@
-"""The algorithms by their recipe names. What else a paper sets (clip ranges, the mean, the KL) is `ALGORITHM_DEFAULTS` in config/learning.py."""
+"""The algorithms by their recipe names. What else a paper sets (clip ranges, the mean, the KL) is
+`ALGORITHM_DEFAULTS` in config/learning.py.
+"""
 
 from paceline.config import LearningConfig
 from paceline.learning.algorithms.base import Algorithm

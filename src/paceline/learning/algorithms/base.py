@@ -1,7 +1,8 @@
 """What an algorithm is: advantages for the samples of a step, and a loss for every response token.
 
-The learner does the rest, the same for all: it weighs the token losses (`token_weights`), adds them up over micro-batches and
-takes the optimiser step. Every number here is per step or per sequence, so nothing depends on how a step is cut.
+The learner does the rest, the same for all: it weighs the token losses (`token_weights`), adds them up over
+micro-batches and takes the optimiser step. Every number here is per step or per sequence, so nothing depends
+on how a step is cut.
 
 Suffix R: over the response tokens of a micro-batch.
 """
@@ -48,7 +49,9 @@ class Algorithm(Protocol):
     def __init__(self, config: LearningConfig) -> None: ...
 
     def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None) -> list[list[Advantage]]:
-        """By group and sample; all values zero when the rewards say nothing. `log_ratios` only where `kl_in_reward`."""
+        """By group and sample; all values zero when the rewards say nothing. `log_ratios` only where
+        `kl_in_reward`.
+        """
 
     def token_loss(
         self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
@@ -56,7 +59,9 @@ class Algorithm(Protocol):
 
 
 def normalise(values: Sequence[float]) -> list[float]:
-    """(x - mean) / (sample standard deviation + epsilon); zeros where all are equal, whatever their mean rounds to."""
+    """(x - mean) / (sample standard deviation + epsilon); zeros where all are equal, whatever their mean
+    rounds to.
+    """
     if len(set(values)) < 2:
         return [0.0] * len(values)
     centred = centre(values)
@@ -72,9 +77,11 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
-    """log pi_theta - log pi_old. The old policy is the one that sampled, or in decoupled mode the learner's before the update.
+    """log pi_theta - log pi_old. The old policy is the one that sampled, or in decoupled mode the learner's
+    before the update.
 
-    Held within what exp can take: an infinite ratio times the zero weight of a token that was masked would be NaN.
+    Held within what exp can take: an infinite ratio times the zero weight of a token that was masked would be
+    NaN.
     """
     return (logprobs_R - batch.anchor_logprobs_R.to(logprobs_R.dtype)).clamp(
         -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
@@ -84,7 +91,9 @@ def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
 def clipped_surrogate(
     config: LearningConfig, ratio_R: torch.Tensor, advantages_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and where the clip took the gradient (PPO, arXiv 1707.06347, eq. 7)."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and where the clip took the gradient (PPO, arXiv 1707.06347,
+    eq. 7).
+    """
     bounded_R = ratio_R.clamp(1 - config.clip_low, 1 + config.clip_high)
     free_R, held_R = ratio_R * advantages_R, bounded_R * advantages_R
     return -torch.minimum(free_R, held_R), (free_R > held_R).detach()
@@ -97,7 +106,8 @@ def with_reference_kl(
     logprobs_R: torch.Tensor,
     reference_R: torch.Tensor | None,
 ) -> TokenLoss:
-    """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased, never negative.
+    """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased,
+    never negative.
 
     d is held as `log_ratio` holds its own, and for the same reason.
     """
@@ -115,7 +125,8 @@ def token_weights(
     total_sequences: int,
     max_tokens: int,
 ) -> torch.Tensor:
-    """What each response token counts in its optimiser step, however that is cut into micro-batches; totals are the step's.
+    """What each response token counts in its optimiser step, however that is cut into micro-batches; totals
+    are the step's.
 
     token     1 / total tokens                              DAPO (arXiv 2503.14476, eq. 8)
     sequence  1 / (response's tokens x total sequences)     GRPO (arXiv 2402.03300, eq. 3), GSPO

@@ -2,13 +2,15 @@
 
 1. Clip-higher (eq. 10): clip_low 0.2, clip_high 0.28, so that unlikely tokens can become likely.
 2. Token-level loss (eq. 8): `loss_mean: token`, so that long responses do not count less per token. No KL.
-3. Soft overlong punishment (eq. 13), below: a response that nears the length limit loses up to 1 of its reward.
+3. Soft overlong punishment (eq. 13), below: a response that nears the length limit loses up to 1 of its
+reward.
 
        R_length(y) = 0                                    |y| <= max - cache
                      ((max - cache) - |y|) / cache        up to |y| = max, where it is -1
 
-   The paper's cache is 4,096 of 20,480 tokens: `overlong_share: 0.2` of `rollout.max_tokens`.
-4. Dynamic sampling (eq. 11): `paceline/dynamic_sampling.py`. It looks at the task's own rewards, before the punishment.
+The paper's cache is 4,096 of 20,480 tokens: `overlong_share: 0.2` of `rollout.max_tokens`.
+4. Dynamic sampling (eq. 11): `paceline/dynamic_sampling.py`. It looks at the task's own rewards, before the
+punishment.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
     r_it = pi_theta(y_it) / pi_old(y_it)
     L    = mean of -min(r_it A_i, clip(r_it, 1 - low, 1 + high) A_i) + kl_coef KL_it
 
-The paper takes the mean within each response first and kl_coef = 0.04 (`loss_mean: sequence`, `kl_coef: 0.04`); the defaults
-here are the token mean and no KL, with which verl and TRL run it today.
+The paper takes the mean within each response first and kl_coef = 0.04 (`loss_mean: sequence`, `kl_coef:
+0.04`); the defaults here are the token mean and no KL, with which verl and TRL run it today.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""REINFORCE++ (arXiv 2501.03262, eqs. 8 to 10): no critic, no groups; advantages normalised over the whole step.
+"""REINFORCE++ (arXiv 2501.03262, eqs. 8 to 10): no critic, no groups; advantages normalised over the whole
+step.
 
 This is the paper's plain variant (any number of samples per prompt), not "REINFORCE++ w/ Baseline":
 
@@ -7,8 +8,8 @@ This is the paper's plain variant (any number of samples per prompt), not "REINF
     A_t  = (A_t - mean) / std                                   over all sampled tokens of the step
     L    = mean over tokens of -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
 
-Where all rewards of the step are equal there is nothing to prefer and every advantage is zero: normalising would blow what
-is left, the KL, up to unit size.
+Where all rewards of the step are equal there is nothing to prefer and every advantage is zero: normalising
+would blow what is left, the KL, up to unit size.
 """
 
 from collections.abc import Sequence

@@ -140,7 +140,9 @@ def step_section(hardware: Hardware, points: Measurements, engine: str) -> Secti
 
 
 def fit_engine(hardware: Hardware, points: Measurements, name: str) -> tuple[float, float]:
-    """(seconds a step, seconds a row) beyond the kernels, from the decode steps marked `fit`: two points, two unknowns."""
+    """(seconds a step, seconds a row) beyond the kernels, from the decode steps marked `fit`: two points, two
+    unknowns.
+    """
     seen = [
         p
         for p in points.steps

@@ -1,4 +1,6 @@
-"""Figures that others published, with the inputs they state. What they do not state is named as assumed or counted as free."""
+"""Figures that others published, with the inputs they state. What they do not state is named as assumed or
+counted as free.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ def cost_on(hardware: str | Hardware, model: str, tensor: int, engine: Engine) -
 
 
 def nvidia_scenario(rows: int, acceptance: float, mean: float, k: int) -> Scenario:
-    """Batch and lengths are not stated: `rows` responses a device and a log-normal with this mean and little spread."""
+    """Batch and lengths are not stated: `rows` responses a device and a log-normal with this mean and little
+    spread.
+    """
     return Scenario(
         load_hardware("gb200"),
         load_model("qwen3-8b"),
@@ -130,7 +134,9 @@ def nvidia_steps() -> Section:
 def fit_k_sweep(
     engine: Engine, targets: dict[int, float], seen: tuple[int, ...], context: float = 2000.0
 ) -> tuple[int, float, dict[int, float]]:
-    """(rows a device, acceptance per token, predicted speed-ups) with the least worst error on the depths in `seen`."""
+    """(rows a device, acceptance per token, predicted speed-ups) with the least worst error on the depths in
+    `seen`.
+    """
     cost = cost_on("gb200", "qwen3-8b", 1, engine)
     linear = {k: cost.linear(512, k) for k in (0, *targets)}
     rows = np.arange(4, 513, 4)

@@ -1,7 +1,7 @@
 """One event loop in a thread for rewards that are coroutines: judges, reward models behind a server.
 
-Hundreds wait at the same time. A coroutine that exceeds its limit is cancelled; one that blocks the loop cannot be, so
-the loop is abandoned with everything on it and the next call gets a new one.
+Hundreds wait at the same time. A coroutine that exceeds its limit is cancelled; one that blocks the loop
+cannot be, so the loop is abandoned with everything on it and the next call gets a new one.
 """
 
 import asyncio

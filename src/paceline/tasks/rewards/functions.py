@@ -73,7 +73,9 @@ Reply = list[Paid] | Failed  # to one call: a score per response, or why there i
 
 @cache
 def load_function(name: str) -> Callable[..., Any]:
-    """Raises ValueError with the way out; whatever the user's module raises on import is part of the message."""
+    """Raises ValueError with the way out; whatever the user's module raises on import is part of the
+    message.
+    """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ValueError(

@@ -1,16 +1,20 @@
 """Mathematical equality by Hugging Face's math-verify (optional extra `math`).
 
-A module of its own, so that a worker imports the package when it starts and not within the first call's time limit.
+A module of its own, so that a worker imports the package when it starts and not within the first call's time
+limit.
 """
 
 from math_verify import parse, verify
 
 
 def math_verify(extracted: str | None, answer: str) -> float:
-    r"""`\frac{1}{2}` is `0.5`, `\boxed{}` is understood; bare LaTeX is tried as if it stood between dollar signs."""
+    r"""`\frac{1}{2}` is `0.5`, `\boxed{}` is understood; bare LaTeX is tried as if it stood between dollar
+    signs.
+    """
     if extracted is None:
         return 0.0
-    # Its own time limits use signals and only slow things down here: the worker is killed at the reward's limit.
+    # Its own time limits use signals and only slow things down here: the worker is killed at the reward's
+    # limit.
     gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
     given = parse(extracted, parsing_timeout=None) or parse(f"${extracted}$", parsing_timeout=None)
     return float(verify(gold, given, timeout_seconds=None))

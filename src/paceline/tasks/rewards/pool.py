@@ -1,9 +1,11 @@
-"""Worker processes for reward functions and tools: reused while they behave, killed and replaced when they do not.
+"""Worker processes for reward functions and tools: reused while they behave, killed and replaced when they do
+not.
 
     submit ──▶ queue ──▶ one thread per worker ──connection──▶ worker process (worker.py)
 
-A thread cannot be stopped in Python, a process can: that is why a function that never returns costs its time limit and
-one process start, and nothing else. Workers are fresh interpreters (no fork, and no second run of the caller's script).
+A thread cannot be stopped in Python, a process can: that is why a function that never returns costs its time
+limit and one process start, and nothing else. Workers are fresh interpreters (no fork, and no second run of
+the caller's script).
 """
 
 import contextlib
@@ -38,14 +40,17 @@ class Job:
 
 
 class WorkerPool:
-    """Calls `targets` by their index; a future's result is what the worker replied, or `Failed`. It never raises."""
+    """Calls `targets` by their index; a future's result is what the worker replied, or `Failed`. It never
+    raises.
+    """
 
     def __init__(self, targets: Sequence[Target | Step], size: int) -> None:
         self.targets = list(targets)
         self.size = size
         self.threads = 0
         self.state = _State()
-        # The threads know only `state`, so a pool that nobody holds any more is closed; so is one at interpreter exit.
+        # The threads know only `state`, so a pool that nobody holds any more is closed; so is one at
+        # interpreter exit.
         self.close = weakref.finalize(self, self.state.close)
 
     def check(self) -> Ready:
@@ -142,7 +147,8 @@ class Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # a group of its own: Ctrl-C is for the run to handle, and the whole group can be killed
+            # a group of its own: Ctrl-C is for the run to handle, and the whole group can be killed
+            start_new_session=True,
         )
         theirs.close()
         self.connection = Connection(ours.detach())

@@ -13,7 +13,9 @@ def exact(extracted: str | None, answer: str) -> float:
 
 
 def last_number(extracted: str | None, answer: str) -> float:
-    """The last number of the response equals the last number of the answer: `$1,200.00` is `1200`, `#### 18` is `18`."""
+    """The last number of the response equals the last number of the answer: `$1,200.00` is `1200`, `#### 18`
+    is `18`.
+    """
     expected = find_last_number(answer)
     if expected is None:
         raise ValueError(f"the answer {answer!r} holds no number; use another scorer for such problems")

@@ -2,8 +2,8 @@
 
     response ──▶ each reward: worker pool, event loop, or the task's own verdict ──▶ weighted sum, components, failures
 
-A reward that fails gets its `failed_score` and a component `failed/<name>/<reason>`, from which metrics count; the first
-failure of a kind is also said aloud.
+A reward that fails gets its `failed_score` and a component `failed/<name>/<reason>`, from which metrics
+count; the first failure of a kind is also said aloud.
 """
 
 import logging
@@ -64,7 +64,9 @@ class Scoring:
 
 
 class GroupScoring:
-    """Scores the samples of one problem as they arrive; batched rewards are called once, when the group is complete."""
+    """Scores the samples of one problem as they arrive; batched rewards are called once, when the group is
+    complete.
+    """
 
     def __init__(self, scoring: Scoring, problem: Problem, samples: int) -> None:
         self.scoring = scoring

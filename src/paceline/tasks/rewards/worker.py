@@ -67,8 +67,8 @@ def main(descriptor: int, parent: int) -> None:
         )
         while True:
             index, arguments = connection.recv()
-            # Should the parent be killed while a function holds the interpreter's lock (a regular expression that
-            # never ends), no thread of ours can react; the kernel can, by processor time.
+            # Should the parent be killed while a function holds the interpreter's lock (a regular expression
+            # that never ends), no thread of ours can react; the kernel can, by processor time.
             signal.setitimer(signal.ITIMER_PROF, targets[index].time_limit * (os.cpu_count() or 1) + 5)
             try:
                 reply = calls[index](arguments)
