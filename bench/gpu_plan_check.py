@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import Config, load_config
-from paceline.engine.factory import make_native
+from paceline.engine.factory import make_engine
 from paceline.learning.learner import Learner
 from paceline.plan.machine import LIBRARY_BYTES, gpu_at_hand
 from paceline.plan.plan import make_plan
@@ -67,7 +67,7 @@ def check(name: str) -> tuple[Peaks, Peaks]:
     policy = Decoder(shape, torch.bfloat16, "cuda").initialise(0)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, seed=0)
-    engine = make_native(policy, config.rollout, plan.kv_tokens, tokenizer=None)
+    engine = make_engine(policy, config.rollout, plan.kv_tokens, tokenizer=None)
     learner = Learner(policy, config, warn=print)
     rollout_peak = learning_peak = 0
     for step in range(1, STEPS + 1):

@@ -77,6 +77,6 @@ def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
 
 
 def _tiny_folder() -> str:
-    from paceline.session import BUILTIN_POLICIES
+    from paceline.models.source import BUILTIN_POLICIES
 
     return str(BUILTIN_POLICIES["builtin"])

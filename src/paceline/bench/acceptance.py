@@ -56,7 +56,8 @@ def bench_acceptance(
     _, rejection = _run(policy, draft, requests, tokens, Verify.REJECTION)
     if not len(shared) or not len(rejection):
         raise ValueError(
-            "every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer tokens"
+            "every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer "
+            "tokens"
         )
     columns = _expected(policy, draft, completions)
     tv, shared_chance, greedy = columns.mean(1).tolist()

@@ -32,7 +32,8 @@ class Lengths:
         except ValueError:
             pass
         raise ValueError(
-            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:512,1.0,16,4096"
+            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as "
+            "lognormal:512,1.0,16,4096"
         )
 
 

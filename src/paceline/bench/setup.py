@@ -11,16 +11,16 @@ import torch
 
 from paceline.config import Config
 from paceline.device import prepare_device
-from paceline.drafting.factory import make_drafter
+from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
+from paceline.models.source import PolicySource, policy_dtype, policy_folder
 from paceline.models.widen import load_widened
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import open_policy, policy_folder, widened_from
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
@@ -32,7 +32,8 @@ def bench_policy(model: str, device: torch.device) -> Decoder:
     folder, _, wide = model.partition("@")
     if not Path(folder).is_dir():
         raise ValueError(
-            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder"
+            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE "
+            "widens a folder"
         )
     if wide:
         return load_widened(folder, wide, dtype, device)
@@ -46,7 +47,7 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
     task = make_task(config.task, load_tokenizer(folder), folder)
     prompts = [task.prompts.encode(problem) for problem in task.train]
     task.close()
-    return open_policy(config, folder, device), prompts
+    return PolicySource.of(config.policy).load(policy_dtype(config.policy, device), device), prompts
 
 
 def recipe_engine(
@@ -68,9 +69,8 @@ def recipe_engine(
     drafters = []
     if drafter != "none":
         tokenizer = load_tokenizer(policy_folder(config.policy.path))
-        drafters = [
-            make_drafter(drafter, policy, config.rollout.speculation, widened_from(config), tokenizer)
-        ]
+        factory = DrafterFactory(config.rollout.speculation, PolicySource.of(config.policy).heads, tokenizer)
+        drafters = [factory.make(drafter, policy)]
     return Engine(policy, settings, drafters=drafters)
 
 

@@ -165,7 +165,8 @@ def _run(
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
         raise ValueError(
-            f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this batch, or it does not fit"
+            f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this "
+            "batch, or it does not fit"
         )
     step = statistics.median(o.seconds for o in full)
     accept_length = sum(o.tokens for o in full) / sum(o.running for o in full)

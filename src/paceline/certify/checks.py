@@ -194,7 +194,8 @@ def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
         return Check(name, None, f"{told}: too little randomness to test", promised=False)
     left_out = f", {uncertain} left out" if uncertain else ""
     rounding = (
-        f", rounding may add {result.shift:.1f} to the chi-square of {result.statistic:.0f} ({result.degrees} degrees)"
+        f", rounding may add {result.shift:.1f} to the chi-square of {result.statistic:.0f} "
+        f"({result.degrees} degrees)"
         if result.shift
         else ""
     )

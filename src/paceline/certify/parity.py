@@ -98,8 +98,10 @@ def _fp8_check(
     left_out = max(len(found) // 4, min(1, len(found) - 1))
     share = _share(found[: len(found) - left_out])
     detail = (
-        f"{_apart(difference_R)}; farther than {copies} shaken copies: {100 * _share(found):.1f}% of {sum(map(len, found))} contested tokens "
-        f"(expected: {100 / (copies + 1):.0f}%), {100 * share:.1f}% without {left_out} of {len(found)} prompts (allowed: {100 * FARTHER_LIMIT:.0f}%)"
+        f"{_apart(difference_R)}; farther than {copies} shaken copies: {100 * _share(found):.1f}% of "
+        f"{sum(map(len, found))} contested tokens "
+        f"(expected: {100 / (copies + 1):.0f}%), {100 * share:.1f}% without {left_out} of {len(found)} "
+        f"prompts (allowed: {100 * FARTHER_LIMIT:.0f}%)"
     )
     return Check(name, share <= FARTHER_LIMIT, detail)
 

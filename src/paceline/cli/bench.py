@@ -45,11 +45,13 @@ def decode(
     sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
     points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts, precision)
     typer.echo(
-        f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}"
+        f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} "
+        f"{'first run s':>12}"
     )
     for p in points:
         typer.echo(
-            f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}"
+            f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} "
+            f"{p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}"
         )
     how = {"model": model, "deterministic": deterministic, "precision": precision}
     _write(json_file, {**how, **describe(device), "points": [p.record() for p in points]})
@@ -96,7 +98,8 @@ def rollout(
     )
     typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
     typer.echo(
-        f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s"
+        f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run "
+        f"{point.first_run_seconds:.1f} s"
     )
     typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
     typer.echo(
@@ -145,7 +148,8 @@ def acceptance(
     draft_model = bench_policy(_model(draft), policy.device) if draft else disturbed(policy, disturbance)
     p = bench_acceptance(policy, draft_model, recipe_requests(config, prompts, requests), tokens)
     typer.echo(
-        f"{p.positions} positions, mean TV {p.mean_tv:.3f}; a greedy draft would be accepted {p.greedy_draft:.3f} of the time"
+        f"{p.positions} positions, mean TV {p.mean_tv:.3f}; a greedy draft would be accepted "
+        f"{p.greedy_draft:.3f} of the time"
     )
     typer.echo(f"{'':<14}{'expected per token':>20}{'realised per token':>20}{'accept length':>15}")
     typer.echo(
@@ -208,7 +212,8 @@ def speculation(
         recipe_engine(config, policy, candidates, max(sizes), drafter, rule) for rule in verify.split(",")
     ]
     typer.echo(
-        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
+        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} "
+        f"{'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
     )
     points = []
     for p in bench_speculation(
@@ -284,15 +289,18 @@ def pacing(
     strategies = tuple(Strategy(oracle.name, count) for count in counts_up_to(max_tokens))
     pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), strategies))
     typer.echo(
-        f"synthetic drafter: right with probability {acceptance} by depth, {draft_megabytes} MB read per token; deterministic mode"
+        f"synthetic drafter: right with probability {acceptance} by depth, {draft_megabytes} MB read per "
+        "token; deterministic mode"
     )
     typer.echo(
-        f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} {'pool GB':>8} {'graphs':>7}"
+        f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} "
+        f"{'pool GB':>8} {'graphs':>7}"
     )
 
     def show(p: PacingPoint) -> None:
         typer.echo(
-            f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} {p.accept_length:>7.2f} {100 * p.identical:>5.0f}% "
+            f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} "
+            f"{p.accept_length:>7.2f} {100 * p.identical:>5.0f}% "
             f"{p.pool_gb:>8.2f} {p.graphs:>7}"
         )
 
@@ -307,7 +315,8 @@ def pacing(
     )
     best, paced = result.best_fixed, result.paced
     typer.echo(
-        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; paced {result.plain.seconds / paced.seconds:.2f}x plain, "
+        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; paced "
+        f"{result.plain.seconds / paced.seconds:.2f}x plain, "
         f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
     )
     if page is not None:
@@ -317,7 +326,7 @@ def pacing(
 
 
 def _model(name: str) -> str:
-    from paceline.session import BUILTIN_POLICIES
+    from paceline.models.source import BUILTIN_POLICIES
 
     folder, at, shape = name.partition("@")
     return f"{BUILTIN_POLICIES.get(folder, folder)}{at}{shape}"

@@ -52,7 +52,6 @@ def certify(
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
     from dataclasses import replace
 
-    from paceline.backend import BASE_PRECISION
     from paceline.bench.setup import recipe_policy
     from paceline.certify.fp8 import Fp8Subject
     from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
@@ -63,8 +62,9 @@ def certify(
     from paceline.drafting.recipe import drafter_overrides
     from paceline.engine.sampling import Verify
     from paceline.engine.settings import EngineSettings
+    from paceline.models.source import policy_folder
     from paceline.policy.tokenizer import load_tokenizer
-    from paceline.session import policy_folder
+    from paceline.types import Precision
 
     if backend not in ("native", "reference"):
         raise ValueError(f"--backend {backend!r}: must be native or reference")
@@ -90,13 +90,15 @@ def certify(
     ):
         if given := [override for override in chosen if override.partition("=")[0] == key]:
             raise ValueError(
-                f"{given[0]}: the command's own arguments say which policy is certified, and in which type; {instead}"
+                f"{given[0]}: the command's own arguments say which policy is certified, and in which type; "
+                f"{instead}"
             )
     config = load_config(recipe, [*chosen, f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
     rollout = config.rollout
-    if backend == "reference" and rollout.precision != BASE_PRECISION:
+    if backend == "reference" and rollout.precision != Precision.BASE:
         raise ValueError(
-            f"rollout.precision = {rollout.precision!r} needs --backend native; the reference computes in the policy's own type only"
+            f"rollout.precision = {rollout.precision!r} needs --backend native; the reference computes in "
+            "the policy's own type only"
         )
     model, prompts = recipe_policy(config)
     settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch.")}
@@ -115,10 +117,10 @@ def certify(
         how = (drafters, tokens, engine, pacing == "adaptive")
         subject = (
             NativeSubject(model, widest(model), *how)
-            if rollout.precision == BASE_PRECISION
+            if rollout.precision == Precision.BASE
             else Fp8Subject(model, prompts, *how)
         )
-        settings |= {"rollout": rollout.precision} if rollout.precision != BASE_PRECISION else {}
+        settings |= {"rollout": rollout.precision} if rollout.precision != Precision.BASE else {}
         settings |= {"drafter": drafter, "tokens": str(tokens), "pacing": pacing, "verify": verify}
         settings["deterministic"] = str(engine.deterministic).lower()
     settings["device"] = model.device.type

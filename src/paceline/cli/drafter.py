@@ -86,7 +86,8 @@ def train(
     else:
         head = EagleHead(config_for(model.config, _layers(layers), draft_vocab), model.dtype, model.device)
     sequences = [
-        training_sequence(completion) for completion in completions or training_responses(session, responses)
+        training_sequence(completion)
+        for completion in completions or training_responses(session.sampler, session.config, responses)
     ]
     session.close()
     typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
@@ -130,11 +131,12 @@ def evaluate(
 
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
     head = load_eagle(drafter, session.policy, session.policy.dtype, session.device)
-    completions = held_out_responses(session, problems, temperature)
+    completions = held_out_responses(session.sampler, session.config, problems, temperature)
     session.close()
     measured = measure_acceptance(session.policy, head, completions, k)
     typer.echo(
-        f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature {temperature:g}, k = {k}"
+        f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature "
+        f"{temperature:g}, k = {k}"
     )
     typer.echo(
         f"{'accepted, where those before were':<36}"
@@ -160,7 +162,8 @@ def export_drafter(
         note = "the head captures layer 0, the embedding: vLLM does that for every policy, SGLang for Qwen's families, and its Llama stops with an error"
         typer.secho(note, fg="yellow", err=True)
     typer.echo(
-        f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}"
+        f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', "
+        f"'num_speculative_tokens': 3}}"
     )
 
 
@@ -181,8 +184,8 @@ def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> t
     import torch
 
     from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
+    from paceline.models.source import policy_folder
     from paceline.policy.huggingface import load_policy
-    from paceline.session import policy_folder
 
     wanted = _dtype(dtype) or stored_dtype(drafter)
     head = load_eagle(

@@ -35,9 +35,9 @@ def widen(
     """Writes a large model that computes the small one's function: its text and acceptance at a large model's
     cost.
     """
+    from paceline.models.source import policy_folder
     from paceline.models.widen import widen_folder
     from paceline.policy.huggingface import DTYPES
-    from paceline.session import policy_folder
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")

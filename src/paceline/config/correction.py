@@ -107,11 +107,13 @@ class CorrectionConfig(Section):
                 )
         if self.reject == "k3" and self.reject_bounds[0] > 0:
             raise ValueError(
-                f"reject_bounds = {list(self.reject_bounds)}: a k3 divergence has only an upper bound; write [0, {self.reject_bounds[1]}]"
+                f"reject_bounds = {list(self.reject_bounds)}: a k3 divergence has only an upper bound; write "
+                f"[0, {self.reject_bounds[1]}]"
             )
         if self.weight != "none" and self.mode == "bypass":
             raise ValueError(
-                f"weight = {self.weight!r} needs mode: decoupled; in bypass mode the clipped ratio already is learner / rollout"
+                f"weight = {self.weight!r} needs mode: decoupled; in bypass mode the clipped ratio already "
+                "is learner / rollout"
             )
         if self.normalise and self.weight == "none":
             raise ValueError("normalise = true needs weights to normalise: set weight to token or sequence")
@@ -122,7 +124,8 @@ class CorrectionConfig(Section):
         if {"weight", "reject"} & preset.keys() and self.weight == self.reject == "none" and not self.veto:
             undone = ", ".join(f"{key} = 'none'" for key in ("weight", "reject") if key in preset)
             raise ValueError(
-                f"preset = {self.preset!r} is undone by {undone} beside it, and nothing would be corrected; leave that out, or use preset: none. "
+                f"preset = {self.preset!r} is undone by {undone} beside it, and nothing would be corrected; "
+                "leave that out, or use preset: none. "
                 "In a recipe with every key spelt out, delete the keys next to preset"
             )
         for kind, keys in BOUNDS.items():
@@ -134,5 +137,6 @@ class CorrectionConfig(Section):
                     )
                     shown = list(value) if isinstance(value, tuple) else value
                     raise ValueError(
-                        f"{key} = {shown!r} does not apply where {kind} = 'none'; leave it out, or set {kind} to one of {choices}"
+                        f"{key} = {shown!r} does not apply where {kind} = 'none'; leave it out, or set "
+                        f"{kind} to one of {choices}"
                     )

@@ -13,7 +13,8 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
     if rollout.backend != "reference" or not drafters:
         return []
     return [
-        f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' never speculates; rollout.backend=native does"
+        f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' never "
+        "speculates; rollout.backend=native does"
     ]
 
 

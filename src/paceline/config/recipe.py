@@ -10,6 +10,7 @@ choice stands for.
 
 import difflib
 import types
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -78,7 +79,8 @@ class Config(Section):
     def _batches_divide(self) -> "Config":
         if self.rollout.prompts_per_step % self.learning.minibatches:
             raise ValueError(
-                f"learning.minibatches = {self.learning.minibatches} must divide rollout.prompts_per_step = {self.rollout.prompts_per_step}"
+                f"learning.minibatches = {self.learning.minibatches} must divide rollout.prompts_per_step = "
+                f"{self.rollout.prompts_per_step}"
             )
         return self
 
@@ -195,7 +197,8 @@ def _split(override: str) -> tuple[str, Any]:
         return key, _parse_scalar(value)
     except yaml.YAMLError:
         raise ConfigError(
-            f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in quotes"
+            f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in "
+            "quotes"
         ) from None
 
 
@@ -229,7 +232,7 @@ def _explain(problem: dict[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     shown = f" = {value!r}" if path and not isinstance(value, dict | BaseModel) else ""
     hint = ""
-    if problem["type"] == "literal_error":
+    if problem["type"] in ("literal_error", "enum"):
         choices = _choices_at(path)
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -267,4 +270,6 @@ def _choices_at(path: list[str]) -> list[str]:
         model = next(arg for arg in get_args(model) if get_origin(arg) is Literal)
     if get_origin(model) is list:
         model = get_args(model)[0]
+    if isinstance(model, type) and issubclass(model, Enum):
+        return [str(member.value) for member in model]
     return [str(choice) for choice in get_args(model)]

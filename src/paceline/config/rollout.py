@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.section import Section
+from paceline.types import Precision
 
 DRAFTER_FOLDERS = {
     "eagle": "eagle_path",
@@ -35,7 +36,8 @@ class OnlineDrafterConfig(Section):
             if self.when == "never" and not self.is_default(key):
                 named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
                 raise ValueError(
-                    f"{named} does not apply: rollout.speculation.online.when = 'never'. Use when=drift or when=always, or leave it out"
+                    f"{named} does not apply: rollout.speculation.online.when = 'never'. Use when=drift or "
+                    "when=always, or leave it out"
                 )
         return self
 
@@ -75,11 +77,13 @@ class SpeculationConfig(Section):
             raise ValueError(f"rollout.speculation.drafters = {self.drafters}: each drafter once")
         if self.pacing == "fixed" and len(self.drafters) > 1:
             raise ValueError(
-                f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; use pacing=adaptive for several"
+                f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; use "
+                "pacing=adaptive for several"
             )
         if self.pacing == "adaptive" and self.max_running:
             raise ValueError(
-                f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; leave it out"
+                f"rollout.speculation.max_running = {self.max_running} applies to pacing = 'fixed' only; "
+                "leave it out"
             )
         return self
 
@@ -90,22 +94,27 @@ class SpeculationConfig(Section):
             if drafter not in self.drafters and not self.is_default(key):
                 named, default = f"rollout.speculation.{key}", type(self).model_fields[key].default
                 raise ValueError(
-                    f"{named} = {getattr(self, key)!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks {drafter!r}. "
+                    f"{named} = {getattr(self, key)!r} does not apply: rollout.speculation.drafters = "
+                    f"{self.drafters} lacks {drafter!r}. "
                     f"Add it there, or leave the path out ({named}={default})"
                 )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(
-                f"rollout.speculation.online.when = {self.online.when!r} does not apply: rollout.speculation.drafters = {self.drafters} lacks "
-                "'eagle', the one that can learn. Add it there, or leave it out (rollout.speculation.online.when=never)"
+                f"rollout.speculation.online.when = {self.online.when!r} does not apply: "
+                f"rollout.speculation.drafters = {self.drafters} lacks "
+                "'eagle', the one that can learn. Add it there, or leave it out "
+                "(rollout.speculation.online.when=never)"
             )
         if self.eagle_path == FRESH and self.online.when != "always":
             raise ValueError(
-                f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and rollout.speculation.online.when = {self.online.when!r}: "
+                f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
+                f"rollout.speculation.online.when = {self.online.when!r}: "
                 "nobody would teach it. Use online.when=always, or name the folder of a trained head"
             )
         if not self.drafters and not self.is_default("verify"):
             raise ValueError(
-                f"rollout.speculation.verify = {self.verify!r} does not apply: rollout.speculation.drafters is empty, so nothing is verified. "
+                f"rollout.speculation.verify = {self.verify!r} does not apply: rollout.speculation.drafters "
+                "is empty, so nothing is verified. "
                 "Name a drafter, or leave it out (rollout.speculation.verify=shared-noise)"
             )
         return self
@@ -148,9 +157,10 @@ class RolloutConfig(Section):
     deterministic: bool = Field(
         False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do"
     )
-    precision: Literal["bf16", "fp8", "fp8+kv"] = Field(
-        "bf16",
-        description="bf16: the policy's own type; fp8: layer weights and activations in FP8; fp8+kv: and the KV cache",
+    precision: Precision = Field(
+        Precision.BASE,
+        description="base: the policy's own type; fp8: layer weights and activations in FP8; "
+        "fp8+kv: and the KV cache",
     )
     base_precision_layers: int = Field(
         0,
@@ -166,23 +176,31 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":
         """A key that this precision would ignore is a mistake."""
-        for key, precisions in {"base_precision_layers": ("fp8", "fp8+kv"), "kv_scales": ("fp8+kv",)}.items():
+        needed = {
+            "base_precision_layers": [precision for precision in Precision if precision.fp8_weights],
+            "kv_scales": [precision for precision in Precision if precision.fp8_kv],
+        }
+        for key, precisions in needed.items():
             if self.precision not in precisions and not self.is_default(key):
                 raise ValueError(
-                    f"rollout.{key} = {getattr(self, key)!r} does not apply to rollout.precision = {self.precision!r}, "
-                    f"only to {', '.join(precisions)}; change that, or leave it out (rollout.{key}={type(self).model_fields[key].default})"
+                    f"rollout.{key} = {getattr(self, key)!r} does not apply to rollout.precision = "
+                    f"{self.precision.value!r}, "
+                    f"only to {', '.join(precisions)}; change that, or leave it out "
+                    f"(rollout.{key}={type(self).model_fields[key].default})"
                 )
         return self
 
     @model_validator(mode="after")
     def _backend_can(self) -> "RolloutConfig":
-        if self.backend == "reference" and self.precision != "bf16":
+        if self.backend == "reference" and self.precision is not Precision.BASE:
             raise ValueError(
-                f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only"
+                f"precision = {self.precision.value!r} needs backend: native; the reference computes in the "
+                "policy's own type only"
             )
         if self.router_replay and self.backend != "native":
             raise ValueError(
-                f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which experts it chose; "
+                f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which "
+                "experts it chose; "
                 "use rollout.backend=native, or leave router_replay out"
             )
         return self

@@ -127,6 +127,7 @@ class TaskConfig(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError(
-                f"task.rewards: the names {', '.join(labels)} must differ; set `name` where a function is used twice"
+                f"task.rewards: the names {', '.join(labels)} must differ; set `name` where a function is "
+                "used twice"
             )
         return self

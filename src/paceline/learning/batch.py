@@ -77,7 +77,8 @@ def training_sequence(completion: Completion) -> TrainingSequence:
     """
     if completion.request.sampling.truncates:
         raise ValueError(
-            f"{completion.request.id} was sampled with top_p, top_k or min_p, and its logprobs are not those of the distribution it was drawn from: "
+            f"{completion.request.id} was sampled with top_p, top_k or min_p, and its logprobs are not those "
+            "of the distribution it was drawn from: "
             "train on samples made with temperature alone"
         )
     prompt = completion.request.prompt

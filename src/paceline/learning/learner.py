@@ -122,7 +122,8 @@ class Learner:
         if mismatch.masked == mismatch.tokens:
             self.optimiser.discard_gradients()
             self.warn(
-                f"learning.correction masked all {total_tokens} tokens of an update: it was skipped; `mismatch/` in the metrics says why"
+                f"learning.correction masked all {total_tokens} tokens of an update: it was skipped; "
+                "`mismatch/` in the metrics says why"
             )
             totals.add_masked_update(sums, learning_rate)
             return
@@ -247,12 +248,14 @@ class Learner:
         if all(len(part) == 1 for part in parts):
             longest = len(parts[0][0].tokens)
             raise torch.OutOfMemoryError(
-                f"learning from a single response (up to {longest} tokens) does not fit in memory: lower rollout.max_tokens, "
+                f"learning from a single response (up to {longest} tokens) does not fit in memory: lower "
+                "rollout.max_tokens, "
                 f"set policy.activation_checkpointing=true, or use policy.lora.rank. {reason}"
             )
         before, self.token_budget = self.token_budget, self.token_budget // 2
         self.warn(
-            f"learner out of memory: micro-batches of {before} tokens become {self.token_budget}, and the optimiser step starts over; "
+            f"learner out of memory: micro-batches of {before} tokens become {self.token_budget}, and the "
+            "optimiser step starts over; "
             f"set learning.micro_batch_tokens={self.token_budget} to begin there"
         )
 

@@ -32,13 +32,18 @@ class Console:
                 f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}"
             )
 
+    def start_of_run(self, policy: str, task: str, device: str, run: Path) -> None:
+        """Says what is about to happen, and where it is written."""
+        self.out.print(f"training {policy} on {task}; {device}; run directory {run}", markup=False)
+
     def resumed(self, run: Path, step: int) -> None:
         self.out.print(f"resuming {run} after step {step}")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
         self.out.print(
-            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length {evaluation.mean_length:.0f}"
+            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length "
+            f"{evaluation.mean_length:.0f}"
         )
 
     def start(self, total_steps: int) -> None:
@@ -50,9 +55,11 @@ class Console:
         entropy = metrics.get("policy/entropy")
         note = f"  [yellow]{_why_skipped(metrics)}, weights kept[/]" if metrics["policy/skipped"] else ""
         self.out.print(
-            f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} {metrics['rollout/accuracy']:>8.3f} "
+            f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} "
+            f"{metrics['rollout/accuracy']:>8.3f} "
             f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
-            f"{'-' if entropy is None else format(entropy, '.4f'):>8} {metrics['time/tokens_per_second']:>7.0f} "
+            f"{'-' if entropy is None else format(entropy, '.4f'):>8} "
+            f"{metrics['time/tokens_per_second']:>7.0f} "
             f"{metrics['time/rollout']:>7.2f}s {metrics['time/learn']:>6.2f}s{note}"
         )
 
@@ -61,7 +68,8 @@ class Console:
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )
         self.out.print(
-            f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
+            f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in "
+            f"{check.plain_steps} steps, "
             f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "
             f"accept length {check.accept_length:.2f}, tokens identical: {identical}"
         )

@@ -50,7 +50,8 @@ def render(title: str, step: int, rows: Sequence[TraceRow]) -> str:
         _chart(rows, colours),
         "<h2>By strategy</h2>",
         _table(rows, names, colours),
-        "<p>Trials are short runs of a strategy that is not in use, to see what its drafter gains or how long it takes. "
+        "<p>Trials are short runs of a strategy that is not in use, to see what its drafter gains or how "
+        "long it takes. "
         "Time is that of the steps; prefill between them counts to the step that follows it.</p>",
     ]
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
@@ -83,8 +84,10 @@ def _chart(rows: Sequence[TraceRow], colours: dict[str, str]) -> str:
     for (left, right), row in zip(spans, rows, strict=True):
         name, faint = str(row.decision.strategy), 0.45 if row.decision.reason == "trial" else 1.0
         tip = (
-            f"{name} ({row.decision.reason}), {row.running:.0f} running, context {row.decision.context:.0f}, {row.steps} steps, "
-            f"{row.tokens} tokens in {1e3 * row.seconds:.1f} ms, {row.decision.expected:.0f} tokens/s expected"
+            f"{name} ({row.decision.reason}), {row.running:.0f} running, context {row.decision.context:.0f}, "
+            f"{row.steps} steps, "
+            f"{row.tokens} tokens in {1e3 * row.seconds:.1f} ms, {row.decision.expected:.0f} tokens/s "
+            "expected"
         )
         parts.append(
             f'<rect x="{left:.2f}" y="{tops[1]}" width="{max(0.5, right - left):.2f}" height="60" fill="{colours[name]}" fill-opacity="{faint}">'
@@ -128,7 +131,8 @@ def _line(
 
 def _table(rows: Sequence[TraceRow], names: list[str], colours: dict[str, str]) -> str:
     lines = [
-        "<table><tr><th>strategy<th>steps<th>of these trials<th>share of time<th>tokens/row/step<th>tokens/s</tr>"
+        "<table><tr><th>strategy<th>steps<th>of these trials<th>share of "
+        "time<th>tokens/row/step<th>tokens/s</tr>"
     ]
     seconds = sum(row.seconds for row in rows) or 1e-9
     for name in names:

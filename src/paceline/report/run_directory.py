@@ -38,7 +38,8 @@ class RunDirectory:
             path = root / config.run.name
             if path.exists():
                 raise ConfigError(
-                    f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or choose another name"
+                    f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or "
+                    "choose another name"
                 )
         else:
             stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -73,7 +74,8 @@ class RunDirectory:
             empty = False  # `load_config` says what is wrong with it
         if empty:  # it would pass for a recipe of nothing but defaults
             raise ConfigError(
-                f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was started with, then go on"
+                f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was "
+                "started with, then go on"
             )
         return load_config(str(self.config_path))
 

@@ -53,7 +53,8 @@ class DynamicSampling:
         }
         if len(taken) < self.prompts:
             self.warn(
-                f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} rounds; going on with those"
+                f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} "
+                "rounds; going on with those"
             )
         return taken or first_round  # without any, the step is reported and its update skipped
 

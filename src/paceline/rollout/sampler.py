@@ -86,13 +86,16 @@ class GroupSampler:
         refused = [dialogue for dialogue in dialogues if dialogue.finish_reason is FinishReason.REFUSED]
         if refused and len(refused) == len(dialogues):
             raise NothingSampled(
-                f"all {len(refused)} requests of this step were refused, the first because: {refused[0].error}; "
-                "drop long prompts with task.max_prompt_tokens, lower rollout.max_tokens and eval.max_tokens, or raise rollout.kv_tokens"
+                f"all {len(refused)} requests of this step were refused, the first because: "
+                f"{refused[0].error}; "
+                "drop long prompts with task.max_prompt_tokens, lower rollout.max_tokens and "
+                "eval.max_tokens, or raise rollout.kv_tokens"
             )
         if refused and not self.said_refused:
             self.said_refused = True
             logger.warning(
-                "%d of %d requests were refused and score 0, the first because: %s. Further ones are only counted: rollout/refused",
+                "%d of %d requests were refused and score 0, the first because: %s. Further ones are only "
+                "counted: rollout/refused",
                 len(refused),
                 len(dialogues),
                 refused[0].error,

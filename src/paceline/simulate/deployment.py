@@ -44,7 +44,8 @@ VLLM = Engine(
     False,
     Origin(
         Source.FITTED,
-        "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured layer: assumed",
+        "step and row: vLLM 0.26 at batch 1 and 256; graph limit: its default; launches of an uncaptured "
+        "layer: assumed",
     ),
 )
 KERNELS_ALONE = Engine("kernels", 0.0, 0.0, 0.0, 0, 0.0, False, PACELINE.origin)
@@ -98,7 +99,8 @@ class Deployment:
         model, split, hardware = self.model, self.parallelism, self.hardware
         if split.tensor < 1 or split.expert < 1 or split.devices % split.tensor:
             raise ValueError(
-                f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1 and ep a multiple of tp where it is larger"
+                f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1 and ep a multiple of tp "
+                "where it is larger"
             )
         if model.heads % split.tensor:
             raise ValueError(
@@ -106,7 +108,8 @@ class Deployment:
             )
         if split.expert > 1 and (not model.experts or model.experts % split.expert):
             raise ValueError(
-                f"ep = {split.expert} must divide the number of experts of {model.name}, which is {model.experts}"
+                f"ep = {split.expert} must divide the number of experts of {model.name}, which is "
+                f"{model.experts}"
             )
         if "fp8" in (self.precision.weights, self.precision.kv) and not hardware.has_fp8:
             raise ValueError(
@@ -118,7 +121,8 @@ class Deployment:
                 MEMORY_SHARE * hardware.data_sheet.memory_bytes / 1e9,
             )
             raise ValueError(
-                f"{model.name} needs {need:.0f} GB a device for weights, {hardware.name} has {have:.0f} GB: raise --tp or --ep"
+                f"{model.name} needs {need:.0f} GB a device for weights, {hardware.name} has {have:.0f} GB: "
+                "raise --tp or --ep"
             )
 
     @property

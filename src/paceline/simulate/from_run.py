@@ -227,11 +227,14 @@ def text(answer: RunAnswer) -> str:
     tokens = changed.tokens / answer.changed.scenario.schedule.steps
     return "\n".join(
         [
-            f"{facts.name}: rollout {facts.rollout_seconds:.2f} s measured (median of {facts.steps} steps), {simulated}",
-            f"every simulated generation time below is multiplied by {answer.correction:.2f}, measured over simulated",
+            f"{facts.name}: rollout {facts.rollout_seconds:.2f} s measured (median of {facts.steps} steps), "
+            f"{simulated}",
+            f"every simulated generation time below is multiplied by {answer.correction:.2f}, measured over "
+            "simulated",
             "",
             f"{'seconds':<34}{'the run':>12}{'what if':>12}",
-            f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{answer.rollout_seconds:>12.2f}   ({plain:.2f} without speculation)",
+            f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{answer.rollout_seconds:>12.2f}   ({plain:.2f} "
+            "without speculation)",
             f"{'learning':<34}{facts.learn_seconds:>12.2f}{changed.stages.logprob + changed.stages.train:>12.2f}",
             f"{'weight sync':<34}{facts.sync_seconds:>12.2f}{changed.stages.sync:>12.2f}",
             f"{'step':<34}{before:>12.2f}{answer.step_seconds:>12.2f}",

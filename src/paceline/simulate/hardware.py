@@ -154,7 +154,8 @@ def load_hardware(name: str) -> Hardware:
         return parse_hardware(record)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes one"
+            f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes "
+            "one"
         ) from None
 
 

@@ -60,7 +60,8 @@ class StepBench:
         if not k:
             self.steps.append(StepPoint(self.model, rows, 0, short, 1, prompt))
         self.note(
-            f"{self.model} batch {rows} prompt {prompt} k {k}: step {seconds * 1e3:.3f} ms, prefill and first token {short * 1e3:.1f} ms"
+            f"{self.model} batch {rows} prompt {prompt} k {k}: step {seconds * 1e3:.3f} ms, prefill and "
+            f"first token {short * 1e3:.1f} ms"
         )
 
     def rollout(self, requests: int, prompt: int, mean: float, high: int) -> None:

@@ -80,7 +80,8 @@ def load_model(name: str) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a folder or file with a Hugging Face config.json"
+            f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a folder or file with a "
+            "Hugging Face config.json"
         )
     return from_huggingface(path.parent.name or name, json.loads(path.read_text()))
 
@@ -107,7 +108,8 @@ def from_huggingface(name: str, config: dict[str, Any]) -> ModelShape:
     config = config.get("text_config") or config  # multimodal models keep the decoder's shape here
     if config.get("kv_lora_rank"):
         raise ValueError(
-            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, only grouped-query attention is"
+            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, only "
+            "grouped-query attention is"
         )
     missing = [
         key
@@ -116,7 +118,8 @@ def from_huggingface(name: str, config: dict[str, Any]) -> ModelShape:
     ]
     if missing:
         raise ValueError(
-            f"{name}: config.json has no {', '.join(missing)}; supported are decoders described like Llama, Qwen or Mixtral"
+            f"{name}: config.json has no {', '.join(missing)}; supported are decoders described like Llama, "
+            "Qwen or Mixtral"
         )
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     expert_width = _first(config, "moe_intermediate_size", "intermediate_size") if experts else 0

@@ -75,7 +75,7 @@ def build(flags: Flags) -> Scenario:
 
 def flags_from_recipe(config: Config) -> Flags:
     """What a recipe says about a run; lengths, acceptance and hardware it does not say."""
-    from paceline.session import BUILTIN_POLICIES
+    from paceline.models.source import BUILTIN_POLICIES
 
     rollout = config.rollout
     speculation = rollout.speculation

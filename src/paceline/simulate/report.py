@@ -35,8 +35,10 @@ def describe(scenario: Scenario) -> str:
     work, split = scenario.workload, scenario.parallelism
     speculation = "plain decoding" if scenario.speculation.off else f"k = {_draft_text(scenario)}"
     return (
-        f"{scenario.model.name} ({scenario.precision.weights} weights, {scenario.precision.kv} KV) on {scenario.gpus} x {scenario.hardware.name}, "
-        f"tp {split.tensor}, ep {split.expert}, {scenario.replicas} replicas, engine {scenario.engine}; {work.prompts} prompts x "
+        f"{scenario.model.name} ({scenario.precision.weights} weights, {scenario.precision.kv} KV) on "
+        f"{scenario.gpus} x {scenario.hardware.name}, "
+        f"tp {split.tensor}, ep {split.expert}, {scenario.replicas} replicas, engine {scenario.engine}; "
+        f"{work.prompts} prompts x "
         f"{work.samples_per_prompt} samples, {scenario.mode}, {speculation}"
     )
 
@@ -65,16 +67,19 @@ def text(answer: Answer) -> str:
     lines += [f"{name:<46}{a:>12.2f}{b:>12.2f}" for name, a, b in rows]
     lines += [
         "",
-        f"rollout {answer.rollout_speedup:.2f}x, step {answer.step_speedup:.2f}x; accept length {now.accept_length:.2f}; "
+        f"rollout {answer.rollout_speedup:.2f}x, step {answer.step_speedup:.2f}x; accept length "
+        f"{now.accept_length:.2f}; "
         f"{now.tokens_per_second:,.0f} tok/s ({plain.tokens_per_second:,.0f} plain)",
-        f"generating devices idle {100 * now.idle_share:.0f}% of the time ({100 * plain.idle_share:.0f}% plain); "
+        f"generating devices idle {100 * now.idle_share:.0f}% of the time ({100 * plain.idle_share:.0f}% "
+        "plain); "
         f"{now.preemptions} preemptions; lag mean {now.mean_lag:.2f}, at most {now.max_lag}",
     ]
     if now.drafter_training_seconds:
         verdict = "fits into" if now.drafter_trains_for_free else "does NOT fit into"
         wanted, idle = now.drafter_training_seconds, now.idle_device_seconds
         lines.append(
-            f"training the drafter wants {wanted:.1f} device seconds a step, which {verdict} the {idle:.1f} idle ones"
+            f"training the drafter wants {wanted:.1f} device seconds a step, which {verdict} the {idle:.1f} "
+            "idle ones"
         )
     lines += ["", "who says so:", *provenance_lines(now.provenance)]
     return "\n".join(lines)

@@ -60,7 +60,8 @@ class Scenario:
         if self.replicas < 1:
             need = self.parallelism.devices
             raise ValueError(
-                f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, and a replica with this tp and ep needs {need}"
+                f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, and a replica with this "
+                f"tp and ep needs {need}"
             )
         if self.mode == "sync" and self.lag:
             raise ValueError(
@@ -74,7 +75,8 @@ class Scenario:
         if longest > self.replica_kv_tokens:
             have = self.replica_kv_tokens
             raise ValueError(
-                f"a response of {longest} tokens with its prompt does not fit the {have} KV tokens of a replica: raise --tp or --ep"
+                f"a response of {longest} tokens with its prompt does not fit the {have} KV tokens of a "
+                "replica: raise --tp or --ep"
             )
 
     @property

@@ -93,7 +93,8 @@ class Acceptance:
         """The constant probability that gives this accept length at this depth, by bisection."""
         if not 1 <= accept_length <= draft_tokens + 1:
             raise ValueError(
-                f"accept length {accept_length}: with k = {draft_tokens} it lies between 1 and {draft_tokens + 1}"
+                f"accept length {accept_length}: with k = {draft_tokens} it lies between 1 and "
+                f"{draft_tokens + 1}"
             )
         low, high = 0.0, 1.0
         for _ in range(60):
@@ -118,7 +119,8 @@ class Acceptance:
             return cls(tuple(float(p) for p in text.split(",")), Origin(Source.ASSUMED, f"acceptance {text}"))
         except ValueError as error:
             raise ValueError(
-                f"--accept {text!r}: use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k ({error})"
+                f"--accept {text!r}: use 0.8, or 0.85,0.8,0.7 by depth, or 3.0@3 for an accept length at k "
+                f"({error})"
             ) from None
 
 

@@ -36,7 +36,8 @@ class Lengths:
         except ValueError:
             pass
         raise ValueError(
-            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:4096,1.0,16,32768"
+            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as "
+            "lognormal:4096,1.0,16,32768"
         )
 
     def draw(self, count: int, seed: int) -> np.ndarray:

@@ -76,7 +76,8 @@ class ChatTemplate:
         text = self.render([*opening, *messages])
         if marker not in text:
             raise ConfigError(
-                "the policy's chat template drops earlier responses, so a task with turns cannot answer with messages; use text"
+                "the policy's chat template drops earlier responses, so a task with turns cannot answer with "
+                "messages; use text"
             )
         return text.rpartition(marker)[2]
 

@@ -45,7 +45,8 @@ class FileProblems:
         for side, problems in (("training", self.train), ("held-out", self.held_out)):
             if not problems:
                 raise ConfigError(
-                    f"task.data: no {side} problems among the {len(rows)} rows of {config.path} (held_out_share = {config.held_out_share}); "
+                    f"task.data: no {side} problems among the {len(rows)} rows of {config.path} "
+                    f"(held_out_share = {config.held_out_share}); "
                     "change the share, or give task.data.held_out_path"
                 )
 
@@ -107,7 +108,8 @@ def _problem(row: Row, config: DataConfig, where: str) -> Problem:
         found = re.search(config.answer_pattern, answer)
         if found is None or not found.groups():
             raise ConfigError(
-                f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer {answer[-80:]!r}"
+                f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer "
+                f"{answer[-80:]!r}"
             )
         answer = found.group(1)
     used = {config.prompt_column.split(".")[0]}

@@ -58,7 +58,8 @@ def _check_extraction(how: str) -> None:
         ) from None
     if groups < 1:
         raise ConfigError(
-            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around the answer, such as '####\\s*(.+)'"
+            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around "
+            "the answer, such as '####\\s*(.+)'"
         )
 
 
@@ -131,7 +132,8 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
     if function == "task":
         if config.name != "reasoning-gym":
             raise ConfigError(
-                f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or module:function"
+                f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or "
+                "module:function"
             )
         function = GYM_VERIFIER
         options = {
@@ -141,7 +143,8 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
         }
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
         raise ConfigError(
-            f"task.rewards: {function!r} needs a package that is not installed; pip install 'paceline[{EXTRAS[function][1]}]'"
+            f"task.rewards: {function!r} needs a package that is not installed; pip install "
+            f"'paceline[{EXTRAS[function][1]}]'"
         )
     return Target(BUILTIN.get(function, function), options, reward.time_limit, reward.batch, config.extract)
 
@@ -154,6 +157,7 @@ def _tool(config: TaskConfig) -> tuple[Step | None, tuple[str, ...]]:
     function, stop = TOOLS.get(name, (name, ()))
     if not re.search(r".:.", function):
         raise ConfigError(
-            f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, module:function or path/to/file.py:function"
+            f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, module:function or "
+            "path/to/file.py:function"
         )
     return Step(function, turns.options, turns.time_limit), tuple(turns.stop) or stop

@@ -54,8 +54,10 @@ class PromptEncoder:
     def _template(self) -> ChatTemplate:
         if self.template is None:
             raise ConfigError(
-                "the task asks with chat messages, but the folder at policy.path has no chat template (`chat_template` in "
-                "tokenizer_config.json, or chat_template.jinja); add one, or ask with plain text (task.chat=false)"
+                "the task asks with chat messages, but the folder at policy.path has no chat template "
+                "(`chat_template` in "
+                "tokenizer_config.json, or chat_template.jinja); add one, or ask with plain text "
+                "(task.chat=false)"
             )
         return self.template
 
@@ -68,7 +70,8 @@ def without_overlong(
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if not kept:
         raise ConfigError(
-            f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} tokens; allow more"
+            f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} "
+            "tokens; allow more"
         )
     if len(kept) < len(problems):
         dropped = len(problems) - len(kept)

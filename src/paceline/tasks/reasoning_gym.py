@@ -34,7 +34,8 @@ class ReasoningGymProblems:
                 break
         else:
             raise ConfigError(
-                f"task.dataset = {dataset!r} with these options has {len(problems)} different problems, but task.train_problems + task.eval_problems "
+                f"task.dataset = {dataset!r} with these options has {len(problems)} different problems, but "
+                "task.train_problems + task.eval_problems "
                 f"= {train_problems} + {held_out_problems}; lower them or widen task.options"
             )
         unique = list(problems.values())
@@ -54,7 +55,8 @@ def open_dataset(name: str, options: dict[str, Any]) -> Any:
         near = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"task.dataset = {name!r}: reasoning-gym has no such dataset.{hint} It has {', '.join(sorted(DATASETS))}."
+            f"task.dataset = {name!r}: reasoning-gym has no such dataset.{hint} It has "
+            f"{', '.join(sorted(DATASETS))}."
         )
     try:
         return reasoning_gym.create_dataset(name, **options)
@@ -62,5 +64,6 @@ def open_dataset(name: str, options: dict[str, Any]) -> Any:
         given = {key: value for key, value in options.items() if key not in ("seed", "size")}
         known = [field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("seed", "size")]
         raise ConfigError(
-            f"task.options = {json.dumps(given, default=str)}: {name} refuses them ({error}); it knows {', '.join(known)}"
+            f"task.options = {json.dumps(given, default=str)}: {name} refuses them ({error}); it knows "
+            f"{', '.join(known)}"
         ) from None

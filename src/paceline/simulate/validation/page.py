@@ -68,7 +68,8 @@ def table(checks: tuple[Check, ...]) -> list[str]:
     lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
     for c in checks:
         lines.append(
-            f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |"
+            f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | "
+            f"{100 * c.error:+.1f}% | {c.kind} |"
         )
     return lines
 

@@ -104,21 +104,29 @@ def synchronous_part() -> Section:
     low, high = speedup(narrow, 4, 7, 5.0), speedup(narrow, 2048, 7, 5.0)
     needed = {rows: narrow.step(rows, 7, CONTEXT) / narrow.step(rows, 0, CONTEXT) for rows in (4, 64, 512)}
     remarks = (
-        f"The batch is not stated. One parameter, rows per replica of 8 GPUs (TP8, experts over the same 8), is set by the k = 3 figure ({best}); "
+        "The batch is not stated. One parameter, rows per replica of 8 GPUs (TP8, experts over the same 8), "
+        f"is set by the k = 3 figure ({best}); "
         "the k = 7 figure then follows.",
-        f"**Where it holds**: with {holds[0]} to {holds[-1]} requests running per 8 GPUs both figures are met within 10%. **Where it does not**: "
+        f"**Where it holds**: with {holds[0]} to {holds[-1]} requests running per 8 GPUs both figures are "
+        "met within 10%. **Where it does not**: "
         "with few requests each draft token "
-        f"wakes further experts (4 rows choose {_active(4):.0f} of 128 in a plain step and {_active(32):.0f} when 8 tokens a row are verified), so "
+        f"wakes further experts (4 rows choose {_active(4):.0f} of 128 in a plain step and {_active(32):.0f} "
+        "when 8 tokens a row are verified), so "
         f"k = 7 gives {low:.2f}x at 4 rows; with many, verification is "
-        f"arithmetic: {high:.2f}x at 2,048. A rollout passes through all of these, from full batch to tail. Experts over 64 GPUs make the low end "
+        f"arithmetic: {high:.2f}x at 2,048. A rollout passes through all of these, from full batch to tail. "
+        "Experts over 64 GPUs make the low end "
         "flat (dashed).",
-        "So a whole simulated rollout (4,096 responses, log-normal with mean 8,192, 16 a replica at the start and one at the end) gains less than a "
+        "So a whole simulated rollout (4,096 responses, log-normal with mean 8,192, 16 a replica at the "
+        "start and one at the end) gains less than a "
         f"batch of {best} does: {whole[3]:.2f}x and {whole[7]:.2f}x.",
-        f"**Which acceptance it needs**: k = 7 pays only above an accept length of {needed[4]:.2f} (4 rows), {needed[64]:.2f} (64), "
+        f"**Which acceptance it needs**: k = 7 pays only above an accept length of {needed[4]:.2f} (4 rows), "
+        f"{needed[64]:.2f} (64), "
         f"{needed[512]:.2f} (512).",
-        f"Steps: their 1.70x and 1.96x both mean that generation is {100 * share:.0f}% of a step. Our own stage times (training at 40% of the data "
+        f"Steps: their 1.70x and 1.96x both mean that generation is {100 * share:.0f}% of a step. Our own "
+        "stage times (training at 40% of the data "
         "sheet on all 2,048 devices) would make it "
-        f"{100 * _generation_share():.0f}%: the assumed utilisation of the learner is the term to doubt, and the share is taken from theirs.",
+        f"{100 * _generation_share():.0f}%: the assumed utilisation of the learner is the term to doubt, and "
+        "the share is taken from theirs.",
     )
     lines = [Line(f"k = {k}, accept {PUBLISHED[k][0]:g}, EP 8", ROWS, tuple(curves[k])) for k in PUBLISHED]
     lines += [Line(f"k = {k}, EP 64", ROWS, tuple(wide_curves[k]), dashed=True) for k in PUBLISHED]
@@ -159,7 +167,8 @@ def asynchronous_part() -> tuple[tuple[Check, ...], tuple[str, ...]]:
     )
     shares = ", ".join(f"{100 * share:.0f}%: {by_share[share].step_speedup:.2f}x" for share in by_share)
     remark = (
-        "Asynchronous: 4,096 responses, k = 7 and accept length 5 assumed; the share of devices that learn is chosen to meet the step figure, and "
+        "Asynchronous: 4,096 responses, k = 7 and accept length 5 assumed; the share of devices that learn "
+        "is chosen to meet the step figure, and "
         f"decides it: {shares}."
     )
     return checks, (remark,)

@@ -102,7 +102,8 @@ def nvidia_steps() -> Section:
             ),
         ]
         remarks.append(
-            f"{workload}: {rows} responses a device, acceptance {acceptance:.2f} per token (from the sweep below), mean length {mean:.0f}."
+            f"{workload}: {rows} responses a device, acceptance {acceptance:.2f} per token (from the sweep "
+            f"below), mean length {mean:.0f}."
         )
     utilisation = load_hardware("gb200").training.logprob_utilisation
     needed = utilisation * checks[3].predicted / checks[3].measured
@@ -118,13 +119,17 @@ def nvidia_steps() -> Section:
         )
     )
     remarks += [
-        f"Batch and lengths are not stated in what we have. Per workload three parameters (responses, acceptance, mean length) are set by the "
+        "Batch and lengths are not stated in what we have. Per workload three parameters (responses, "
+        "acceptance, mean length) are set by the "
         "generation figures, and one spread of the "
-        f"lengths for both ({LENGTH_SPREAD:g}) by the Think training time: generation is a fit; what is predicted are the other stages and the "
+        f"lengths for both ({LENGTH_SPREAD:g}) by the Think training time: generation is a fit; what is "
+        "predicted are the other stages and the "
         "totals.",
-        f"Logprob is the miss: the term is its assumed utilisation ({100 * utilisation:.0f}% of the data sheet); {100 * needed:.0f}% would meet "
+        f"Logprob is the miss: the term is its assumed utilisation ({100 * utilisation:.0f}% of the data "
+        f"sheet); {100 * needed:.0f}% would meet "
         "it. Weight sync is a fixed second here, and under 2% of a step.",
-        "Async: a step of 75.0 s with 10.4 s of exposed generation leaves a learner of 64.6 s, and speculation hides generation entirely. The "
+        "Async: a step of 75.0 s with 10.4 s of exposed generation leaves a learner of 64.6 s, and "
+        "speculation hides generation entirely. The "
         "published step is shorter than "
         "that learner: its own time changed too, which no term here can know.",
     ]
@@ -179,15 +184,19 @@ def nvidia_k_sweep() -> Section:
             Check(f"{workload}, k = 5, from k = 3 and 7 alone", targets[5], ends[5], "x", PREDICTION)
         )
         remarks.append(
-            f"{workload}: {rows} rows a device and {acceptance:.2f} acceptance per token fit best, worst error {100 * worst:.0f}%. "
-            f"Ablation: without the graph limit (steps of more than {vllm.graph_tokens} tokens launch every kernel by hand) the best fit misses by "
+            f"{workload}: {rows} rows a device and {acceptance:.2f} acceptance per token fit best, worst "
+            f"error {100 * worst:.0f}%. "
+            f"Ablation: without the graph limit (steps of more than {vllm.graph_tokens} tokens launch every "
+            "kernel by hand) the best fit misses by "
             f"{100 * worst_ablated:.0f}%."
         )
         remarks.append(_ngram_remark(workload, rows))
     remarks.append(
-        "Two free parameters for three points: a fit, not a prediction. The drop between k = 3 and 5 in the Think run (1.53 to 0.84) is steeper "
+        "Two free parameters for three points: a fit, not a prediction. The drop between k = 3 and 5 in the "
+        "Think run (1.53 to 0.84) is steeper "
         "than arithmetic allows: "
-        "six tokens a row instead of four can cost at most 1.5 times as much. A limit that the step runs into is needed, and vLLM's graph capture "
+        "six tokens a row instead of four can cost at most 1.5 times as much. A limit that the step runs "
+        "into is needed, and vLLM's graph capture "
         "limit is one at the right place; "
         "that it was this limit is our guess."
     )
@@ -204,9 +213,11 @@ def _ngram_remark(workload: str, rows: int, context: float = 2000.0) -> str:
     plain, verify = cost.step(rows, 0, context), cost.step(rows, 3, context)
     missing = accept * plain / measured - verify
     return (
-        f"{workload}, n-gram drafting (k = 3 assumed): accept length {accept:g} would give {accept * plain / verify:.2f}x with drafting for free; "
+        f"{workload}, n-gram drafting (k = 3 assumed): accept length {accept:g} would give "
+        f"{accept * plain / verify:.2f}x with drafting for free; "
         f"{measured:g}x was "
-        f"measured. The missing term is the drafter's own time, {missing * 1e3:.0f} ms a step here; the model has it as a drafter's `fixed_seconds`."
+        f"measured. The missing term is the drafter's own time, {missing * 1e3:.0f} ms a step here; the "
+        "model has it as a drafter's `fixed_seconds`."
     )
 
 
@@ -278,10 +289,14 @@ def tlt_batch_table() -> Section:
         "with both": TltModel(2.0, 32000.0),
     }
     remarks = (
-        "Accept lengths are not given; those of the batch-1 row make it exact (a fit) and predict the other two rows. Context 4,000 assumed.",
-        f"Up to 256 verified tokens a step the worst error is {100 * worst_error(small):.0f}%. Beyond, the misses grow with batch x verify tokens: "
-        f"the term is the arithmetic of verification. 32 x 64 tokens need {floor * 1e3:.0f} ms on 4 H100 at 100% of the data sheet's bf16 rate, "
-        f"{floor / plain:.1f} plain steps of {plain * 1e3:.0f} ms; its 1.70x would then need an accept length above {1.70 * floor / plain:.1f} with "
+        "Accept lengths are not given; those of the batch-1 row make it exact (a fit) and predict the other "
+        "two rows. Context 4,000 assumed.",
+        f"Up to 256 verified tokens a step the worst error is {100 * worst_error(small):.0f}%. Beyond, the "
+        "misses grow with batch x verify tokens: "
+        f"the term is the arithmetic of verification. 32 x 64 tokens need {floor * 1e3:.0f} ms on 4 H100 at "
+        "100% of the data sheet's bf16 rate, "
+        f"{floor / plain:.1f} plain steps of {plain * 1e3:.0f} ms; its 1.70x would then need an accept "
+        f"length above {1.70 * floor / plain:.1f} with "
         f"drafting, attention and sampling free, where the batch-1 row gives {model.accept_length(64):.1f}.",
         "Ablation, worst error of the eight: "
         + "; ".join(f"{100 * ablated.worst():.0f}% {name}" for name, ablated in ablations.items())
@@ -324,10 +339,13 @@ def tlt_nodes() -> Section:
         speculation=Speculation(tuple(range(9)), Acceptance.from_accept_length(4.59, 8)),
     )
     remarks = (
-        f"{responses} responses a step fit the first row; mean length 4,096 (log-normal, at most 32,768) and accept length 4.59 at depth 8 assumed.",
-        f"Why one node gains less: eight times the requests share a replica, so speculation (below 33 running) covers less of the rollout, and "
+        f"{responses} responses a step fit the first row; mean length 4,096 (log-normal, at most 32,768) and "
+        "accept length 4.59 at depth 8 assumed.",
+        "Why one node gains less: eight times the requests share a replica, so speculation (below 33 "
+        "running) covers less of the rollout, and "
         "training is a larger share of the "
-        f"step. Choosing k by expected tokens per second at every batch size instead of a threshold gives {ask(always).step_speedup:.2f}x on one "
+        "step. Choosing k by expected tokens per second at every batch size instead of a threshold gives "
+        f"{ask(always).step_speedup:.2f}x on one "
         "node in the same model.",
     )
     return Section("TLT: end to end by nodes (7B)", TLT, checks, remarks)

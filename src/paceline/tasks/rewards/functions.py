@@ -79,7 +79,8 @@ def load_function(name: str) -> Callable[..., Any]:
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ValueError(
-            f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or path/to/file.py:function"
+            f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or "
+            "path/to/file.py:function"
         )
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
@@ -129,7 +130,8 @@ def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], n
     ]
     if unknown:
         raise ValueError(
-            f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own `options`"
+            f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own "
+            "`options`"
         )
     surplus = [key for key in options if key not in takes]
     if surplus:
