@@ -65,6 +65,7 @@ def test_train_in_python(tmp_path):
     assert len(trained(tmp_path, "default-*")) == 1
 
 
+@pytest.mark.slow
 def test_tour(tmp_path):
     assert "were identical" in run(tmp_path, "examples/tour.py")
     assert len(list(tmp_path.glob("*/metrics.jsonl"))) == 2
