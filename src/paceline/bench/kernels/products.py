@@ -17,6 +17,9 @@ from paceline.kernels.fp8_quantise import quantise_blocks, quantise_blocks_refer
 from paceline.kernels.linear import linear
 from paceline.policy.config import DecoderConfig
 
+# Rows from which on torch's block-scaled product, a product for prefill, is worth comparing with.
+SCALED_ROWS = 32
+
 
 def projections(shape: DecoderConfig) -> dict[str, tuple[int, int]]:
     """Returns width and depth of a dense layer's projections by name."""
@@ -85,7 +88,7 @@ def fp8_linear_cases(operands: Operands) -> Iterator[KernelCase]:
 def _fp8_linear_case(operands: Operands, name: str, matrices: list[BlockMatrix], rows: int) -> KernelCase:
     width, depth = matrices[0].values.shape
     x = quantise_rows(operands.random(rows, depth))
-    scaled_product = operands.device.type == "cuda" and width % GROUP == 0 and depth % (4 * GROUP) == 0
+    fits_torch = rows >= SCALED_ROWS and width % GROUP == 0 and depth % (4 * GROUP) == 0
 
     def multiply(matrix: BlockMatrix) -> torch.Tensor:
         return fp8_linear(x, matrix, deterministic=True)
@@ -96,7 +99,9 @@ def _fp8_linear_case(operands: Operands, name: str, matrices: list[BlockMatrix],
         copies=len(matrices),
         # In a layer the norm or RoPE that follows adds up a product that comes in parts.
         run=lambda: [fp8_linear(x, matrix, deterministic=True, keep_parts=True) for matrix in matrices],
-        run_torch=(lambda: [fp8_linear_cublas(x, matrix) for matrix in matrices]) if scaled_product else None,
+        run_torch=(lambda: [fp8_linear_cublas(x, matrix) for matrix in matrices])
+        if fits_torch and operands.device.type == "cuda"
+        else None,
         error=lambda: relative_error(
             multiply(matrices[0]), F.linear(x.dequantise(), matrices[0].dequantise())
         ),
