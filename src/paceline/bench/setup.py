@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from paceline.config import Config, ConfigError
 from paceline.device import prepare_device
@@ -87,6 +88,11 @@ def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
     return open_policy(config, folder, device), prompts
 
 
+def recipe_tokenizer(config: Config) -> Tokenizer:
+    """Returns the tokenizer of the recipe's policy."""
+    return load_tokenizer(policy_folder(config.policy.path))
+
+
 def recipe_engine(
     config: Config,
     policy: Decoder,
@@ -107,10 +113,9 @@ def recipe_engine(
     )
     drafters = []
     if drafter != "none":
-        tokenizer = load_tokenizer(policy_folder(config.policy.path))
-        drafters = [
-            make_drafter(drafter, policy, config.rollout.speculation, widened_from(config), tokenizer)
-        ]
+        speculation = config.rollout.speculation
+        tokenizer = recipe_tokenizer(config)
+        drafters = [make_drafter(drafter, policy, speculation, widened_from(config), tokenizer)]
     return Engine(policy, settings, drafters=drafters)
 
 
