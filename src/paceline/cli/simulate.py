@@ -109,14 +109,16 @@ def simulate_command(
     from paceline.simulate.questions import Flags, flags_from_recipe
 
     flags = Flags() if recipe is None else flags_from_recipe(load_config(recipe))
-    _answer(dataclasses.replace(flags, **_given(ctx, Flags)), sweep or [], json_file, html_file)
+    _answer(dataclasses.replace(flags, **_given_flags(ctx)), sweep or [], json_file, html_file)
 
 
-def _given(ctx: typer.Context, kind: type) -> dict[str, Any]:
-    """Returns the options that were given and that a data class has fields for."""
+def _given_flags(ctx: typer.Context) -> dict[str, Any]:
+    """Returns the options that were given and that describe a scenario."""
     import dataclasses
 
-    names = [field.name for field in dataclasses.fields(kind)]
+    from paceline.simulate.questions import Flags
+
+    names = [field.name for field in dataclasses.fields(Flags)]
     return {name: ctx.params[name] for name in names if ctx.params.get(name) is not None}
 
 
@@ -245,14 +247,12 @@ def measure(
     points = Measurements(facts["device"], software, datetime.date.today().isoformat())
     if out.is_file():
         points = load_measurements(out)
-    first, *others = models.split(",")
-    for model in (first, *others):
-        last = model == (first, *others)[-1]
-        bench = StepBench(model, device, start + (1.0 if last else FIRST_SHARE) * seconds, typer.echo)
-        if model == first:
-            measure_fully(bench)
-        else:
-            measure_briefly(bench)
+    names = models.split(",")
+    for number, model in enumerate(names):
+        share = 1.0 if number == len(names) - 1 else FIRST_SHARE
+        bench = StepBench(model, device, start + share * seconds, typer.echo)
+        measure = measure_briefly if number else measure_fully
+        measure(bench)
         points = dataclasses.replace(
             points, steps=(*points.steps, *bench.steps), rollouts=(*points.rollouts, *bench.rollouts)
         )
@@ -287,11 +287,12 @@ def from_command(
     html_file: HtmlOption = None,
 ) -> None:
     """Starts from a measured run and asks: what if?"""
-    from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+    from paceline.simulate.from_run import read_run, text, what_if
     from paceline.simulate.report import provenance_lines, write_html, write_json
 
-    changes = WhatIf(**{**_given(ctx, WhatIf), "hardware": move_to})
-    answer = what_if(read_run(run), hardware, changes)
+    changes = _given_flags(ctx)
+    del changes["hardware"]  # what made the run, not a change to it
+    answer = what_if(read_run(run), hardware, length_scale, move_to, **changes)
     origins = provenance_lines(answer.changed.outcome.provenance)
     typer.echo("\n".join([text(answer), "", "who says so:", *origins]))
     if json_file is not None:

@@ -126,27 +126,6 @@ def _lengths_from_metrics(records: list[dict], limit: int) -> Lengths:
     return Lengths(average, sigma, 1, limit, origin=origin)
 
 
-@dataclass(frozen=True)
-class WhatIf:
-    """Changes to a run; None leaves a setting as it was."""
-
-    gpus: int | None = None
-    length_scale: float = 1.0
-    model: str | None = None
-    hardware: str | None = None  # to move to; the run's own is a separate argument
-    tp: int | None = None
-    ep: int | None = None
-    weights: str | None = None
-    kv: str | None = None
-    k: str | None = None
-    accept: str | None = None
-    drafter: str | None = None
-    mode: str | None = None
-    samples: int | None = None
-    prompts: int | None = None
-    max_running: int | None = None
-
-
 def scenario_of(
     facts: RunFacts,
     flags: Flags,
@@ -204,22 +183,30 @@ class RunAnswer:
         return generation + stages.logprob + stages.train + stages.sync
 
 
-def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
-    """Simulates a run that `hardware` made, as it was and with the changes."""
+def what_if(
+    facts: RunFacts,
+    hardware: str,
+    length_scale: float = 1.0,
+    move_to: str | None = None,
+    **changes: object,
+) -> RunAnswer:
+    """Simulates a run that `hardware` made, as it was and with changes.
+
+    Responses become `length_scale` times as long, the run moves to other hardware, and any of `Flags` may
+    change.
+    """
     flags = dataclasses.replace(flags_from_recipe(facts.config), hardware=hardware)
     origin = Origin(Source.MEASURED, f"stage times of {facts.name}, scaled by tokens over devices")
     measured = GivenStages(0.0, facts.learn_seconds, facts.sync_seconds, origin)
     base = ask(scenario_of(facts, flags, stages=measured))
-    given = {name: value for name, value in vars(change).items() if value is not None}
-    del given["length_scale"]
-    flags = dataclasses.replace(flags, **given)
-    unchanged = scenario_of(facts, flags, change.length_scale)  # to count its devices and tokens
-    work = change.length_scale * unchanged.workload.responses / base.scenario.workload.responses
-    learn = facts.learn_seconds * work * base.scenario.train_devices / unchanged.train_devices
-    scaled = dataclasses.replace(measured, train=learn)
-    if change.model is not None or change.hardware is not None:
-        scaled = GivenStages()  # another model or device: nothing of the run's learning carries over
-    scenario = scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None)
+    flags = dataclasses.replace(flags, hardware=move_to or hardware, **changes)
+    unscaled = scenario_of(facts, flags, length_scale)  # to count its devices and tokens
+    work = length_scale * unscaled.workload.responses / base.scenario.workload.responses
+    learn = facts.learn_seconds * work * base.scenario.train_devices / unscaled.train_devices
+    stages = dataclasses.replace(measured, train=learn)
+    if "model" in changes or move_to is not None:
+        stages = GivenStages()  # another model or device: nothing of the run's learning carries over
+    scenario = scenario_of(facts, flags, length_scale, stages, own_acceptance="accept" not in changes)
     correction = facts.rollout_seconds / base.outcome.rollout_seconds
     return RunAnswer(facts, base, dataclasses.replace(ask(scenario), correction=correction))
 

@@ -35,7 +35,7 @@ from paceline.simulate.points import (
 BLOCK = 16  # tokens of a cache block
 MAX_COPIES = 24  # of a weight matrix
 MAX_CACHES = 12  # of a layer's KV cache
-MAX_PRODUCT = 2e9  # values that a product may write: nobody computes that many logits at once
+MAX_PRODUCT = 2e9  # values that a product may write; more logits are never computed at once
 MAX_LOGITS = 1e9  # values that the sampler may read
 NORM_EPS = 1e-6
 

@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def drafter_trains_for_free(self) -> bool:
-        """Returns whether training the drafter fits into time that nobody else needs."""
+        """Returns whether training the drafter fits into idle time."""
         return self.drafter_training_seconds <= self.idle_device_seconds
 
 

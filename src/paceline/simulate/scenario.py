@@ -50,7 +50,7 @@ class Scenario:
     kv_tokens: int = 0  # per replica; 0: what fits
     reward_seconds: float = 0.0
     stages: GivenStages = GivenStages()
-    train_drafter: bool = False  # in time nobody else needs
+    train_drafter: bool = False  # in idle time
     steps: int = 0  # 0: one if synchronous, eight otherwise
     seed: int = 0
 

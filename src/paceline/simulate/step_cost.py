@@ -180,9 +180,9 @@ class StepCost:
         width = model.expert_intermediate_size / (1 if split.expert > 1 else split.tensor)
         share = model.num_experts_per_token / model.num_experts
         weight_bytes = self.deployment.precision.weight_bytes
-        everybody = tokens * split.attention_groups
+        all_tokens = tokens * split.attention_groups
         return model.num_expert_layers * op.expert_products(
-            self.kernels.experts, everybody, experts_here, share, model.hidden_size, width, weight_bytes
+            self.kernels.experts, all_tokens, experts_here, share, model.hidden_size, width, weight_bytes
         )
 
     def _rest(self, tokens: np.ndarray) -> np.ndarray:
