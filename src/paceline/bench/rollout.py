@@ -1,10 +1,9 @@
 """`paceline bench rollout`: a whole rollout with lengths like RL's, most short and a few very long."""
 
-import math
-import random
 import time
 from dataclasses import asdict, dataclass
 
+from paceline.bench.lengths import Lengths
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine, EngineSettings
@@ -14,32 +13,6 @@ from paceline.types import Precision
 
 # A rollout's tail: the steps in which at most one in so many of its requests is still running.
 TAIL_SHARE = 8
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The output lengths of a rollout's requests, in their order."""
-
-    values: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str, count: int) -> "Lengths":
-        """Reads `fixed:N`, or `lognormal:MEAN,SIGMA,MIN,MAX` drawn in order from seed 0."""
-        kind, _, numbers = text.partition(":")
-        try:
-            if kind == "fixed":
-                return cls((int(numbers),) * count)
-            if kind == "lognormal":
-                mean, sigma, low, high = (float(x) for x in numbers.split(","))
-                rng = random.Random(0)
-                drawn = (rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count))
-                return cls(tuple(max(int(low), min(int(high), int(x))) for x in drawn))
-        except ValueError:
-            pass
-        raise ValueError(
-            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, "
-            "such as lognormal:512,1.0,16,4096"
-        )
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ def rollout(
     json_file: JsonOption = None,
 ) -> None:
     """Time of a whole long-tailed rollout."""
-    from paceline.bench.rollout import Lengths, bench_rollout
+    from paceline.bench.lengths import Lengths
+    from paceline.bench.rollout import bench_rollout
     from paceline.bench.setup import bench_policy, describe
 
     rollout_precision = parse_precision(precision)
@@ -198,8 +199,8 @@ def pacing(
     """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it
     has seen the answers and spoils them to the acceptance asked for.
     """
+    from paceline.bench.lengths import Lengths
     from paceline.bench.pacing import SyntheticPacing, bench_synthetic
-    from paceline.bench.rollout import Lengths
     from paceline.bench.setup import bench_policy, describe
     from paceline.device import best_device
     from paceline.report.pace_page import render
