@@ -397,7 +397,7 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     asleep, states = [False], []
 
     @contextmanager
-    def learning_memory(self):
+    def learning_memory(self, needed):
         asleep[0] = True
         try:
             yield
@@ -405,7 +405,7 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
             asleep[0] = False
 
     real = BreakingBackend.fall_back_to_base_precision
-    monkeypatch.setattr(session.Session, "learning_memory", learning_memory)
+    monkeypatch.setattr(session.Session, "_learning_memory", learning_memory)
     monkeypatch.setattr(
         BreakingBackend, "fall_back_to_base_precision", lambda self: states.append(asleep[0]) or real(self)
     )

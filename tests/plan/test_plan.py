@@ -4,11 +4,13 @@
 
 import dataclasses
 import json
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import paceline.models.source
 import paceline.session
 from paceline.cli.main import app
 from paceline.config import Config, ConfigError, load_config
@@ -113,12 +115,12 @@ def test_a_pool_too_small_for_one_request_is_the_pools_fault():
     assert not plan_for(10_000, "rollout.kv_tokens=2048").problem
 
 
-def test_ways_out_fit():
+def test_suggestions_fit():
     needed = megabytes_without_pool()
     machine, config = Machine("test", int(0.95 * needed * 1e6), taken_bytes=0), config_of()
     plan = make_plan(config, SHAPE, torch.bfloat16, machine)
     fitting = suggestions(config, SHAPE, torch.bfloat16, machine)
-    assert plan.problem and fitting and all(not way.plan.problem for way in fitting)
+    assert plan.problem and fitting and all(not suggestion.plan.problem for suggestion in fitting)
     assert fitting[0].changes == (("policy.activation_checkpointing", True),)
     message = str(refusal(plan, fitting))
     assert "largest part is" in message and "policy.activation_checkpointing=true" in message
@@ -170,7 +172,9 @@ def test_train_refuses_before_it_loads_anything(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(paceline.session, "prepare_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(paceline.session, "gpu_at_hand", lambda: Machine("tiny GPU", int(3e8)))
     monkeypatch.setattr(
-        paceline.session, "load_policy", lambda *_: pytest.fail("loaded a policy that cannot be trained here")
+        paceline.models.source,
+        "load_policy",
+        lambda *_: pytest.fail("loaded a policy that cannot be trained here"),
     )
     with pytest.raises(ConfigError, match="tiny GPU are usable"):
         train(tiny_config(policy, tmp_path, "never", "run.device=cuda"))
@@ -187,13 +191,16 @@ class SleepyBackend:
     def wake(self) -> None:
         self.calls.append("wake")
 
+    def training(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_the_pool_sleeps_exactly_while_learning(sleeps):
     backend = SleepyBackend()
     plan = dataclasses.replace(plan_for(10_000), sleeps=sleeps)
     session = Session(config_of(), torch.device("cpu"), None, None, None, None, backend, None, plan)
-    with pytest.raises(RuntimeError), session.learning_memory():
+    with pytest.raises(RuntimeError), session.learning():
         backend.calls.append("learn")
         raise RuntimeError("an update that fails leaves the pool awake")
     assert backend.calls == (["sleep", "learn", "wake"] if sleeps else ["learn"])
