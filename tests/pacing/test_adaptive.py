@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from paceline.pacing.adaptive import LOOK_EVERY, AdaptivePacer, PacingSettings
-from paceline.pacing.cost import CostModel
-from paceline.pacing.exploration import DrafterRecord, situation
-from paceline.pacing.guard import ALARM_STEPS, GUARD_STEPS, Guard, Stretch
+from paceline.pacing.adaptive import AdaptivePacer
+from paceline.pacing.rates import RateModel
+from paceline.pacing.settings import DEFAULT_TUNING, PacingSettings
 from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Strategy
 from tests.pacing.world import BUCKETS, BestPacer, SimulatedDrafter, World, long_tailed, simulate
 
@@ -206,23 +205,6 @@ def test_a_rollout_does_not_begin_with_the_last_ones_tail():
         assert play(*tail)[-1].strategy.count, "in the tail"
 
 
-def test_bars_and_waits_are_of_one_situation():
-    record, rng, full, tail = DrafterRecord(3), random.Random(0), situation(200, 300), situation(2, 3000)
-    assert full != tail and situation(200, 300) == situation(129, 400) and record.due(full, 0)
-    record.acceptance.note(full, 64, (0, 0, 0), 1)
-    for step in range(0, 40000, 4000):
-        record.bar(full, step, rng)
-    assert record.barred(full, 36000 + 3000) and not record.barred(tail, 36000)
-    assert record.due(tail, 36000), "nothing is known of it there"
-    record.acceptance.note(tail, 64, (0, 0, 0), 1)
-    assert not record.due(tail, 36001) and record.due(tail, 36000 + 700), "and when it is, the wait is short"
-    record.does_well(full, 40000)
-    record.bar(full, 41000, rng)
-    assert record.barred(full, 41040) and not record.barred(full, 41100), (
-        "the wait began anew while it did well"
-    )
-
-
 def remembering(acceptance) -> World:
     return World({"history": SimulatedDrafter(acceptance, lambda k, bucket: 2e-5)})
 
@@ -280,26 +262,26 @@ def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
     assert all(s.count for s in outcome.strategies[collapse - 50 : collapse]), "it was worth speculating"
     after = outcome.strategies[collapse:]
     left = next(i for i, strategy in enumerate(after) if strategy == PLAIN)
-    assert left <= ALARM_STEPS + 2 * LOOK_EVERY + 8, left
+    assert left <= DEFAULT_TUNING.alarm_steps + 2 * DEFAULT_TUNING.decision_steps + 8, left
     assert sum(s.count > 0 for s in after) < 0.06 * len(after), "and it is not believed again soon"
 
 
-def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
+def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it(monkeypatch):
     """The model is wrong by a factor of three; the guard goes by what was measured."""
+    honest = RateModel._of_drafter
 
-    class Misled(AdaptivePacer):
-        def _expected_rates(self, moment, hope=""):
-            rates = super()._expected_rates(moment, hope)
-            return {s: rate * (3.0 if s.count else 1.0) for s, rate in rates.items()}
+    def three_times_too_fast(self, *args, **kwargs):
+        return {strategy: 3.0 * rate for strategy, rate in honest(self, *args, **kwargs).items()}
 
+    monkeypatch.setattr(RateModel, "_of_drafter", three_times_too_fast)
     world = World({"bad": head(0.0, seconds_per_token=4e-4)})  # at best a tenth slower than plain decoding
-    pacer = Misled(PacingSettings(BUCKETS, tuple(strategies("bad"))))
+    pacer = make_pacer("bad")
     outcome = simulate(world, pacer, [3000] * 4)
     longest, current = 0, 0
     for decision in outcome.decisions:
         current = current + 1 if decision.strategy.count else 0
         longest = max(longest, current)
-    assert 0 < longest <= GUARD_STEPS + 3 * LOOK_EVERY
+    assert 0 < longest <= DEFAULT_TUNING.guard_steps + 3 * DEFAULT_TUNING.decision_steps
     assert any(decision.reason == "guard" for decision in outcome.decisions)
 
 
@@ -439,14 +421,3 @@ def test_only_what_fits_is_chosen():
         )
     assert deepest == 3
     assert pacer.choose(Moment(4, 100.0, max_queries=1)).strategy == PLAIN
-
-
-def test_a_drafter_does_well_when_it_has_been_as_fast_as_plain_decoding_for_long_enough_in_one_situation():
-    cost, guard, where = CostModel(BUCKETS, [1, 2]), Guard(), situation(4, 300)
-    cost.note_verify(4, 1, 300, 5e-3, 16)
-    for _ in range(4):
-        assert not guard.does_well(cost, where) and not guard.too_slow(cost), "too early to say"
-        guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.5, 64, (32,)))
-    assert guard.does_well(cost, where) and not guard.does_well(cost, situation(64, 300))
-    guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.0, 64, (0,)))
-    assert guard.too_slow(cost), "the last steps count"
