@@ -36,7 +36,8 @@ def test_times_are_medians_of_clean_steps():
         )
     )
     assert len(block.clean) == 3
-    assert block.median_verify_seconds == 5.2e-3 and block.median_draft_seconds == 1.2e-3
+    assert block.median_verify_seconds == pytest.approx(5.2e-3)
+    assert block.median_draft_seconds == pytest.approx(1.2e-3)
     assert block.switch_step_seconds == [pytest.approx(34e-3)]
     assert block.seconds == pytest.approx(34e-3 + 91e-3 + 6e-3 + 6.4e-3 + 57e-3)
     assert block.drafts == 20 and block.accepted_at == (15, 5)

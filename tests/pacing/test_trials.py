@@ -119,7 +119,8 @@ def test_a_strategy_that_was_never_timed_is_if_it_could_win():
     assert trial.strategy == Strategy("eagle", 7) and trial.record is None
     assert trial.length == DEFAULT_TUNING.timing_steps
     bench.planner.charge(None, 2.0)
-    assert bench.planner.timing_trial(outlook) is not None, "what is expected to win loses nothing"
+    assert bench.planner.timing_trial(outlook) is None, "1% of 100 seconds is spent"
+    bench.planner.charge(None, -2.0)
     bench.cost.update_verify(4, 8, 300.0, PLAIN_SECONDS, 3)
     assert bench.planner.timing_trial(bench.outlook(Strategy("eagle", 3))) is None, "timed by now"
 
