@@ -18,17 +18,8 @@ def make_record() -> DrafterRecord:
 
 
 def test_situations_are_classes_of_batch_and_context():
-    assert [situation_of(n, 0).batch_class for n in (1, 2, 4, 5, 16, 17, 64, 65, 256)] == [
-        0,
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        4,
-        4,
-    ]
+    batches = {1: 0, 2: 1, 4: 1, 5: 2, 16: 2, 17: 3, 64: 3, 65: 4, 256: 4}
+    assert {rows: situation_of(rows, 0).batch_class for rows in batches} == batches
     assert [situation_of(1, n).context_class for n in (0, 511, 512, 1024, 5000)] == [0, 0, 1, 2, 4]
     assert FULL == situation_of(129, 400) == Situation(batch_class=4, context_class=0) != TAIL
 

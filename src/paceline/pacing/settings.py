@@ -4,8 +4,8 @@ Every tuned number of the package is a field of `PacingTuning`, with its unit, w
 from. Three origins occur:
 
 - counted: it follows from arithmetic that the comment gives;
-- simulated: chosen on the machines of `tests/pacing` whose best strategy is known, and kept there by a test
-  (docs/pacing.md has a table of what halving or doubling it does to the time lost);
+- simulated: a round number that holds as part of the whole on the simulated machines of `tests/pacing`, whose
+  best strategy is known; docs/pacing.md says what halving and doubling do to those that were varied;
 - measured: a rollout on a real machine asked for it; the comment names the machine.
 """
 
@@ -21,14 +21,14 @@ class PacingTuning:
 
     # -- When to decide anew ---------------------------------------------------------------------------------
 
-    # Steps that a decision stands while the batch and the context stay in their class. Simulated: deciding
-    # takes a few hundred microseconds, so every step would be too often.
+    # Steps that a decision stands while the batch and the context stay in their class. Simulated; deciding
+    # takes about 0.7 ms of a CPU's time, so doing it in every step would show.
     decision_steps: int = 16
     # Steps instead, while the outcome of a trial or the strategy's first measured time is still to come.
-    # Simulated; engines report outcomes about this many steps late.
+    # Counted: the native engine reports outcomes up to four steps late.
     short_decision_steps: int = 4
-    # Times the batch, or one over times the context, at which another rollout has begun. Counted: within a
-    # rollout the batch shrinks and the context grows, so neither happens by itself.
+    # Factor by which the batch grows, or the context shrinks, when another rollout has begun. Within a
+    # rollout the batch shrinks and the context grows, so any factor well above one will do.
     new_rollout_factor: float = 2.0
     # Steps over which the time that a drafter needs to catch up must be earned back. Simulated.
     switch_payback_steps: int = 64
@@ -37,15 +37,15 @@ class PacingTuning:
 
     # Steps that an estimate averages over, at most; older ones fade. Simulated.
     estimate_steps: int = 64
-    # Steps from which the median of a block is trusted: in fewer, one slow step is not outvoted. Counted.
+    # Steps from which the median of a block is trusted. Counted: in fewer, one or two slow steps can be it.
     trusted_block_steps: int = 4
     # Times the estimate that the median of a shorter block counts for at most. Simulated, with 0.5% to 1% of
     # steps three times as slow.
     outlier_factor: float = 1.25
     # Steps after which a measured time is stale and may be measured again. Simulated.
     stale_steps: int = 1 << 14
-    # Steps that one observed catch-up counts for. Simulated: half of an estimate is replaced after about
-    # eight.
+    # Steps that one observed catch-up counts for. Counted: the first eight are averaged, and each later one
+    # moves the estimate by a ninth, 8 / (64 + 8).
     switch_weight_steps: int = 8
     # Smallest share of a measured time that remains when its context-dependent part is taken off. A floor
     # that keeps times positive where the slope is wrong.
@@ -77,7 +77,7 @@ class PacingTuning:
 
     # Steps over which a drafter must not be slower than plain decoding by more than the margin. Simulated.
     guard_steps: int = 64
-    # Share of the time over those steps. Simulated; below `margin`, above the noise of 64 steps.
+    # Share of the time over those steps. Simulated.
     guard_margin: float = 0.02
     # The same, sooner, where it is bad. Simulated: a drafter that collapses is left within 56 steps.
     alarm_steps: int = 16
@@ -88,10 +88,10 @@ class PacingTuning:
     # Plain steps' worth of time that a budget holds before anything has been earned. Counted: the shortest
     # trial.
     initial_budget_steps: float = 2.0
-    # Steps of a drafter's trial, at least and at most.
+    # Steps of a drafter's trial, at least and at most. Simulated.
     min_trial_steps: int = 2
     max_trial_steps: int = 16
-    # Drafts that a trial aims to see: 32 rows in the shortest trial, two rows in the longest.
+    # Drafts that a trial aims to see. Counted: 16 rows make them in the shortest trial, two in the longest.
     trial_drafts: int = 32
     # Tokens that a drafter proposes at most in its first trial, while its time per token is unknown.
     # Simulated.
@@ -104,11 +104,13 @@ class PacingTuning:
     optimistic_acceptance: float = 0.9
     # Steps that a strategy runs for its time alone. Counted: the fewest whose median outvotes one slow step.
     timing_steps: int = 3
-    # Share by which a time that was never measured may be shorter than guessed. Measured on an H200, where
-    # tiles make times jump by about this much; letting it grow with the distance from what was measured
-    # helped there and made the built-in run on a CPU slower.
+    # Share by which a time that was never measured may be shorter than guessed. Measured on an H200, whose
+    # times jump from tile to tile: with such trials the second rollout was 0.3% behind the best possible one
+    # instead of 2.0%. A share that grows with the distance from what was measured helped there, too, and made
+    # the built-in run on a CPU slower (0.92x plain decoding instead of 1.13x).
     unmeasured_slack: float = 0.08
-    # Steps after a trial's end at which outcomes that have not been reported are given up.
+    # Steps after a trial's end at which outcomes that have not been reported are given up. Counted: sixteen
+    # times as late as the native engine reports.
     max_report_delay_steps: int = 64
 
     # -- Backing off after a failed trial (drafter_record.py) ------------------------------------------------
@@ -117,8 +119,7 @@ class PacingTuning:
     first_wait_steps: int = 64
     # Steps until the next trial at most, in the situation in which the drafter failed. Simulated.
     max_wait_steps: int = 4096
-    # The same in all other situations. Simulated: with 4096 a drafter that fails at the full batch misses the
-    # tail.
+    # The same in all other situations. Simulated: a drafter that fails at the full batch may win in the tail.
     max_wait_elsewhere_steps: int = 512
     # Share by which a wait is made longer or shorter at random, so that drafters are not tried in lockstep.
     wait_jitter: float = 0.25
