@@ -36,12 +36,11 @@ def random_world(seed: int) -> tuple[World, list[int]]:
     rng = random.Random(seed)
 
     def drafter() -> SimulatedDrafter:
-        first, falling, longer = (
-            rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9)),
-            rng.choice((0.0, 0.02, 0.05)),
-            rng.choice((0.0, 0.0, -0.2, 0.2)),
-        )
-        seconds, per_token = rng.choice((2e-5, 1e-4, 3e-4, 1e-3)), rng.random() < 0.7
+        first = rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9))
+        falling = rng.choice((0.0, 0.02, 0.05))
+        longer = rng.choice((0.0, 0.0, -0.2, 0.2))
+        seconds = rng.choice((2e-5, 1e-4, 3e-4, 1e-3))
+        per_token = rng.random() < 0.7
         return SimulatedDrafter(
             lambda d, context, step: min(
                 0.98, max(0.0, first - falling * (d - 1) + longer * (context > 1000))
@@ -51,14 +50,11 @@ def random_world(seed: int) -> tuple[World, list[int]]:
         )
 
     drafters = {name: drafter() for name in ("x", "y")[: rng.choice((1, 2))]}
-    weights, token, attention = (
-        rng.choice((1e-3, 4.4e-3, 2e-2)),
-        rng.choice((1e-5, 3e-5, 1e-4, 1e-3)),
-        rng.choice((0.0, 2e-9, 1e-8)),
-    )
-    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(
-        rng.choice((48, 128)), 250, seed, 2000
-    )
+    weights = rng.choice((1e-3, 4.4e-3, 2e-2))
+    token = rng.choice((1e-5, 3e-5, 1e-4, 1e-3))
+    attention = rng.choice((0.0, 2e-9, 1e-8))
+    world = World(drafters, weights, token, attention, noise=rng.choice((0.0, 0.02, 0.05)))
+    return world, long_tailed(rng.choice((48, 128)), 250, seed, 2000)
 
 
 def remembering(acceptance) -> World:
