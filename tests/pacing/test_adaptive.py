@@ -1,181 +1,16 @@
-"""The pacer against worlds that are known exactly: how much it loses, to whom, and for how long."""
+"""The pacer's rules on machines that are known exactly: what it leaves, takes up, tries and keeps."""
 
 import json
 import random
 
 import pytest
 
-from paceline.pacing.adaptive import LOOK_EVERY, AdaptivePacer, PacingSettings
-from paceline.pacing.cost import CostModel
-from paceline.pacing.exploration import DrafterRecord, situation
-from paceline.pacing.guard import ALARM_STEPS, GUARD_STEPS, Guard, Stretch
-from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Strategy
-from tests.pacing.world import BUCKETS, BestPacer, SimulatedDrafter, World, long_tailed, simulate
-
-COUNTS = (1, 2, 3, 5, 7, 11, 15)
-
-
-def strategies(*drafters: str, counts: tuple[int, ...] = COUNTS) -> list[Strategy]:
-    return [Strategy(drafter, count) for drafter in drafters for count in counts]
-
-
-def make_pacer(*drafters: str, seed: int = 0, catch_up: float = 0.0) -> AdaptivePacer:
-    """`catch_up`: what catching up with a token is said to take of the policy's own work."""
-    return AdaptivePacer(
-        PacingSettings(
-            BUCKETS, tuple(strategies(*drafters)), seed, catch_up=dict.fromkeys(drafters, catch_up)
-        )
-    )
-
-
-def head(*rates: float, seconds_per_token: float = 2.5e-4, switch_seconds: float = 0.0) -> SimulatedDrafter:
-    """Acceptance by depth, the last one repeated; costs what an EAGLE head costs."""
-    return SimulatedDrafter(
-        lambda d, context, step: rates[min(d, len(rates)) - 1],
-        lambda k, bucket: seconds_per_token * k,
-        switch_seconds,
-    )
-
-
-def random_world(seed: int) -> tuple[World, list[int]]:
-    rng = random.Random(seed)
-
-    def drafter() -> SimulatedDrafter:
-        first, falling, longer = (
-            rng.choice((0.0, 0.2, 0.4, 0.6, 0.8, 0.9)),
-            rng.choice((0.0, 0.02, 0.05)),
-            rng.choice((0.0, 0.0, -0.2, 0.2)),
-        )
-        seconds, per_token = rng.choice((2e-5, 1e-4, 3e-4, 1e-3)), rng.random() < 0.7
-        return SimulatedDrafter(
-            lambda d, context, step: min(
-                0.98, max(0.0, first - falling * (d - 1) + longer * (context > 1000))
-            ),
-            lambda k, bucket: seconds * (k if per_token else 1),
-            rng.choice((0.0, 0.0, 2e-3)),
-        )
-
-    drafters = {name: drafter() for name in ("x", "y")[: rng.choice((1, 2))]}
-    weights, token, attention = (
-        rng.choice((1e-3, 4.4e-3, 2e-2)),
-        rng.choice((1e-5, 3e-5, 1e-4, 1e-3)),
-        rng.choice((0.0, 2e-9, 1e-8)),
-    )
-    return World(drafters, weights, token, attention, rng.choice((0.0, 0.02, 0.05))), long_tailed(
-        rng.choice((48, 128)), 250, seed, 2000
-    )
-
-
-def test_regret_over_random_worlds_is_small():
-    """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each
-    context, and plain decoding.
-    """
-    regrets, against_plain = [], []
-    for seed in range(8):
-        world, lengths = random_world(seed)
-        pacer = make_pacer(*world.drafters)
-        paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(2))
-        best = sum(
-            simulate(world, BestPacer(world, strategies(*world.drafters)), lengths, seed=i).seconds
-            for i in range(2)
-        )
-        plain = 2 * simulate(world, FixedPacer(PLAIN), lengths).seconds
-        regrets.append(paced / best - 1)
-        against_plain.append(paced / plain - 1)
-    assert sum(regrets) / len(regrets) < 0.03, regrets
-    assert max(regrets) < 0.12, regrets
-    assert max(against_plain) < 0.01, against_plain
-
-
-def test_faster_than_every_fixed_strategy_where_the_best_one_changes():
-    """256 requests with a long tail on a machine like an H200 with an 8B policy: plain or shallow first, deep
-    in the tail.
-    """
-    world, lengths = World({"eagle": head(0.8, 0.78, 0.76, 0.74, 0.7)}), long_tailed(256, 300)
-    pacer = make_pacer("eagle")
-    first, second = (simulate(world, pacer, lengths, seed=i) for i in range(2))
-    fixed = {s: simulate(world, FixedPacer(s), lengths).seconds for s in [PLAIN, *strategies("eagle")]}
-    assert first.seconds < 0.95 * min(fixed.values()), (first.seconds, fixed)
-    assert second.seconds < 0.90 * min(fixed.values()), (second.seconds, fixed)
-    assert (
-        second.seconds
-        < 1.03 * simulate(world, BestPacer(world, strategies("eagle")), lengths, seed=1).seconds
-    )
-    by_running = list(zip(second.running, (s.count for s in second.strategies), strict=True))
-    assert (
-        max(k for running, k in by_running if running > 64)
-        <= 2
-        < 5
-        <= max(k for running, k in by_running if running <= 8)
-    ), "deeper in the tail"
-
-
-@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 0.0), (2.5e-4, 5e-3), (2e-3, 5e-2)])
-def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token, switch_seconds):
-    world = World({"bad": head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)})
-    for requests, mean in ((256, 300), (16, 300), (64, 100)):
-        lengths = long_tailed(requests, mean)
-        paced, plain = (
-            simulate(world, make_pacer("bad"), lengths),
-            simulate(world, FixedPacer(PLAIN), lengths),
-        )
-        assert paced.seconds < 1.02 * plain.seconds, (requests, mean)
-        assert any(strategy.count for strategy in paced.strategies), "it was given a chance"
-
-
-@pytest.mark.parametrize("names", ["a", "abc"])
-@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 5e-2), (2e-3, 5e-2), (2.5e-4, 5e-3)])
-def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
-    names, seconds_per_token, switch_seconds
-):
-    """Three of them no more than one, and from the first rollout on: what a switch may cost is counted before
-    one was seen.
-    """
-    world = World(
-        {
-            name: head(0.0, seconds_per_token=seconds_per_token, switch_seconds=switch_seconds)
-            for name in names
-        }
-    )
-    for requests, mean in ((64, 100), (8, 100), (128, 20)):
-        lengths, pacer = long_tailed(requests, mean), make_pacer(*names, catch_up=0.1)
-        plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
-        rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(14)]
-        assert rollouts[0].seconds < 1.02 * plain, (requests, mean)
-        assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain, (requests, mean)
-        assert any(strategy.count for r in rollouts for strategy in r.strategies), (
-            "once there is time for a switch it is given a chance"
-        )
-
-
-def test_drafters_share_one_budget():
-    """Nobody said that they must catch up, and each costs ten steps: the first trial is paid for before there
-    is another.
-    """
-    world, lengths = (
-        World({name: head(0.0, seconds_per_token=1e-5, switch_seconds=5e-2) for name in "abc"}),
-        long_tailed(8, 100),
-    )
-    plain = simulate(world, FixedPacer(PLAIN), lengths).seconds
-    pacer = make_pacer("a", "b", "c")
-    rollouts = [simulate(world, pacer, lengths, seed=i) for i in range(16)]
-    assert rollouts[0].seconds < 1.005 * plain + 5e-2, "a trial cannot be cheaper than one switch"
-    assert sum(r.seconds for r in rollouts) < 1.02 * len(rollouts) * plain
-    assert {s.drafter for r in rollouts for s in r.strategies} == {"", "a", "b", "c"}, (
-        "everybody was given a chance"
-    )
-
-
-def test_what_fails_at_the_full_batch_is_not_barred_from_the_tail():
-    """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with
-    go by the situation.
-    """
-    world, lengths = random_world(129)
-    pacer, best = make_pacer(*world.drafters), BestPacer(world, strategies(*world.drafters))
-    for i in range(6):
-        paced, known = simulate(world, pacer, lengths, seed=i), simulate(world, best, lengths, seed=i)
-        assert paced.seconds < 1.02 * known.seconds, i
-        assert sum(s.count > 0 for s in paced.strategies[-500:]) > 400, "in the tail it wins"
+from paceline.pacing.adaptive import AdaptivePacer
+from paceline.pacing.rates import RateModel
+from paceline.pacing.settings import DEFAULT_TUNING, PacingSettings
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
+from tests.pacing.simulated import head, make_pacer, remembering, speculating, strategies
+from tests.pacing.world import BUCKETS, SimulatedDrafter, World, long_tailed, simulate
 
 
 def test_a_rollout_does_not_begin_with_the_last_ones_tail():
@@ -206,32 +41,6 @@ def test_a_rollout_does_not_begin_with_the_last_ones_tail():
         assert play(*tail)[-1].strategy.count, "in the tail"
 
 
-def test_bars_and_waits_are_of_one_situation():
-    record, rng, full, tail = DrafterRecord(3), random.Random(0), situation(200, 300), situation(2, 3000)
-    assert full != tail and situation(200, 300) == situation(129, 400) and record.due(full, 0)
-    record.acceptance.note(full, 64, (0, 0, 0), 1)
-    for step in range(0, 40000, 4000):
-        record.bar(full, step, rng)
-    assert record.barred(full, 36000 + 3000) and not record.barred(tail, 36000)
-    assert record.due(tail, 36000), "nothing is known of it there"
-    record.acceptance.note(tail, 64, (0, 0, 0), 1)
-    assert not record.due(tail, 36001) and record.due(tail, 36000 + 700), "and when it is, the wait is short"
-    record.does_well(full, 40000)
-    record.bar(full, 41000, rng)
-    assert record.barred(full, 41040) and not record.barred(full, 41100), (
-        "the wait began anew while it did well"
-    )
-
-
-def remembering(acceptance) -> World:
-    return World({"history": SimulatedDrafter(acceptance, lambda k, bucket: 2e-5)})
-
-
-def speculating(outcome, steps: int) -> float:
-    """The share of a rollout's first steps."""
-    return sum(s.count > 0 for s in outcome.strategies[:steps]) / steps
-
-
 def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
     """As history is when prompts come round again: useless for an epoch, then right."""
     pacer, lengths = make_pacer("history"), long_tailed(64, 100)
@@ -254,18 +63,6 @@ def test_a_tail_is_not_held_against_the_next_start():
         assert speculating(outcome, 20) > 0.7 and outcome.strategies[-1] == PLAIN
 
 
-def test_a_slow_machine_for_verification_stays_plain():
-    """Where verifying k tokens costs k steps, as on a CPU, nothing but an excellent drafter pays."""
-    world = World({"history": head(0.3, seconds_per_token=1e-6)}, weights_seconds=1e-5, token_seconds=1e-3)
-    lengths = long_tailed(64, 200)
-    paced, plain = (
-        simulate(world, make_pacer("history"), lengths),
-        simulate(world, FixedPacer(PLAIN), lengths),
-    )
-    assert paced.seconds < 1.02 * plain.seconds
-    assert sum(s is PLAIN or s == PLAIN for s in paced.strategies) > 0.95 * len(paced.strategies)
-
-
 @pytest.mark.parametrize("running", [1, 8, 64])
 def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
     collapse = 400
@@ -280,26 +77,26 @@ def test_a_collapse_is_noticed_within_a_bounded_number_of_steps(running):
     assert all(s.count for s in outcome.strategies[collapse - 50 : collapse]), "it was worth speculating"
     after = outcome.strategies[collapse:]
     left = next(i for i, strategy in enumerate(after) if strategy == PLAIN)
-    assert left <= ALARM_STEPS + 2 * LOOK_EVERY + 8, left
+    assert left <= DEFAULT_TUNING.alarm_steps + 2 * DEFAULT_TUNING.decision_steps + 8, left
     assert sum(s.count > 0 for s in after) < 0.06 * len(after), "and it is not believed again soon"
 
 
-def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it():
+def test_a_strategy_slower_than_plain_is_left_whatever_is_expected_of_it(monkeypatch):
     """The model is wrong by a factor of three; the guard goes by what was measured."""
+    honest = RateModel._of_drafter
 
-    class Misled(AdaptivePacer):
-        def _expected_rates(self, moment, hope=""):
-            rates = super()._expected_rates(moment, hope)
-            return {s: rate * (3.0 if s.count else 1.0) for s, rate in rates.items()}
+    def three_times_too_fast(self, *args, **kwargs):
+        return {strategy: 3.0 * rate for strategy, rate in honest(self, *args, **kwargs).items()}
 
+    monkeypatch.setattr(RateModel, "_of_drafter", three_times_too_fast)
     world = World({"bad": head(0.0, seconds_per_token=4e-4)})  # at best a tenth slower than plain decoding
-    pacer = Misled(PacingSettings(BUCKETS, tuple(strategies("bad"))))
+    pacer = make_pacer("bad")
     outcome = simulate(world, pacer, [3000] * 4)
     longest, current = 0, 0
     for decision in outcome.decisions:
         current = current + 1 if decision.strategy.count else 0
         longest = max(longest, current)
-    assert 0 < longest <= GUARD_STEPS + 3 * LOOK_EVERY
+    assert 0 < longest <= DEFAULT_TUNING.guard_steps + 3 * DEFAULT_TUNING.decision_steps
     assert any(decision.reason == "guard" for decision in outcome.decisions)
 
 
@@ -439,14 +236,3 @@ def test_only_what_fits_is_chosen():
         )
     assert deepest == 3
     assert pacer.choose(Moment(4, 100.0, max_queries=1)).strategy == PLAIN
-
-
-def test_a_drafter_does_well_when_it_has_been_as_fast_as_plain_decoding_for_long_enough_in_one_situation():
-    cost, guard, where = CostModel(BUCKETS, [1, 2]), Guard(), situation(4, 300)
-    cost.note_verify(4, 1, 300, 5e-3, 16)
-    for _ in range(4):
-        assert not guard.does_well(cost, where) and not guard.too_slow(cost), "too early to say"
-        guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.5, 64, (32,)))
-    assert guard.does_well(cost, where) and not guard.does_well(cost, situation(64, 300))
-    guard.note(Stretch(16, 4, 300.0, 16 * 6e-3, 16 * 1.0, 64, (0,)))
-    assert guard.too_slow(cost), "the last steps count"

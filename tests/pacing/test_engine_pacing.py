@@ -80,9 +80,8 @@ def test_tokens_and_logprobs_are_the_same_under_every_strategy_and_the_pacer(pol
         engine, oracle = make_engine(policy, make_pacer(), steps_ahead)
         oracle.learn(plain.values())
         used: set[str] = set()
-        for _ in range(
-            30
-        ):  # one drafter's trial must be earned before the other's; how long that takes is up to the machine
+        # One drafter's trial must be earned before the other's; how long that takes is up to the machine.
+        for _ in range(30):
             assert bits(run(engine)) == bits(plain)
             used |= set(engine.take_stats().strategies)
             if any(s.startswith("oracle") for s in used):
@@ -191,8 +190,8 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
     assert "a &lt;run&gt;" in page and page.count("<rect") == len(rows) and page.count("<polyline") == 3
     last = rows[-1]
     assert (
-        f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, {last.decision.expected:.0f} tokens/s expected"
-        in page
+        f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, "
+        f"{last.decision.expected:.0f} tokens/s expected" in page
     )
     assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
     with path.open("a") as file:
@@ -216,9 +215,8 @@ def test_a_fixed_strategy_that_does_not_fit_runs_plain(policy, plain, monkeypatc
     engine, oracle = make_engine(policy, FixedPacer(Strategy("oracle", 7)))
     oracle.learn(plain.values())
     memory = engine.runner.memory
-    memory.budget = memory.would_hold(
-        2, 8
-    )  # more than plain decoding needs, and less than eight tokens of four rows
+    # More than plain decoding needs, and less than eight tokens of four rows.
+    memory.budget = memory.would_hold(2, 8)
     assert memory.would_hold(8, 1) < memory.budget < memory.would_hold(4, 8)
     assert bits(run(engine)) == bits(plain)
     stats = engine.take_stats()
@@ -313,9 +311,8 @@ def test_graph_memory_is_measured_and_kept_to_its_budget(budget, tokens, monkeyp
     """
     for module in (sampling, step_bytes):
         monkeypatch.setattr(module, "SAMPLE_TOKENS", 64)
-    config = DecoderConfig(
-        "qwen3", 151936, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,)
-    )  # logits fill the pool
+    # Logits fill the pool.
+    config = DecoderConfig("qwen3", 151936, 512, 1024, 4, 8, 2, 64, 2048, qk_norm=True, eos_token_ids=(2,))
     policy = Decoder(config, torch.bfloat16, "cuda").initialise(0)
     oracle = OracleDrafter(REQUESTS, [0.9])
     settings = EngineSettings(max_running=16, kv_tokens=4096, deterministic=True, graph_memory=budget)

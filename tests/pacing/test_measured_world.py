@@ -4,7 +4,8 @@ other bucket.
 
 import pytest
 
-from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
+from paceline.pacing.adaptive import AdaptivePacer
+from paceline.pacing.settings import PacingSettings
 from paceline.pacing.strategy import PLAIN, FixedPacer
 from tests.pacing.h200 import MEASURED, STRATEGIES, h200, lengths
 from tests.pacing.world import BestPacer, Outcome, simulate

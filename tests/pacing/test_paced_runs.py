@@ -84,9 +84,9 @@ def test_after_a_fall_back_times_are_measured_anew(tmp_path):
     LiveRollouts(session.sampler, order, 4, 4, session.train_sampling()).collect(1)
     pacer = session.backend.pacer
     accepted = pacer.state()["acceptance"]
-    assert pacer.state()["cost"]["steps"] and accepted["history"]["all"][0][0] > 0
+    assert pacer.state()["cost"]["verify"]["estimates"] and accepted["history"][0]["reached"][0] > 0
     session.backend.fall_back_to_base_precision()
-    assert not pacer.state()["cost"]["steps"] and pacer.state()["acceptance"] == accepted
+    assert not pacer.state()["cost"]["verify"]["estimates"] and pacer.state()["acceptance"] == accepted
     assert pacer.choose(Moment(4, 100.0)).strategy == PLAIN, "nothing is known that could be compared"
 
 
@@ -98,7 +98,7 @@ def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path
     assert sorted(read_trace(paced / "trace.jsonl")) == [1, 2, 3]
 
     known = json.loads((paced / "pacing.json").read_text())
-    assert known["cost"]["steps"] and "history" in known["acceptance"]
+    assert known["cost"]["verify"]["estimates"] and "history" in known["acceptance"]
     append_trace(
         paced / "trace.jsonl", 4, [TraceRow(Decision(PLAIN), steps=123456)]
     )  # of a rollout that was never learnt from

@@ -1,6 +1,4 @@
-"""pacing.json only saves learning the machine again: a damaged one is said and ignored, and leaves nothing
-behind.
-"""
+"""pacing.json only saves learning the machine again: a damaged one is reported and leaves nothing behind."""
 
 import json
 
@@ -18,9 +16,19 @@ def make_pacer() -> AdaptivePacer:
     return AdaptivePacer(PacingSettings(tuple(buckets_up_to(8)), (STRATEGY,), seed=0))
 
 
+def make_taught_pacer() -> AdaptivePacer:
+    """Returns a pacer that has seen fifty steps of four rows."""
+    pacer = make_pacer()
+    seen = Observation(Decision(STRATEGY), 4, 100.0, 0.001, 0.01, 8, 4, (3, 1, 0))
+    for _ in range(50):
+        pacer.observe(seen)
+    pacer.choose(Moment(4, 100.0, 8))  # takes in what was observed
+    return pacer
+
+
 def torn(state: dict) -> str:
     """Halfway through it turns into something else: what comes before it can be loaded."""
-    return json.dumps({**state, "acceptance": {"history": {"all": 5}}})
+    return json.dumps({**state, "acceptance": {"history": [{"situation": None, "reached": 5}]}})
 
 
 @pytest.mark.parametrize(
@@ -37,16 +45,65 @@ def torn(state: dict) -> str:
     ids=["empty", "garbage", "list", "number", "no machine", "wrong inside", "cut off"],
 )
 def test_a_damaged_file_is_said_and_ignored(tmp_path, damage):
-    path, pacer = tmp_path / "pacing.json", make_pacer()
-    seen = Observation(Decision(STRATEGY), 4, 100.0, 0.001, 0.01, 8, 4, (3, 1, 0))
-    for _ in range(50):
-        pacer.observe(seen)
-    pacer.choose(Moment(4, 100.0, 8))  # looks at what came in
-    save_pacing(path, pacer, "here")
+    path = tmp_path / "pacing.json"
+    save_pacing(path, make_taught_pacer(), "here")
     state = json.loads(path.read_text())
-    assert state["cost"]["steps"], "there is something to lose"
+    assert state["cost"]["verify"]["estimates"], "there is something to lose"
     path.write_text(damage(state))
     said, fresh = [], make_pacer()
     assert not load_pacing(path, fresh, "here", said.append)
     assert len(said) == 1 and str(path) in said[0] and "damaged" in said[0]
     assert fresh.state() == make_pacer().state()
+
+
+def test_state_is_kept_under_names():
+    state = make_taught_pacer().state()
+    (estimate,) = state["cost"]["verify"]["estimates"]
+    assert estimate["bucket"] == 4 and estimate["queries"] == 4 and estimate["context_class"] == 0
+    assert set(estimate["time"]) == {"seconds", "load", "steps", "updated_at"}
+    everywhere, here = state["acceptance"]["history"]
+    assert everywhere["situation"] is None and here["situation"] == {"batch_class": 1, "context_class": 0}
+    assert set(here) == {"situation", "reached", "survived"}
+
+
+# Written by the version before, after the fifty steps of `make_taught_pacer`.
+FORMAT_3 = {
+    "format": 3,
+    "machine": "here",
+    "cost": {
+        "steps": [[4, 4, 0, {"seconds": 0.01, "load": 400.0, "steps": 50.0, "noted_at": 50}]],
+        "drafts": [["history", 3, 4, {"seconds": 0.001, "load": 0.0, "steps": 50.0, "noted_at": 0}]],
+        "switches": [],
+        "load": [50, 0.0, 0.0],
+    },
+    "acceptance": {
+        "history": {
+            "all": [[200.0, 150.0, 50.0], [150.0, 50.0, 0.0]],
+            "1,0": [[200.0, 150.0, 50.0], [150.0, 50.0, 0.0]],
+        }
+    },
+}
+
+
+def test_a_file_of_the_format_before_is_understood(tmp_path):
+    path, pacer = tmp_path / "pacing.json", make_pacer()
+    path.write_text(json.dumps(FORMAT_3))
+    assert load_pacing(path, pacer, "here", pytest.fail)
+    assert pacer.state() == make_taught_pacer().state()
+    assert not load_pacing(path, make_pacer(), "elsewhere", pytest.fail)
+
+
+@pytest.mark.parametrize("damage", [{"cost": {}}, {"acceptance": {"history": {"all": 5}}}, {"cost": None}])
+def test_a_damaged_file_of_the_format_before_is_said_and_ignored(tmp_path, damage):
+    path, pacer, said = tmp_path / "pacing.json", make_pacer(), []
+    path.write_text(json.dumps(FORMAT_3 | damage))
+    assert not load_pacing(path, pacer, "here", said.append)
+    assert len(said) == 1 and pacer.state() == make_pacer().state()
+
+
+@pytest.mark.parametrize("version", [1, 2, FORMAT + 1, "new", None])
+def test_a_format_that_is_not_known_is_learnt_again(tmp_path, version):
+    path, pacer = tmp_path / "pacing.json", make_pacer()
+    path.write_text(json.dumps({"format": version, "machine": "here", "anything": [1, 2]}))
+    assert not load_pacing(path, pacer, "here", pytest.fail)
+    assert pacer.state() == make_pacer().state()

@@ -52,8 +52,10 @@ class World:
         return roofline + self.attention_seconds * running * context
 
     def rate(self, strategy: Strategy, running: int, context: float, step: int) -> float:
-        """True expected tokens per second."""
-        seconds, emitted, reach = self.verify_seconds(running, strategy.queries, context), 1.0, 1.0
+        """Returns the true expected tokens per second."""
+        seconds = self.verify_seconds(running, strategy.queries, context)
+        emitted = 1.0
+        reach = 1.0
         if strategy.count:
             drafter = self.drafters[strategy.drafter]
             seconds += drafter.seconds(strategy.count, self.bucket(running))
@@ -88,34 +90,38 @@ class Rows:
     def __init__(
         self, lengths: list[int], prompt: int, slots: int, ahead: int, rng: np.random.Generator
     ) -> None:
-        self.prompt, self.slots, self.ahead = prompt, slots, ahead
+        self.prompt = prompt
+        self.slots = slots
+        self.ahead = ahead
         self.length = np.array(lengths)
         self.done = np.zeros(len(lengths), dtype=np.int64)
-        self.ended = np.full(len(lengths), -1)  # the step that ended it
+        # The step that ended each row; -1 while it runs.
+        self.ended = np.full(len(lengths), -1)
         self.hardness = rng.random((len(lengths), max(lengths) + DEEPEST), dtype=np.float32)
-        self.waiting = 0  # the first that has not been admitted
+        # The first row that has not been admitted.
+        self.waiting = 0
         self.running = np.zeros(0, dtype=np.int64)
+        self.changed = False
 
-    def begin(self, step: int) -> bool:
-        """Whether the batch changed."""
+    def admit(self, step: int) -> None:
+        """Drops rows that have ended, fills their slots, and sets `changed` if the batch is another now."""
         ended = self.ended[self.running]
         staying = self.running[(ended < 0) | (ended + self.ahead >= step)]
         entering = np.arange(self.waiting, min(len(self.length), self.waiting + self.slots - len(staying)))
-        changed = len(staying) < len(self.running) or len(entering) > 0
+        self.changed = len(staying) < len(self.running) or len(entering) > 0
         self.running = np.concatenate((staying, entering))
         self.waiting += len(entering)
-        return changed
 
     def context(self) -> float:
         return self.prompt + float(self.done[self.running].mean())
 
     def accepted(self, rates: list[float]) -> np.ndarray:
-        """Of each running row's proposal, by the acceptance at each depth."""
+        """Returns the accepted tokens of each running row's proposal, by the acceptance at each depth."""
         position = self.done[self.running][:, None] + np.arange(len(rates))
         return np.cumprod(self.hardness[self.running[:, None], position] < rates, axis=1).sum(1)
 
     def advance(self, gained: np.ndarray, step: int) -> np.ndarray:
-        """What each really gained: nothing beyond its length."""
+        """Adds tokens to the running rows, none beyond their length, and returns what each has gained."""
         gained = np.minimum(gained, (self.length - self.done)[self.running])
         self.done[self.running] += gained
         over = self.running[self.done[self.running] == self.length[self.running]]
@@ -132,22 +138,32 @@ def simulate(
     prompt: int = 128,
     slots: int = 256,
 ) -> Outcome:
+    """Returns what happens to requests of the given lengths; outcomes reach the pacer `ahead` steps late."""
     rng = np.random.default_rng(seed)
     rows = Rows(lengths, prompt, slots, ahead, rng)
-    outcome, unread, captured = Outcome(), deque(), set()
-    drafter, moment, step, looked = "", None, 0, 0
+    outcome = Outcome()
+    unread: deque[Observation] = deque()
+    captured: set[tuple[int, int]] = set()
+    drafter = ""
+    moment = None
+    step = 0
+    looked = 0
     while True:
-        changed = rows.begin(step)
+        rows.admit(step)
         running = len(rows.running)
         if not running:
             return outcome
-        if changed or step - looked == 16:
-            moment, looked = Moment(running, rows.context(), world.max_queries(running)), step
+        if rows.changed or step - looked == 16:
+            moment = Moment(running, rows.context(), world.max_queries(running))
+            looked = step
         decision = pacer.choose(moment)
         outcome.events.append(moment)
-        strategy, mean, bucket = decision.strategy, rows.context(), world.bucket(running)
+        strategy = decision.strategy
+        mean = rows.context()
+        bucket = world.bucket(running)
         accepted = np.zeros(running, dtype=np.int64)
-        draft_seconds, switched = 0.0, False
+        draft_seconds = 0.0
+        switched = False
         if strategy.count:
             simulated = world.drafters[strategy.drafter]
             accepted = rows.accepted(
@@ -196,10 +212,12 @@ def simulate(
 
 
 class BestPacer:
-    """Knows the world: the best strategy for each context, without having to find out."""
+    """A pacer that knows the world: it runs the best strategy for each context without finding out."""
 
     def __init__(self, world: World, strategies: list[Strategy]) -> None:
-        self.world, self.strategies, self.step = world, [PLAIN, *strategies], 0
+        self.world = world
+        self.strategies = [PLAIN, *strategies]
+        self.step = 0
 
     def choose(self, moment: Moment) -> Decision:
         self.step += 1

@@ -1,99 +1,75 @@
-"""The adaptive pacer: the strategy with the most expected tokens per second, looked at anew every few steps.
+"""The adaptive pacer: runs the strategy with the most expected tokens per second, decided every few steps.
 
-    expected(drafter, k) = rows * (1 + a_1 + a_1 a_2 + ... + a_1 .. a_k) / (draft seconds + verify seconds)
+    observe ──▶ pending ──▶ blocks ──┬──▶ cost, acceptance ──▶ rates ──┬──▶ incumbent or trial ──▶ decision
+                                     └──▶ guard ───────────────────────┘
 
-Acceptance a_d comes from `acceptance.py`, seconds from `cost.py`. Four rules keep it honest:
+Acceptance is estimated in `acceptance.py`, seconds in `cost.py`, and both make up the rates in `rates.py`.
+The *incumbent* is the strategy that was found best; a *trial* interrupts it for a few steps. Four rules hold:
 
-- hysteresis: another strategy must promise a margin more (where a rollout begins, than plain decoding), and
-pay for catching up;
-- guard: a strategy that measured slower than plain decoding over its last steps is left, whatever was
-expected of it (`guard.py`);
-- trials: a drafter that does not run is tried now and then (`exploration.py`), and a strategy that might be
-best is timed where it never ran;
-- purity: choices follow from the moments and observations handed in, in their order, and the seed; nothing
-else is read.
+- hysteresis: another strategy replaces the incumbent only if it promises a margin more, catching up included;
+  where a rollout begins, the incumbent is plain decoding;
+- guard: a drafter that measured slower than plain decoding is left, whatever was expected of it (`guard.py`);
+- trials: a drafter that does not run is tried now and then, and a strategy that might be best is timed where
+  it never ran (`trials.py`);
+- determinism: choices follow from the moments and observations handed in, in their order, and the seed;
+  nothing else is read.
 """
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
-from statistics import median_low
+from itertools import zip_longest
 
-import numpy as np
-
-from paceline.pacing.acceptance import emitted_by_count
-from paceline.pacing.cost import CostModel, context_class
-from paceline.pacing.exploration import (
-    LONGEST_TRIAL,
-    OLD_NEWS,
-    Budget,
-    DrafterRecord,
-    Situation,
-    Trial,
-    begins_anew,
-    situation,
-)
-from paceline.pacing.guard import Guard, Stretch, lost_seconds
+from paceline.pacing.blocks import Block, BlockSummary, split_into_blocks
+from paceline.pacing.cost import CostModel
+from paceline.pacing.drafter_record import DrafterRecord
+from paceline.pacing.guard import Guard, lost_seconds
+from paceline.pacing.rates import RateModel, Rates
+from paceline.pacing.settings import PacingSettings
+from paceline.pacing.situation import Situation, context_class, is_new_rollout, situation_of
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
-
-LOOK_EVERY = 16  # steps that a decision stands while the moment stays in its class
-LOOK_SOON = 4
-PAYBACK_STEPS = 64  # over which a drafter's catching up must pay
-TRIAL_DRAFTS, SHORTEST_TRIAL = (
-    32,
-    2,
-)  # a trial of a drafter sees about so many drafts, and lasts at least so many steps
-FIRST_TOKENS = 3  # that a drafter proposes at most in its first trial: nobody knows yet what a token costs
-TIMED_STEPS, IN_DOUBT = 3, 0.08  # a time that was not measured may be shorter than expected by this part
-HOPE = 0.9  # acceptance at every depth that a trial may hope for
-# times plain decoding: a trial proposes as many tokens as this allows, since it learns from every depth
-TRIAL_COST = 1.25
-
-
-@dataclass(frozen=True)
-class PacingSettings:
-    buckets: tuple[int, ...]  # batch sizes that steps are padded to
-    strategies: tuple[Strategy, ...]  # beside plain decoding
-    seed: int = 0
-    margin: float = 0.03
-    trial_share: float = 0.01  # of all time, for trials of all drafters together; as much again for timing
-    catch_up: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by drafter that must catch up: its work for a token over the policy's
+from paceline.pacing.trials import Outlook, Trial, TrialPlanner
 
 
 class AdaptivePacer:
+    """A `Pacer` that learns times and acceptance from what it observes."""
+
     def __init__(self, settings: PacingSettings) -> None:
         self.settings = settings
-        self.counts = sorted({s.count for s in settings.strategies})
-        self.cost = self._new_cost_model()
-        self.strategies: dict[str, list[Strategy]] = {}
-        for strategy in sorted(settings.strategies, key=lambda s: (s.drafter, s.count)):
-            self.strategies.setdefault(strategy.drafter, []).append(strategy)
-        self.records = {name: DrafterRecord(own[-1].count) for name, own in self.strategies.items()}
-        self.trials, self.timing = Budget(settings.trial_share), Budget(settings.trial_share)
-        self.elapsed = 0.0  # seconds observed
         self.steps = 0
-        self._rng = random.Random(settings.seed)
+        # Seconds observed.
+        self.elapsed = 0.0
+        strategies = strategies_by_drafter(settings.strategies)
+        queries = sorted({1, *(strategy.queries for strategy in settings.strategies)})
+        rng = random.Random(settings.seed)
+        self.cost = CostModel(settings.buckets, queries, settings.catch_up, settings.tuning)
+        self.records = {
+            drafter: DrafterRecord(own[-1].count, rng, settings.tuning) for drafter, own in strategies.items()
+        }
+        self.rates = RateModel(self.cost, strategies, self.records, settings.tuning)
+        self.planner = TrialPlanner(settings, self.cost, self.rates, self.records)
+        self._guard = Guard(settings.tuning)
         self._pending: list[Observation] = []
+        self._incumbent = PLAIN
+        # The trial whose outcome is awaited, and the last one that was started: some of a trial's steps may
+        # be reported when it is no longer waited for.
         self._trial: Trial | None = None
-        self._last_trial: Trial | None = None  # some of its steps are seen after it has ended
-        self._guard = Guard()
-        self._current = PLAIN
+        self._last_trial: Trial | None = None
+        # The decision that stands, for how many steps more, and what it was made for.
         self._decision = Decision(PLAIN)
+        self._steps_left = 0
+        self._decided_for: Moment | None = None
+        self._decided_class: tuple[int, int, int] | None = None
+        # The moment of the last step.
         self._moment: Moment | None = None
-        self._looked_at: Moment | None = None
-        self._class: tuple[int, int, int] | None = None
-        self._left = 0
 
-    # -- the contract (strategy.py) -------------------------------------------------------------------------------
+    # -- The protocol (strategy.py) --------------------------------------------------------------------------
 
     def choose(self, moment: Moment) -> Decision:
         self.steps += 1
-        self._left -= 1
-        if self._left < 0 or (moment is not self._moment and self._class_of(moment) != self._class):
-            self._look(moment)
+        self._steps_left -= 1
+        if self._steps_left < 0 or (
+            moment is not self._moment and self._class_of(moment) != self._decided_class
+        ):
+            self._decide(moment)
         self._moment = moment
         return self._decision
 
@@ -101,299 +77,203 @@ class AdaptivePacer:
         self._pending.append(observation)
 
     def forget_times(self) -> None:
-        """Acceptance stays; what is under way was measured in the old times."""
-        self.cost = self._new_cost_model()
+        """Forgets times and what is under way, which was measured in them; acceptance stays."""
+        self.cost.clear()
         self._pending.clear()
         self._guard.clear()
-        self._trial, self._current, self._left = None, PLAIN, 0
+        self._trial = None
+        self._incumbent = PLAIN
+        self._steps_left = 0
 
-    def _new_cost_model(self) -> CostModel:
-        return CostModel(
-            self.settings.buckets, [1, *(count + 1 for count in self.counts)], self.settings.catch_up
-        )
+    # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """What a resumed run starts from: times and acceptance, in JSON's types, as of the last look.
+        """Returns times and acceptance as of the last decision, in JSON's types, for a resumed run to start
+        from.
 
-        What came in since is left where it is: digesting it here would cut its blocks elsewhere, and saving
-        would change choices.
+        Pending observations are left alone: digesting them here would cut blocks elsewhere, and saving would
+        change choices.
         """
         return {
             "cost": self.cost.state(),
-            "acceptance": {name: record.acceptance.state() for name, record in self.records.items()},
+            "acceptance": {drafter: record.acceptance.state() for drafter, record in self.records.items()},
         }
 
     def load_state(self, state: dict) -> None:
+        """Takes over what `state` returned; drafters that this run does not have are left out."""
         self.cost.load_state(state["cost"])
-        for name, acceptance in state["acceptance"].items():
-            if name in self.records:
-                self.records[name].acceptance.load_state(acceptance)
+        for drafter, acceptance in state["acceptance"].items():
+            if drafter in self.records:
+                self.records[drafter].acceptance.load_state(acceptance)
 
-    # -- choosing -------------------------------------------------------------------------------------------------
+    # -- Deciding --------------------------------------------------------------------------------------------
 
     def _class_of(self, moment: Moment) -> tuple[int, int, int]:
-        return self.cost.bucket(moment.running), context_class(moment.context), moment.max_queries
+        """Returns what a decision depends on; while it stays the same, the decision may stand."""
+        bucket = self.cost.verify_times.bucket(moment.running)
+        return bucket, context_class(moment.context), moment.max_queries
 
-    def _look(self, moment: Moment) -> None:
-        self._digest()
-        if begins_anew(self._looked_at, moment):
-            self._leave_the_tail()
-        self._looked_at = moment
-        self._class = self._class_of(moment)
+    def _decide(self, moment: Moment) -> None:
+        """Replaces the decision by one for this moment, from all that has been observed."""
+        self._learn_pending()
+        if is_new_rollout(self._decided_for, moment, self.settings.tuning.new_rollout_factor):
+            self._begin_rollout()
+        self._decided_for = moment
+        self._decided_class = self._class_of(moment)
         rates = self._expected_rates(moment)
-        strategy, reason = self._pick(moment, rates)
-        self._decision = Decision(strategy, moment.running, moment.context, rates.get(strategy, 0.0), reason)
-        if reason == "trial":
-            self._left = self._trial.started + self._trial.length - self.steps - 1
+        if self._trial is not None and self._may_go_on(self._trial, moment):
+            self._decide_on_trial(self._trial, moment, rates)
+            return
+        if self._trial is not None and self._is_over(self._trial):
+            self._conclude_trial(self._trial, rates)
+        where = situation_of(moment.running, moment.context)
+        self._reset_backoff_if_doing_well(where)
+        slow = self._guard.slow_blocks(self.cost)
+        is_plain_measured = self.cost.is_measured(moment.running, PLAIN.queries, moment.context)
+        reason = "best"
+        if slow and is_plain_measured:
+            self._leave_incumbent(where, slow)
+            rates = self._expected_rates(moment)
+            reason = "guard"
+        self._settle_on(self._preferred(rates))
+        trial = None
+        if self._trial is None:
+            trial = self._next_trial(moment, rates, ask_for_plain=bool(slow) and not is_plain_measured)
+        if trial is not None:
+            self._trial = trial
+            self._last_trial = trial
+            self._decide_on_trial(trial, moment, rates)
         else:
-            waiting = self._trial is not None or not self.cost.knows(
-                moment.running, strategy.queries, moment.context
-            )  # for what was seen to be read
-            self._left = (LOOK_SOON if waiting else LOOK_EVERY) - 1
+            self._decide_on_incumbent(reason, moment, rates)
 
-    def _leave_the_tail(self) -> None:
-        """What ran last, or was being tried, was so in another rollout: it must be better than plain decoding
-        here, and catch up with new rows.
-        """
-        self._trial, self._decision = None, Decision(PLAIN)
+    def _decide_on_trial(self, trial: Trial, moment: Moment, rates: Rates) -> None:
+        """Lets the trial run for the steps that it has left."""
+        self._set_decision(trial.strategy, "trial", moment, rates)
+        self._steps_left = trial.steps_left(self.steps) - 1
+
+    def _decide_on_incumbent(self, reason: str, moment: Moment, rates: Rates) -> None:
+        """Lets the incumbent run, and looks again soon if something is about to be known."""
+        self._set_decision(self._incumbent, reason, moment, rates)
+        tuning = self.settings.tuning
+        is_waiting = self._trial is not None or not self.cost.is_measured(
+            moment.running, self._incumbent.queries, moment.context
+        )
+        self._steps_left = (tuning.short_decision_steps if is_waiting else tuning.decision_steps) - 1
+
+    def _set_decision(self, strategy: Strategy, reason: str, moment: Moment, rates: Rates) -> None:
+        expected = rates.get(strategy, 0.0)
+        self._decision = Decision(strategy, moment.running, moment.context, expected, reason)
+
+    def _expected_rates(self, moment: Moment) -> Rates:
+        return self.rates.expected(moment, self.steps, self._decision.strategy.drafter)
+
+    def _begin_rollout(self) -> None:
+        """Starts from plain decoding: the last rollout's tail says little, and drafters must catch up."""
+        self._trial = None
+        self._decision = Decision(PLAIN)
         self._settle_on(PLAIN)
         for record in self.records.values():
             record.begin_rollout()
 
-    def _pick(self, moment: Moment, rates: dict[Strategy, float]) -> tuple[Strategy, str]:
-        where, trial = situation(moment.running, moment.context), self._trial
-        if trial is not None and trial.running(self.steps) and trial.strategy.queries <= moment.max_queries:
-            return trial.strategy, "trial"
-        if trial is not None and trial.over(self.steps):
-            self._conclude_trial(trial, rates)
-        reason, too_slow = "best", self._guard.too_slow(self.cost)
-        if self._current.count and self._guard.does_well(self.cost, where):
-            self.records[self._current.drafter].does_well(where, self.steps)
-        if too_slow and self.cost.knows(moment.running, 1, moment.context):
-            self._leave_current(where, too_slow)
-            rates.clear()
-            rates |= self._expected_rates(moment)
-            reason = "guard"
+    # -- The incumbent and the guard -------------------------------------------------------------------------
+
+    def _preferred(self, rates: Rates) -> Strategy:
+        """Returns the best strategy if it promises enough, else the incumbent or, if not allowed, `PLAIN`."""
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > rates.get(self._current, 0.0) * (1 + self.settings.margin):
-            self._settle_on(best)
-        elif self._current not in rates:
-            self._settle_on(PLAIN)
-        if self._trial is None:
-            if (
-                too_slow and reason == "best" and self._current.count
-            ):  # than a guess at plain decoding's time, so far
-                trial = Trial(PLAIN, rates[self._current], TIMED_STEPS, self.steps)
-            else:
-                trial = self._next_drafter(moment, rates) or self._next_timing(moment, rates)
-            if trial is not None:
-                self._trial = self._last_trial = trial
-                return trial.strategy, "trial"
-        return self._current, reason
+        if rates[best] > self._rate_to_beat(rates):
+            return best
+        return self._incumbent if self._incumbent in rates else PLAIN
 
-    def _expected_rates(self, moment: Moment, hope: str = "") -> dict[Strategy, float]:
-        """Tokens per second of every strategy allowed now. `hope`: a drafter that is imagined to be good."""
-        verify = self.cost.verify(moment.running, moment.context)
-        if verify[0] <= 0:
-            return {PLAIN: 0.0}  # nothing has been measured yet
-        rates = {PLAIN: moment.running / float(verify[0])}
-        where = situation(moment.running, moment.context)
-        for name, own in self.strategies.items():
-            record = self.records[name]
-            if name != hope and (record.barred(where, self.steps) or not record.acceptance.drafts_known()):
-                continue
-            emitted = (
-                record.acceptance.emitted(where)
-                if name != hope
-                else emitted_by_count(np.full(own[-1].count, HOPE))
-            )
-            draft = self.cost.draft(name, [s.count for s in own], moment.running, at_worst=name == hope)
-            catching_up = (
-                0.0 if name == self._decision.strategy.drafter else self._switch(name, moment) / PAYBACK_STEPS
-            )
-            for strategy, draft_seconds in zip(own, draft.tolist(), strict=True):
-                if strategy.queries <= moment.max_queries:
-                    seconds = (
-                        draft_seconds + float(verify[self.cost.queries.index(strategy.queries)]) + catching_up
-                    )
-                    rates[strategy] = moment.running * float(emitted[strategy.count]) / seconds
-        return rates
-
-    # -- the guard ------------------------------------------------------------------------------------------------
-
-    def _leave_current(self, where: Situation, last: list[Stretch]) -> None:
-        """What it did last is all that is believed of its drafter, which is left alone for a while where it
-        was slow.
-        """
-        record = self.records[self._current.drafter]
-        accepted_at = tuple(
-            sum(column) for column in zip_longest(*(s.accepted_at for s in last), fillvalue=0)
-        )
-        record.acceptance.restart(where, sum(s.drafts for s in last), accepted_at)
-        by_situation: dict[Situation, list[Stretch]] = {where: []}
-        for stretch in last:
-            by_situation.setdefault(stretch.situation, []).append(stretch)
-        for there, stretches in by_situation.items():
-            if there == where or lost_seconds(stretches, self.cost) > 0:
-                record.bar(there, self.steps, self._rng)
-        self._charge(record, lost_seconds(last, self.cost))
-        self._settle_on(PLAIN)
+    def _rate_to_beat(self, rates: Rates) -> float:
+        return rates.get(self._incumbent, 0.0) * (1 + self.settings.margin)
 
     def _settle_on(self, strategy: Strategy) -> None:
-        if strategy.drafter != self._current.drafter:
+        if strategy.drafter != self._incumbent.drafter:
             self._guard.clear()
-        self._current = strategy
+        self._incumbent = strategy
 
-    # -- trials ---------------------------------------------------------------------------------------------------
+    def _reset_backoff_if_doing_well(self, where: Situation) -> None:
+        """Makes the waits of the incumbent's drafter short again, if it is as fast as plain decoding."""
+        if self._incumbent.count and self._guard.is_doing_well(self.cost, where):
+            self.records[self._incumbent.drafter].reset_backoff(where, self.steps)
 
-    def _next_drafter(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
-        """The first that is due, could win, and can be afforded even if nothing is accepted; who never ran
-        first, then who cost least.
+    def _leave_incumbent(self, where: Situation, slow: list[BlockSummary]) -> None:
+        """Returns to plain decoding and suspends the drafter here, and where else the slow blocks lost time.
+
+        What it did in them is all that is believed of its acceptance.
         """
-        baseline = rates[self._current]
-        if baseline <= 0:
-            return None
-        where = situation(moment.running, moment.context)
-        due = [
-            name
-            for name, record in self.records.items()
-            if name != self._current.drafter and record.due(where, self.steps)
-        ]
-        for name in sorted(
-            due, key=lambda name: (self.records[name].acceptance.drafts_known() > 0, self.records[name].lost)
-        ):
-            record = self.records[name]
-            hoped = {s: rate for s, rate in self._expected_rates(moment, name).items() if s.drafter == name}
-            if not hoped or max(hoped.values()) <= baseline * (1 + self.settings.margin):
-                continue
-            emitted = emitted_by_count(np.full(max(s.count for s in hoped), HOPE))
-            per_token = {
-                s: float(emitted[s.count]) / rate for s, rate in hoped.items()
-            }  # if nothing is accepted
-            cheap = [s for s in hoped if per_token[s] * rates[PLAIN] <= TRIAL_COST]
-            if not self.cost.has_drafted(name):
-                cheap = [s for s in cheap if s.count <= FIRST_TOKENS]
-            strategy = max(cheap, key=lambda s: s.count) if cheap else min(hoped, key=lambda s: s.count)
-            per_step = moment.running * (per_token[strategy] - 1.0 / baseline)
-            length = self.trials.affords(
-                self.elapsed, self._switch(name, moment), per_step, moment.running / rates[PLAIN]
-            )
-            if length >= SHORTEST_TRIAL:
-                length = min(length, LONGEST_TRIAL, max(SHORTEST_TRIAL, -(-TRIAL_DRAFTS // moment.running)))
-                return Trial(strategy, baseline, length, self.steps, record, where)
-        return None
+        record = self.records[self._incumbent.drafter]
+        columns = zip_longest(*(block.accepted_at for block in slow), fillvalue=0)
+        accepted_at = tuple(sum(column) for column in columns)
+        record.acceptance.restart(where, sum(block.drafts for block in slow), accepted_at)
+        by_situation: dict[Situation, list[BlockSummary]] = {where: []}
+        for block in slow:
+            by_situation.setdefault(block.situation, []).append(block)
+        for there, blocks in by_situation.items():
+            if there == where or lost_seconds(blocks, self.cost) > 0:
+                record.suspend(there, self.steps)
+        self.planner.charge(record, lost_seconds(slow, self.cost))
+        self._settle_on(PLAIN)
 
-    def _next_timing(self, moment: Moment, rates: dict[Strategy, float]) -> Trial | None:
-        """A few steps of what would be best if it took a little less time than expected, where its time was
-        never measured.
-        """
-        baseline = rates[self._current]
-        could_win = [
-            strategy
-            for strategy, rate in rates.items()
-            if strategy != self._current
-            and strategy.drafter in (self._current.drafter, PLAIN.drafter)
-            and rate > (1 - IN_DOUBT) * (1 + self.settings.margin) * baseline
-            and not self.cost.knows(moment.running, strategy.queries, moment.context)
-        ]
-        if not could_win:
-            return None
-        strategy = max(could_win, key=rates.__getitem__)
-        tokens, switch = (
-            float(moment.running),
-            self._switch(self._current.drafter, moment),
-        )  # which must catch up when plain decoding has run
-        if strategy.count:
-            tokens *= float(
-                self.records[strategy.drafter].acceptance.emitted(situation(moment.running, moment.context))[
-                    strategy.count
-                ]
-            )
-            switch = 0.0
-        per_step = tokens * (1.0 / rates[strategy] - 1.0 / baseline)
-        if self.timing.affords(self.elapsed, switch, per_step, moment.running / rates[PLAIN]) < TIMED_STEPS:
-            return None
-        return Trial(strategy, baseline, TIMED_STEPS, self.steps)
+    # -- Trials ----------------------------------------------------------------------------------------------
 
-    def _switch(self, drafter: str, moment: Moment) -> float:
-        return self.cost.switch(drafter, moment.running, moment.context)
+    def _may_go_on(self, trial: Trial, moment: Moment) -> bool:
+        return trial.steps_left(self.steps) > 0 and trial.strategy.queries <= moment.max_queries
 
-    def _charge(self, record: DrafterRecord | None, seconds: float) -> None:
-        """To whoever's trial it was; nobody's: to timing."""
-        if record is None:
-            self.timing.lost += seconds
-        else:
-            record.lost += seconds
-            self.trials.lost += seconds
+    def _is_over(self, trial: Trial) -> bool:
+        return trial.is_over(self.steps, self.settings.tuning.max_report_delay_steps)
 
-    def _conclude_trial(self, trial: Trial, rates: dict[Strategy, float]) -> None:
+    def _next_trial(self, moment: Moment, rates: Rates, ask_for_plain: bool) -> Trial | None:
+        """Returns the trial to start now, of plain decoding's time if the guard asks for it, or none."""
+        active = self._decision.strategy.drafter
+        outlook = Outlook(moment, self.steps, self.elapsed, self._incumbent, active, rates)
+        if ask_for_plain and self._incumbent.count:
+            return self.planner.plain_timing(outlook)
+        return self.planner.next_trial(outlook)
+
+    def _conclude_trial(self, trial: Trial, rates: Rates) -> None:
+        """Ends the wait for a trial, and backs off from its drafter unless it promises enough now."""
         self._trial = None
         if trial.record is None:
             return  # its time is known now
-        own = max(
-            (rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter),
-            default=0.0,
-        )
-        if own > rates.get(self._current, 0.0) * (1 + self.settings.margin):
-            trial.record.does_well(trial.where, self.steps)
+        own = [rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter]
+        if max(own, default=0.0) > self._rate_to_beat(rates):
+            trial.record.reset_backoff(trial.where, self.steps)
         else:
-            trial.record.failed(trial.where, self.steps, self._rng)
+            trial.record.back_off(trial.where, self.steps)
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- Learning --------------------------------------------------------------------------------------------
 
-    def _digest(self) -> None:
-        pending, self._pending = self._pending, []
-        for _, block in groupby(pending, key=lambda o: id(o.decision)):
-            self._learn(list(block))
+    def _learn_pending(self) -> None:
+        pending = self._pending
+        self._pending = []
+        for block in split_into_blocks(pending):
+            self._learn(block)
 
-    def _learn(self, block: list[Observation]) -> None:
-        """From consecutive steps under one decision."""
-        first, strategy = block[0], block[0].decision.strategy
-        running, context = first.running, first.context
-        clean = [o for o in block if not (o.switched or o.disturbed)]
-        if clean:
-            self.cost.note_verify(
-                running, strategy.queries, context, median_low(o.verify_seconds for o in clean), len(clean)
-            )
-            if strategy.count:
-                self.cost.note_draft(
-                    strategy.drafter,
-                    strategy.count,
-                    running,
-                    median_low(o.draft_seconds for o in clean),
-                    len(clean),
-                )
-        for o in block:
-            if o.switched and not o.disturbed:
-                verify = self.cost.verify(running, context)[self.cost.queries.index(strategy.queries)]
-                draft = self.cost.draft(strategy.drafter, [strategy.count], running)[0]
-                self.cost.note_switch(strategy.drafter, o.seconds - float(verify + draft))
-        self.elapsed += sum(o.seconds for o in block)
-        drafts = sum(o.drafts for o in block)
-        accepted_at = tuple(sum(column) for column in zip(*(o.accepted_at for o in block), strict=True))
-        trial = self._last_trial if first.decision.reason == "trial" else None
-        if (
-            trial is not None and trial.record is not None and not trial.seen
-        ):  # not before there is news to count instead
-            trial.record.acceptance.fade(situation(running, context), OLD_NEWS)
-        if strategy.count and drafts:
-            self.records[strategy.drafter].acceptance.note(
-                situation(running, context), drafts, accepted_at, len(block)
-            )
+    def _learn(self, block: Block) -> None:
+        """Takes in a block: its times, its acceptance, and what it cost its trial or shows the guard."""
+        trial = self._last_trial if block.is_trial else None
+        self.elapsed += block.seconds
+        self.cost.update(block)
+        self._learn_acceptance(block, trial)
         if trial is not None:
-            # A capture happens once and pays for ever, a prefill is nobody's fault.
-            lost = max(0.0, sum(o.seconds - o.tokens / trial.baseline for o in block if not o.disturbed))
-            self._charge(trial.record, lost)
-            trial.seen += len(block)
-        elif strategy.count and strategy.drafter == self._current.drafter and clean:
-            rows, gained = sum(o.running for o in clean), sum(o.tokens for o in clean)
-            stretch = Stretch(
-                len(clean),
-                running,
-                context,
-                sum(o.seconds for o in clean),
-                gained / rows * len(clean),
-                drafts,
-                accepted_at,
-            )
-            self._guard.note(stretch)
+            self.planner.charge(trial.record, block.lost_seconds(trial.baseline))
+            trial.reported += block.steps
+        elif block.strategy.count and block.strategy.drafter == self._incumbent.drafter and block.clean:
+            self._guard.add(block.summary())
+
+    def _learn_acceptance(self, block: Block, trial: Trial | None) -> None:
+        """Counts the block's drafts; in a drafter's trial the first new ones make earlier ones stale."""
+        if trial is not None and trial.record is not None and not trial.reported:
+            trial.record.acceptance.fade(block.situation, self.settings.tuning.stale_weight)
+        if block.strategy.count and block.drafts:
+            acceptance = self.records[block.strategy.drafter].acceptance
+            acceptance.update(block.situation, block.drafts, block.accepted_at, block.steps)
+
+
+def strategies_by_drafter(strategies: tuple[Strategy, ...]) -> dict[str, list[Strategy]]:
+    """Returns each drafter's strategies, drafters by name and strategies by their number of tokens."""
+    by_drafter: dict[str, list[Strategy]] = {}
+    for strategy in sorted(strategies, key=lambda s: (s.drafter, s.count)):
+        by_drafter.setdefault(strategy.drafter, []).append(strategy)
+    return by_drafter

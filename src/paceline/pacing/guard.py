@@ -1,71 +1,59 @@
-"""The guard: whether the drafter that runs has measured slower than plain decoding lately, whatever is
-expected of it.
-"""
+"""The guard: has the drafter that runs measured slower than plain decoding, whatever was expected of it?"""
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
 
+from paceline.pacing.blocks import BlockSummary
 from paceline.pacing.cost import CostModel
-from paceline.pacing.exploration import Situation, situation
-
-GUARD_STEPS, GUARD_MARGIN = (
-    64,
-    0.02,
-)  # slower than plain decoding by more than this over so many steps: it is left
-ALARM_STEPS, ALARM_MARGIN = 16, 0.15  # the same, sooner, when it is bad
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Consecutive steps under one decision."""
-
-    steps: int
-    running: int
-    context: float
-    seconds: float
-    plain_steps: float  # that plain decoding would have needed for the same tokens
-    drafts: int
-    accepted_at: tuple[int, ...]
-
-    @property
-    def situation(self) -> Situation:
-        return situation(self.running, self.context)
+from paceline.pacing.settings import DEFAULT_TUNING, PacingTuning
+from paceline.pacing.situation import Situation
 
 
 class Guard:
-    def __init__(self) -> None:
-        self._recent: deque[Stretch] = deque()  # of the drafter that runs, since it was chosen
+    """The last blocks of the drafter that runs, compared with what plain decoding would have taken."""
 
-    def note(self, stretch: Stretch) -> None:
-        self._recent.append(stretch)
-        while sum(s.steps for s in self._recent) - self._recent[0].steps >= GUARD_STEPS:
+    def __init__(self, tuning: PacingTuning = DEFAULT_TUNING) -> None:
+        self._tuning = tuning
+        # Of the drafter that runs, since it was chosen.
+        self._recent: deque[BlockSummary] = deque()
+
+    def add(self, block: BlockSummary) -> None:
+        """Takes in a block, and drops those that are no longer needed."""
+        self._recent.append(block)
+        while sum(b.steps for b in self._recent) - self._recent[0].steps >= self._tuning.guard_steps:
             self._recent.popleft()
 
     def clear(self) -> None:
+        """Forgets all blocks: another drafter runs."""
         self._recent.clear()
 
-    def too_slow(self, cost: CostModel) -> list[Stretch]:
-        """The last steps, if they were slower than plain decoding; else nothing."""
-        for steps, margin in ((ALARM_STEPS, ALARM_MARGIN), (GUARD_STEPS, GUARD_MARGIN)):
+    def slow_blocks(self, cost: CostModel) -> list[BlockSummary]:
+        """Returns the last blocks if they were slower than plain decoding, newest first; else none."""
+        tuning = self._tuning
+        for steps, margin in (
+            (tuning.alarm_steps, tuning.alarm_margin),
+            (tuning.guard_steps, tuning.guard_margin),
+        ):
             last = self._last(steps)
-            if last and lost_seconds(last, cost) > margin * sum(s.seconds for s in last):
+            if last and lost_seconds(last, cost) > margin * sum(b.seconds for b in last):
                 return last
         return []
 
-    def does_well(self, cost: CostModel, where: Situation) -> bool:
-        """It has been no slower than plain decoding for long enough, all of it in this situation."""
-        last = self._last(GUARD_STEPS)
-        return bool(last) and all(s.situation == where for s in last) and lost_seconds(last, cost) <= 0
+    def is_doing_well(self, cost: CostModel, where: Situation) -> bool:
+        """Tells whether the drafter was as fast as plain decoding for long enough, all of it in `where`."""
+        last = self._last(self._tuning.guard_steps)
+        return bool(last) and all(b.situation == where for b in last) and lost_seconds(last, cost) <= 0
 
-    def _last(self, steps: int) -> list[Stretch]:
-        last: list[Stretch] = []
-        for stretch in reversed(self._recent):
-            last.append(stretch)
-            if sum(s.steps for s in last) >= steps:
+    def _last(self, steps: int) -> list[BlockSummary]:
+        """Returns the last blocks that make up `steps` steps, newest first; none if there are not so many."""
+        last: list[BlockSummary] = []
+        for block in reversed(self._recent):
+            last.append(block)
+            if sum(b.steps for b in last) >= steps:
                 return last
         return []
 
 
-def lost_seconds(stretches: list[Stretch], cost: CostModel) -> float:
-    """Against plain decoding; negative: won."""
-    return sum(s.seconds - s.plain_steps * float(cost.verify(s.running, s.context)[0]) for s in stretches)
+def lost_seconds(blocks: Iterable[BlockSummary], cost: CostModel) -> float:
+    """Returns the seconds lost against plain decoding; negative if they were won."""
+    return sum(b.seconds - b.plain_steps * cost.plain_seconds(b.running, b.context) for b in blocks)

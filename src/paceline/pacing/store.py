@@ -1,7 +1,8 @@
-"""What a pacer has learnt, kept with the run. Times are of one machine and one model; on another they are not
-believed.
+"""`pacing.json`: what a pacer has learnt, kept with the run.
 
-It saves a resumed run some learning and nothing else: where the file is damaged, the pacer starts without it.
+Times are of one machine and one model; on another they are not believed. The file saves a resumed run some
+learning and nothing else: where it is damaged, or of a format that is not understood, the pacer starts
+without it.
 """
 
 import json
@@ -13,33 +14,84 @@ from pathlib import Path
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Pacer
 
-FORMAT = 3  # of what pacers keep; what an earlier one kept is learnt again
+# The format that is written. It and the one before it can be read; what earlier ones kept is learnt again.
+FORMAT = 4
 
 
 def save_pacing(path: Path, pacer: Pacer | None, machine: str) -> None:
-    if isinstance(pacer, AdaptivePacer):
-        beside = path.with_suffix(".tmp")
-        with beside.open("w") as file:
-            file.write(json.dumps({"format": FORMAT, "machine": machine, **pacer.state()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+    """Writes what an adaptive pacer has learnt on `machine`, whole or not at all; others learn nothing."""
+    if not isinstance(pacer, AdaptivePacer):
+        return
+    beside = path.with_suffix(".tmp")
+    with beside.open("w") as file:
+        file.write(json.dumps({"format": FORMAT, "machine": machine, **pacer.state()}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
 
 
 def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[str], None] = print) -> bool:
-    """False if there is nothing to start from."""
+    """Loads what was learnt on this machine into the pacer; returns False if there is nothing to load."""
     if not isinstance(pacer, AdaptivePacer) or not path.is_file():
         return False
     try:
         state = json.loads(path.read_text())
-        if state.pop("format", 1) != FORMAT or state.pop("machine") != machine:
+        version = state.pop("format", 1)
+        if version not in (3, FORMAT) or state.pop("machine") != machine:
             return False
+        if version == 3:
+            state = upgrade_format_3(state)
         deepcopy(pacer).load_state(state)  # a state that fails halfway must leave nothing behind
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         warn(
-            f"{path} is damaged ({type(error).__name__}: {error}); the pacer learns this machine's times "
-            "again, results are the same"
+            f"{path} is damaged ({type(error).__name__}: {error}); "
+            "the pacer learns this machine's times again, results are the same"
         )
         return False
     pacer.load_state(state)
     return True
+
+
+def upgrade_format_3(state: dict) -> dict:
+    """Returns a state of format 3, which had lists in place of names, as `load_state` takes it now."""
+    cost = state["cost"]
+    steps_seen, load_squared, load_times_seconds = cost["load"]
+    return {
+        "cost": {
+            "verify": {
+                "estimates": [
+                    {"bucket": bucket, "queries": queries, "context_class": where, "time": _time(cell)}
+                    for bucket, queries, where, cell in cost["steps"]
+                ],
+                "slope": {"load_squared": load_squared, "load_times_seconds": load_times_seconds},
+                "steps_seen": steps_seen,
+            },
+            "drafts": [
+                {"drafter": drafter, "count": count, "bucket": bucket, "time": _time(cell)}
+                for drafter, count, bucket, cell in cost["drafts"]
+            ],
+            "switches": [{"drafter": drafter, "time": _time(cell)} for drafter, cell in cost["switches"]],
+        },
+        "acceptance": {
+            drafter: [_counts(where, *counts) for where, counts in by_situation.items()]
+            for drafter, by_situation in state["acceptance"].items()
+        },
+    }
+
+
+def _time(cell: dict) -> dict:
+    return {
+        "seconds": cell["seconds"],
+        "load": cell["load"],
+        "steps": cell["steps"],
+        "updated_at": cell["noted_at"],
+    }
+
+
+def _counts(where: str, reached: list[float], survived: list[float]) -> dict:
+    """Returns the counts of `where`: "all", or a batch class and a context class with a comma between."""
+    situation = None
+    if where != "all":
+        batch_class, context_class = where.split(",")
+        situation = {"batch_class": int(batch_class), "context_class": int(context_class)}
+    return {"situation": situation, "reached": reached, "survived": survived}

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+# More rows, or tokens per row, than any step has.
+UNLIMITED = 1 << 30
+
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which drafter proposes how many tokens per step. `PLAIN` is one of them."""
+    """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them."""
 
     drafter: str = ""
     count: int = 0
@@ -16,6 +19,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
+        """Returns the strategy that `str` wrote as `text`."""
         drafter, _, count = text.partition(":")
         return cls(drafter, int(count)) if count else PLAIN
 
@@ -32,21 +36,24 @@ PLAIN = Strategy()
 class Moment:
     """What a step will run on. The backend hands in the same object as long as nothing has changed."""
 
-    running: int  # rows
-    context: float = 0.0  # their mean length
-    max_queries: int = (
-        1 << 30
-    )  # tokens per row that a step may look at now, by memory or by what may be captured
+    # Rows that run.
+    running: int
+    # Their mean length in tokens.
+    context: float = 0.0
+    # Tokens per row that a step may look at now, by memory or by what may be captured.
+    max_queries: int = UNLIMITED
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """Stands for some steps: until the moment changes class, or the pacer looks again."""
+    """A strategy for some steps: until the moment changes class, or the pacer decides anew."""
 
     strategy: Strategy
     running: int = 0
     context: float = 0.0
-    expected: float = 0.0  # tokens per second; 0: no expectation
+    # Tokens per second; 0 without an expectation.
+    expected: float = 0.0
+    # "fixed", or of the adaptive pacer "best", "trial" or "guard".
     reason: str = "fixed"
 
 
@@ -59,40 +66,50 @@ class Observation:
     context: float
     draft_seconds: float
     verify_seconds: float
-    tokens: int  # emitted, over all rows
+    # Emitted tokens, over all rows.
+    tokens: int
     # Rows that took the step. One for which the drafter had nothing, or less than asked for, is a draft that
     # went no further: acceptance is per step that was paid for, so that what a strategy promises is what it
     # emits.
     drafts: int = 0
-    accepted_at: tuple[int, ...] = ()  # drafts whose first i + 1 tokens were all accepted
-    switched: bool = False  # the drafter had to catch up first
-    disturbed: bool = False  # something else (a prefill, a capture) is in its time
-    proposed: int = 0  # tokens, over all drafts; fewer than asked for where the drafter had nothing to say
+    # Drafts whose first i + 1 tokens were all accepted.
+    accepted_at: tuple[int, ...] = ()
+    # Whether the drafter had to catch up first.
+    switched: bool = False
+    # Whether something else (a prefill, a capture) is in its time.
+    disturbed: bool = False
+    # Proposed tokens, over all drafts; fewer than asked for where the drafter had nothing to say.
+    proposed: int = 0
 
     @property
     def seconds(self) -> float:
+        """Seconds of drafting and verifying together."""
         return self.draft_seconds + self.verify_seconds
 
 
 class Pacer(Protocol):
+    """Chooses a strategy for each step and learns from what came of it."""
+
     def choose(self, moment: Moment) -> Decision:
-        """For the next step. Called for every step, so nearly always a cached answer."""
+        """Begins the next step and returns its decision, nearly always the cached one of the step before."""
 
     def observe(self, observation: Observation) -> None:
-        """In the order of the steps, as late as the backend reads them."""
+        """Takes in what a step did: in the order of the steps, as late as the backend reads them."""
 
     def forget_times(self) -> None:
-        """Steps take another time from here on: the backend computes in another precision. Everything
-        launched has been observed.
+        """Forgets all times, because the backend computes in another precision from here on.
+
+        Everything launched has been observed before.
         """
 
 
 class FixedPacer:
-    """One strategy while few rows run, plain decoding above: verification is free only while the machine has
-    room.
+    """A pacer with one strategy while few rows run, and plain decoding above.
+
+    Verification is nearly free only while the machine has capacity left.
     """
 
-    def __init__(self, strategy: Strategy, max_running: int = 1 << 30) -> None:
+    def __init__(self, strategy: Strategy, max_running: int = UNLIMITED) -> None:
         self.strategy = strategy
         self.max_running = max_running
         self._moment: Moment | None = None
@@ -101,10 +118,9 @@ class FixedPacer:
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
             fits = moment.running <= self.max_running and self.strategy.queries <= moment.max_queries
-            self._moment, self._decision = (
-                moment,
-                Decision(self.strategy if fits else PLAIN, moment.running, moment.context),
-            )
+            strategy = self.strategy if fits else PLAIN
+            self._moment = moment
+            self._decision = Decision(strategy, moment.running, moment.context)
         return self._decision
 
     def observe(self, observation: Observation) -> None:

@@ -1,4 +1,4 @@
-"""What was decided and what came of it, in rows that a file can hold and a report can plot."""
+"""`trace.jsonl`: what was decided and what came of it, in rows that a report can plot."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.pacing.strategy import Decision, Observation, Strategy
 
-NEEDED = {"step", "strategy", "reason", "context", "expected", "steps", "rows", "tokens", "seconds"}
+# Keys without which a line is no row; `disturbed_seconds` came later.
+REQUIRED_KEYS = {"step", "strategy", "reason", "context", "expected", "steps", "rows", "tokens", "seconds"}
 
 
 @dataclass
@@ -18,12 +19,15 @@ class TraceRow:
 
     decision: Decision
     steps: int = 0
-    rows: int = 0  # summed over the steps
+    # Rows that ran, summed over the steps.
+    rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    disturbed_seconds: float = 0.0  # of these, in steps that waited for something else (a prefill, a capture)
+    # Of these seconds, those of steps that waited for something else (a prefill, a capture).
+    disturbed_seconds: float = 0.0
 
     def note(self, observation: Observation) -> None:
+        """Adds a step."""
         self.steps += 1
         self.rows += observation.running
         self.tokens += observation.tokens
@@ -32,16 +36,17 @@ class TraceRow:
 
     @property
     def running(self) -> float:
+        """Rows that ran, on average."""
         return self.rows / max(1, self.steps)
 
     @property
     def realised(self) -> float:
-        """Tokens per second."""
+        """Tokens per second that the steps made."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
-    """One line per row, under the step of the run that it belongs to."""
+    """Appends one line per row, under the training step that its rollout belongs to."""
     with path.open("a") as file:
         for row in rows:
             decision = row.decision
@@ -61,21 +66,32 @@ def append_trace(path: Path, step: int, rows: Iterable[TraceRow]) -> None:
 
 
 def read_trace(path: Path) -> dict[int, list[TraceRow]]:
-    """By step of the run."""
+    """Returns the rows of each training step."""
     rows: dict[int, list[TraceRow]] = {}
-    for r in _records(path):
-        strategy, running = Strategy.parse(r["strategy"]), r["rows"] // max(1, r["steps"])
-        decision = Decision(strategy, running, r["context"], r["expected"], r["reason"])
-        rows.setdefault(r["step"], []).append(
-            TraceRow(
-                decision, r["steps"], r["rows"], r["tokens"], r["seconds"], r.get("disturbed_seconds", 0.0)
-            )
-        )
+    for record in _records(path):
+        rows.setdefault(record["step"], []).append(_row(record))
     return rows
 
 
+def _row(record: dict[str, Any]) -> TraceRow:
+    return TraceRow(
+        decision=Decision(
+            Strategy.parse(record["strategy"]),
+            running=record["rows"] // max(1, record["steps"]),
+            context=record["context"],
+            expected=record["expected"],
+            reason=record["reason"],
+        ),
+        steps=record["steps"],
+        rows=record["rows"],
+        tokens=record["tokens"],
+        seconds=record["seconds"],
+        disturbed_seconds=record.get("disturbed_seconds", 0.0),
+    )
+
+
 def cut_trace(path: Path, step: int) -> None:
-    """Drops later steps, which a resumed run will make again."""
+    """Drops steps after `step`, which a resumed run will make again."""
     if not path.is_file():
         return
     beside = path.with_suffix(".tmp")
@@ -86,13 +102,15 @@ def cut_trace(path: Path, step: int) -> None:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """A line that a crash cut off or damaged is no row; the trace is for looking at, and nothing follows from
-    it.
+    """Yields the lines that are rows, without those that a crash cut off or damaged.
+
+    The trace is for looking at; nothing follows from it.
     """
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+    lines = path.read_bytes().split(b"\n") if path.is_file() else ()
+    for line in lines:
         try:
             record = json.loads(line.decode())
         except ValueError:
             continue
-        if isinstance(record, dict) and record.keys() >= NEEDED:
+        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS:
             yield record

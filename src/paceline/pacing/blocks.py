@@ -1,0 +1,131 @@
+"""Blocks: consecutive steps that ran under one decision, and what the pacer reads from them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from statistics import median_low
+
+from paceline.pacing.situation import Situation, situation_of
+from paceline.pacing.strategy import Observation, Strategy
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """What a block of a drafter's steps did, compared with plain decoding by the guard."""
+
+    steps: int
+    running: int
+    context: float
+    seconds: float
+    # Steps that plain decoding would have needed for the same tokens.
+    plain_steps: float
+    drafts: int
+    accepted_at: tuple[int, ...]
+
+    @property
+    def situation(self) -> Situation:
+        """The situation in which the block began."""
+        return situation_of(self.running, self.context)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive steps under one decision, in order; the first one's batch and context stand for all."""
+
+    observations: tuple[Observation, ...]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that ran."""
+        return self.observations[0].decision.strategy
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the steps were a trial's."""
+        return self.observations[0].decision.reason == "trial"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self.observations)
+
+    @property
+    def running(self) -> int:
+        """Rows that ran in the first step."""
+        return self.observations[0].running
+
+    @property
+    def context(self) -> float:
+        """The rows' mean length in the first step."""
+        return self.observations[0].context
+
+    @cached_property
+    def situation(self) -> Situation:
+        """The situation in which the block began."""
+        return situation_of(self.running, self.context)
+
+    @cached_property
+    def clean(self) -> tuple[Observation, ...]:
+        """Steps whose time is the strategy's own: no catching up and nothing else in it."""
+        return tuple(o for o in self.observations if not (o.switched or o.disturbed))
+
+    @property
+    def median_verify_seconds(self) -> float:
+        """The policy's part of a clean step."""
+        return median_low(o.verify_seconds for o in self.clean)
+
+    @property
+    def median_draft_seconds(self) -> float:
+        """The drafter's part of a clean step."""
+        return median_low(o.draft_seconds for o in self.clean)
+
+    @property
+    def switch_step_seconds(self) -> list[float]:
+        """Seconds of the steps in which the drafter caught up, unless something else is in their time."""
+        return [o.seconds for o in self.observations if o.switched and not o.disturbed]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps."""
+        return sum(o.seconds for o in self.observations)
+
+    @cached_property
+    def drafts(self) -> int:
+        """Drafts of all steps."""
+        return sum(o.drafts for o in self.observations)
+
+    @cached_property
+    def accepted_at(self) -> tuple[int, ...]:
+        """Drafts whose first i + 1 tokens were accepted, over all steps."""
+        columns = zip(*(o.accepted_at for o in self.observations), strict=True)
+        return tuple(sum(column) for column in columns)
+
+    def lost_seconds(self, baseline: float) -> float:
+        """Returns the seconds lost against `baseline` tokens per second, never negative.
+
+        Disturbed steps are left out: a capture happens once and pays for ever, a prefill is nobody's fault.
+        """
+        undisturbed = (o for o in self.observations if not o.disturbed)
+        return max(0.0, sum(o.seconds - o.tokens / baseline for o in undisturbed))
+
+    def summary(self) -> BlockSummary:
+        """Returns what the guard compares with plain decoding, for a block with clean steps."""
+        steps = len(self.clean)
+        rows = sum(o.running for o in self.clean)
+        tokens = sum(o.tokens for o in self.clean)
+        return BlockSummary(
+            steps=steps,
+            running=self.running,
+            context=self.context,
+            seconds=sum(o.seconds for o in self.clean),
+            plain_steps=tokens / rows * steps,
+            drafts=self.drafts,
+            accepted_at=self.accepted_at,
+        )
+
+
+def split_into_blocks(observations: Iterable[Observation]) -> list[Block]:
+    """Groups observations, in their order, by the decision that they ran under."""
+    groups = groupby(observations, key=lambda o: id(o.decision))
+    return [Block(tuple(group)) for _, group in groups]
