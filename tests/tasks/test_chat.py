@@ -1,4 +1,4 @@
-"""Chat templates render what transformers renders, and prompts become the tokens transformers makes of them."""
+"""Chat templates render what transformers renders, and prompts encode to the tokens transformers gives."""
 
 import json
 
