@@ -11,7 +11,7 @@ import torch
 from paceline.config import CORRECTION_PRESETS, ConfigError, CorrectionConfig, load_config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import correct, corrected
-from paceline.learning.mismatch import Mismatch, measure, total
+from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
 from tests.learning.correction_oracle import Drawn, bounded_exp, correction_config, expected, k3
 
 # -- inputs -------------------------------------------------------------------------------------------------------------
@@ -137,17 +137,17 @@ def test_weights_have_no_gradient():
     seen = corrected(config, batch, correction, current_R, 1.0)
     assert not any(
         x.requires_grad
-        for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.anchor_logprobs_R)
+        for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.old_logprobs_R)
     )
 
 
 def test_decoupled_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
     batch, learner_R = pack_drawn(draw(1, 0.3))
-    for mode, anchor_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
+    for mode, old_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
         config = correction_config(mode=mode)
         assert torch.equal(
-            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).anchor_logprobs_R,
-            anchor_R,
+            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).old_logprobs_R,
+            old_R,
         )
 
 
@@ -198,8 +198,8 @@ def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
     parts: list[Mismatch] = []
     for piece in (drawn[:5], drawn[5:6], drawn[6:]):
         batch, learner_R = pack_drawn(piece)
-        parts.append(measure(batch, correct(config, batch, learner_R), learner_R, config.weight != "none"))
-    got = total(parts)
+        parts.append(measure_mismatch(batch, correct(config, batch, learner_R), learner_R, config.weight != "none"))
+    got = sum_mismatches(parts)
     assert got.metrics() == pytest.approx(expected_metrics(config, drawn), rel=1e-10, abs=1e-15)
     assert got.finite
 
@@ -209,7 +209,7 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
     config = correction_config(preset="icepop")
     for sampled in (True, False):
         batch, learner_R = pack_drawn([Drawn([-1.0, -1.0], [-1.0, bad], [True, sampled])])
-        assert measure(batch, correct(config, batch, learner_R), learner_R, True).finite == (not sampled)
+        assert measure_mismatch(batch, correct(config, batch, learner_R), learner_R, True).finite == (not sampled)
 
 
 # -- recipes ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from paceline.certify.certificate import Check
 from paceline.certify.subject import Policy, Subject
-from paceline.learning.batch import TrainingSequence, cut, micro_batches
+from paceline.learning.batch import TrainingSequence, split_by_tokens, micro_batches
 from paceline.learning.logprobs import token_logprobs
 from paceline.types import Completion
 
@@ -140,7 +140,7 @@ def _texts(completions: Sequence[Completion]) -> list[TrainingSequence]:
                 )
             )
     return [
-        text for part in cut(list(dict.fromkeys(texts)), BATCH_TOKENS) for text in part
+        text for part in split_by_tokens(list(dict.fromkeys(texts)), BATCH_TOKENS) for text in part
     ]  # what is equal once
 
 
