@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.learning.batch import split_by_tokens, micro_batches, training_sequence
+from paceline.learning.batch import micro_batches, split_by_tokens, training_sequence
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from tests.learning.samples import make_config, make_groups, make_policy
@@ -26,7 +26,8 @@ def test_entropy_and_chunking(monkeypatch):
 
 
 def test_a_nan_gradient_leaves_weights_and_moments_alone():
-    policy, groups = make_policy(), make_groups()
+    policy = make_policy()
+    groups = make_groups()
     learner = Learner(policy, make_config())
     learner.update(groups)
     before = [p.clone() for p in policy.parameters()] + [m.clone() for m in learner.optimiser.second_moments]
