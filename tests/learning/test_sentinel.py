@@ -28,7 +28,7 @@ from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config, tiny_overrides
 from tests.low_precision import BreakingBackend, breaking_session
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "rollout.backend=reference",
     "rollout.speculation.drafters=[]",
