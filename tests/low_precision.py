@@ -6,12 +6,14 @@ So a run that falls back must equal, number for number, the run that never left 
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from paceline.backend import BASE_PRECISION
+import torch
+
+from paceline.backend import LowPrecision
 from paceline.engine.reference import ReferenceBackend
-from paceline.types import Completion, FinishReason
+from paceline.types import Completion, FinishReason, Precision
 
 
 class BreakingBackend(ReferenceBackend):
@@ -24,8 +26,20 @@ class BreakingBackend(ReferenceBackend):
         self.fallbacks = 0
 
     @property
-    def precision(self) -> str:
-        return BASE_PRECISION if self.in_base else "fp8"
+    def precision(self) -> Precision:
+        return Precision.BASE if self.in_base else Precision.FP8
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        return None if self.in_base else self
+
+    attention_observer = None
+
+    def calibration_state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        pass
 
     def fall_back_to_base_precision(self) -> None:
         self.in_base = True

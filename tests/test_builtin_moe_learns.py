@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from paceline.learning.warmup import builtin_config
+from paceline.models.source import policy_folder
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
-from paceline.session import policy_folder
 
 
 def test_the_shipped_folder_is_small_and_opens_in_transformers():

@@ -40,7 +40,7 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
         (
             (8, 9),
             ["rollout.precision=fp8"],
-            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use bf16",
+            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use base",
         ),
         (None, ["run.device=cuda"], "run.device = 'cuda': torch sees no GPU here; use run.device=cpu"),
     ],
@@ -65,6 +65,6 @@ def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(
         ConfigError,
-        match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use bf16",
+        match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use base",
     ):
         CliRunner().invoke(app, ["bench", command, "--precision", "fp8"], catch_exceptions=False)

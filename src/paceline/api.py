@@ -6,16 +6,20 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import Config, load_config
-from paceline.engine.reference import ReferenceBackend
+from paceline.config import Config, PolicyConfig, load_config
+from paceline.device import best_device, prepare_torch
+from paceline.engine.engine import Engine
+from paceline.engine.settings import EngineSettings
 from paceline.loop import Result
 from paceline.loop import train as run_training
+from paceline.models.source import PolicySource, policy_dtype
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import DTYPES, load_policy
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.report.console import Console
-from paceline.session import policy_folder
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
+
+MAX_RUNNING = 256  # requests that `Policy.generate` decodes together
+MAX_KV_TOKENS = 1 << 20  # of its KV pool; requests beyond that wait
 
 
 def train(config: Config | None = None, resume: str | Path | None = None, quiet: bool = True) -> Result:
@@ -27,10 +31,15 @@ def train(config: Config | None = None, resume: str | Path | None = None, quiet:
     )
 
 
-def load(folder: str | Path = "builtin", dtype: str = "float32") -> "Policy":
-    """A policy from a Hugging Face folder, a checkpoint's `policy/`, or the built-in one."""
-    path = policy_folder(str(folder))
-    return Policy(load_policy(path, DTYPES[dtype]), load_tokenizer(path))
+def load(folder: str | Path = "builtin", dtype: str = "auto", device: str = "auto") -> "Policy":
+    """Returns a policy from a Hugging Face folder, a checkpoint's `policy/`, or a shipped one by name.
+
+    `auto` is the GPU at hand in bfloat16, or the CPU in float32.
+    """
+    where = best_device() if device == "auto" else torch.device(device)
+    config = PolicyConfig(path=str(folder), dtype=dtype)
+    source = PolicySource.of(config)
+    return Policy(source.load(policy_dtype(config, where), where), load_tokenizer(source.folder))
 
 
 class Policy:
@@ -48,11 +57,9 @@ class Policy:
         temperature: float = 1.0,
         max_tokens: int = 256,
     ) -> list[list[str]]:
-        """`samples` texts for each prompt; the same seed gives the same texts."""
-        return [
-            [self.tokenizer.decode(c.tokens) for c in group]
-            for group in self.complete(prompts, samples, seed, temperature, max_tokens)
-        ]
+        """Returns `samples` texts for each prompt; the same seed gives the same texts."""
+        groups = self.complete(prompts, samples, seed, temperature, max_tokens)
+        return [[self.tokenizer.decode(completion.tokens) for completion in group] for group in groups]
 
     def complete(
         self,
@@ -62,6 +69,7 @@ class Policy:
         temperature: float = 1.0,
         max_tokens: int = 256,
     ) -> list[list[Completion]]:
+        """Returns `samples` completions for each prompt, with tokens and logprobs, from the native engine."""
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         requests = [
             Request(
@@ -74,8 +82,25 @@ class Policy:
             for p, text in enumerate(prompts)
             for s in range(samples)
         ]
-        backend = ReferenceBackend(self.decoder)
-        backend.submit(requests)
-        with torch.inference_mode():
-            done = {completion.request.id: completion for completion in backend.completions()}
+        done = self._run(requests)
         return [[done[f"{p}/{s}"] for s in range(samples)] for p in range(len(prompts))]
+
+    def _run(self, requests: Sequence[Request]) -> dict[str, Completion]:
+        if not requests:
+            return {}
+        prepare_torch(self.decoder.device)
+        running = min(MAX_RUNNING, len(requests))
+        limit = self.decoder.config.max_positions
+        longest = min(limit, max(len(r.prompt) + r.sampling.max_tokens for r in requests))
+        # Room for every running request, and for the blocks that steps reserve ahead.
+        kv_tokens = max(longest + 256, min(MAX_KV_TOKENS, running * (longest + 256)))
+        engine = Engine(
+            self.decoder, EngineSettings(max_running=running, kv_tokens=kv_tokens), self.tokenizer
+        )
+        engine.submit(requests)
+        done = {completion.request.id: completion for completion in engine.completions()}
+        engine.close()
+        for completion in done.values():
+            if completion.error:
+                raise ValueError(f"prompt {completion.request.group}: {completion.error}")
+        return done

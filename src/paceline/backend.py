@@ -1,16 +1,21 @@
-"""The contract between the loop and whatever generates its completions.
+"""The contract between the RL loop and whatever generates its completions.
 
-    submit(requests) ──▶ completions() yields each one as it finishes ──▶ update_weights(version) ──▶ submit ...
+    submit(requests) ──▶ completions() yields each as it finishes ──▶ update_weights(version) ──▶ submit ...
 
 More requests may be submitted while completions are being read. `pause` makes `completions` return early with
 the rest outstanding; after `resume` it goes on, under new weights if there were any: the completion then has
-a segment per version. Noise depends on seed and absolute position only, so a sequence is continued by a
-request with the same seed whose prompt is everything so far, and a request that is run again anywhere gives
-the same tokens.
+a segment per weight version. Sampling noise depends on seed and absolute position only, so a sequence is
+continued by a request with the same seed whose prompt is everything so far, and a request that is run again
+anywhere gives the same tokens.
+
+Every generator implements `Backend`. What only some can do is a capability that a generator declares:
+`speculation` (its drafters can be watched, saved and taught) and `low_precision` (it computes below the
+policy's own type and can stop doing so). A generator without one says None and implements nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -19,72 +24,112 @@ from torch import nn
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
 from paceline.stats import RolloutStats
-from paceline.types import Completion, Request
-
-BASE_PRECISION = "bf16"  # the recipe's name for rollouts in the policy's own type, whichever that is
+from paceline.types import Completion, Precision, Request
 
 
 class WeightsNotFinite(RuntimeError):
-    """The policy's weights cannot be brought into the rollout's precision; the message says which."""
+    """Raised when the policy's weights cannot be brought into the rollout's precision; says which."""
 
 
-class Backend(Protocol):
-    pacer: Pacer | None  # who chooses its strategies; None: nobody has to
+class Speculation(Protocol):
+    """A generator's speculative decoding: who chooses strategies, and what its drafters know."""
 
-    @property
-    def precision(self) -> str:
-        """What completions are computed in now, as the recipe names it; anything but `BASE_PRECISION` can be
-        fallen back from.
-        """
-
-    def submit(self, requests: Sequence[Request]) -> None: ...
-
-    def completions(self) -> Iterator[Completion]: ...
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests with `FinishReason.ABORTED`; they are still yielded, with what they have."""
-
-    def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """`weights` under Hugging Face names; None where the learner wrote into the storage this backend
-        reads.
-
-        A backend that converts them raises `WeightsNotFinite` where it cannot.
-        """
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def sleep(self) -> None:
-        """Gives cache memory back; only while nothing is outstanding."""
-
-    def wake(self) -> None: ...
-
-    def training(self) -> AbstractContextManager[None]:
-        """Within, somebody trains on the same device: nothing is done that this would disturb, such as
-        capturing a graph.
-        """
-
-    def take_stats(self) -> RolloutStats: ...
+    pacer: Pacer | None  # set to None, every step decodes plainly
 
     @property
-    def attention_observer(self) -> AttentionObserver | None:
-        """For the learner's forward passes, where this backend calibrates with what they compute."""
+    def keeps_tokens(self) -> bool:
+        """Whether completions are the same tokens with and without speculation."""
 
     @property
     def trainable_head(self) -> nn.Module | None:
-        """A drafter's, for whoever trains it: where it lies is where proposals are computed from."""
+        """The head that proposals are computed from, if it lies in this process: a trainer writes into it."""
+
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Hands a trained head over; `weights` is None where the trainer wrote into `trainable_head`."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must keep beside the policy: what drafters have learned, and KV scales; empty
-        where there is nothing.
-        """
+        """Returns what drafters have learned, for a checkpoint."""
 
-    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `drafter_state` returned; keys of drafters that are not here are ignored."""
+
+
+class LowPrecision(Protocol):
+    """A generator that computes below the policy's own type, and can go back to it."""
+
+    @property
+    def attention_observer(self) -> AttentionObserver | None:
+        """Sees q, k and v of the learner's forward passes, where KV scales are calibrated with them."""
 
     def fall_back_to_base_precision(self) -> None:
-        """From now on `BASE_PRECISION`, with the weights of the current version. Only while nothing is
-        outstanding.
+        """Switches to `Precision.BASE` with the current weights; only while nothing is outstanding."""
+
+    def calibration_state(self) -> dict[str, torch.Tensor]:
+        """Returns the scales that a resumed run must sample with."""
+
+    def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `calibration_state` returned."""
+
+
+class Backend(ABC):
+    """Turns requests into completions. Subclasses: the native engine, the reference generator."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> Precision:
+        """The precision that completions are computed in now."""
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The capability to speculate; None where nothing ever proposes tokens."""
+        return None
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        """The capability to fall back to the policy's own type; None while that is what it computes in."""
+        return None
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. One that can never run ends with `FinishReason.REFUSED` and the reason."""
+
+    @abstractmethod
+    def completions(self) -> Iterator[Completion]:
+        """Yields each completion as it finishes, until nothing is outstanding or `pause` was called."""
+
+    @abstractmethod
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests with `FinishReason.ABORTED`; they are still yielded, with what they have."""
+
+    @abstractmethod
+    def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """Takes new weights under Hugging Face names; None where the learner wrote into shared storage.
+
+        A generator that converts them raises `WeightsNotFinite` where it cannot.
         """
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def pause(self) -> None:
+        """Makes `completions` return before its next step; may be called from another thread."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Lets `completions` go on."""
+
+    @abstractmethod
+    def take_stats(self) -> RolloutStats:
+        """Returns what was done since the last call, and starts counting anew."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drops everything that is outstanding and releases what is held."""
+
+    def sleep(self) -> None:  # noqa: B027 - optional: a generator on a device of its own has nothing to give
+        """Gives cache memory back; only while nothing is outstanding."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Takes the cache memory again."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Returns a context within which somebody trains on the same device, so no graph is captured."""
+        return nullcontext()

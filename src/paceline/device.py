@@ -6,60 +6,59 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.backend import BASE_PRECISION
 from paceline.config import Config, ConfigError
+from paceline.types import Precision
 
-BF16_CAPABILITY, FP8_CAPABILITY = (
-    (8, 0),
-    (9, 0),
-)  # compute capabilities from which on a GPU computes in them, as our kernels do
+# The compute capabilities from which on a GPU computes in these types, as our kernels do.
+BF16_CAPABILITY = (8, 0)
+FP8_CAPABILITY = (9, 0)
 
 
 def best_device() -> torch.device:
+    """Returns the GPU at hand if our kernels run on it, else the CPU."""
     usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= BF16_CAPABILITY
     return torch.device("cuda" if usable else "cpu")
 
 
 def prepare_device(config: Config) -> torch.device:
+    """Returns the recipe's device and sets torch up for rollouts on it; raises where it cannot be used."""
     wanted = config.run.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "run.device = 'cuda': torch sees no GPU here; use run.device=cpu, and `paceline doctor` for the reason"
+            "run.device = 'cuda': torch sees no GPU here; use run.device=cpu, "
+            "and `paceline doctor` for the reason"
         )
-    device = (
-        torch.device("cuda")
-        if wanted == "cuda"
-        else torch.device("cpu")
-        if wanted == "cpu"
-        else best_device()
-    )
+    device = best_device() if wanted == "auto" else torch.device(wanted)
     if device.type == "cuda":
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
-    torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
-    if device.type == "cpu":
-        # oneDNN packs the weight anew at every call, which costs more than it gains at the few rows of a
-        # rollout.
-        torch.backends.mkldnn.enabled = False
+    prepare_torch(device)
     return device
 
 
+def prepare_torch(device: torch.device) -> None:
+    """Sets torch's process-wide switches for rollouts on this device."""
+    torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
+    if device.type == "cpu":
+        # oneDNN packs the weight anew at every call, which costs more than it gains at a rollout's few rows.
+        torch.backends.mkldnn.enabled = False
+
+
 def refuse_old_gpu(precision: str, key: str) -> None:
-    """Where the GPU at hand cannot compute in bf16, or in the rollout's `precision`, which `key` asked
-    for.
-    """
+    """Raises where the GPU at hand computes neither in bf16 nor in the `precision` that `key` asked for."""
+    precision = Precision(precision)
     capability = torch.cuda.get_device_capability()
     told = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
     if capability < BF16_CAPABILITY:
         raise ConfigError(f"run.device = 'cuda': {told} does not compute in bf16; use run.device=cpu")
-    if precision != BASE_PRECISION and capability < FP8_CAPABILITY:
+    if precision is not Precision.BASE and capability < FP8_CAPABILITY:
         raise ConfigError(
-            f"{key} = {precision!r} needs Hopper or newer, this is {told}; use {BASE_PRECISION}"
+            f"{key} = {precision.value!r} needs Hopper or newer, this is {told}; use {Precision.BASE}"
         )
 
 
 @contextmanager
 def learning_threads(config: Config) -> Iterator[None]:
-    """Learning's matrices are worth all cores; everything else runs on one."""
+    """Gives torch all cores within: learning's matrices are worth it, everything else runs on one."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
     try:
         yield

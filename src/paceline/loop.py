@@ -7,10 +7,9 @@ work. A killed run continues from its newest checkpoint and computes what it wou
 """
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from paceline.backend import WeightsNotFinite
@@ -23,11 +22,11 @@ from paceline.config import (
     learning_notes,
     rollout_notes,
 )
-from paceline.device import learning_threads
-from paceline.drafting.online import make_online
+from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
+    load_calibration,
     load_checkpoint,
     load_drafters,
     newest_checkpoint,
@@ -37,7 +36,7 @@ from paceline.learning.checkpoint import (
     whole_checkpoints,
 )
 from paceline.learning.learner import Learner
-from paceline.learning.sentinel import Sentinel, UnsafeRollouts
+from paceline.learning.sentinel import Inspect, Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
@@ -52,12 +51,15 @@ from paceline.rollout.evaluation import evaluate
 from paceline.rollout.samples import write_groups
 from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts
 from paceline.session import Session, open_session
+from paceline.stats import RolloutStats
 from paceline.tasks.order import ProblemOrder
-from paceline.types import Group
+from paceline.types import Group, Purpose
 
 
 @dataclass(frozen=True)
 class Result:
+    """How a run ended."""
+
     finished: bool  # False: interrupted, resumable
     summary: Summary
 
@@ -69,169 +71,253 @@ def train(
     replay: Path | None = None,
     console: Console | None = None,
 ) -> Result:
-    console = console or Console(quiet=True)
-    run = None if resume is None else _reopen(RunDirectory.open(resume), config)
-    session = open_session(config, learns=True)
-    console.plan(session.plan)
-    for note in [*learning_notes(config.learning), *rollout_notes(config.rollout)]:
-        console.warn(note)
-    clock = StageClock(session.device)
-    learner = Learner(session.policy, config, console.warn)
-    learner.observe_attention = session.backend.attention_observer
-    online = make_online(session.policy, session.backend.trainable_head, config, console.warn)
-    state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
-    if run is not None:
-        checkpoint = newest_checkpoint(run.checkpoints_path, console.warn)
-        if checkpoint is not None:
-            state = load_checkpoint(checkpoint, session.policy, learner.optimiser)
-            drafters = load_drafters(checkpoint)
-            session.backend.load_drafter_state(drafters)
-            if online is not None:
-                online.load_state(drafters)
-        run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
-        console.resumed(run.path, state.step)
-    sentinel = Sentinel(
-        config.rollout.sentinel, session.backend, state, live=replay is None, warn=console.warn
-    )
-    if state.step:
-        load_pacing(
-            run.pacing_path, session.backend.pacer, session.machine, console.warn
-        )  # not before the sentinel: it may have fallen back
-    order = ProblemOrder(session.task.train, config.run.seed, state.task_position)
-    source = _rollout_source(session, order, replay, console)
-    run = run or RunDirectory.create(config, recipe)  # not before everything it needs has been found
-    writers = make_writers(config, run.path)
-    best_accuracy = state.best_accuracy
-    checkpoints = partial(whole_checkpoints, run.checkpoints_path, console.warn)
+    """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts."""
+    return Trainer(config, recipe, resume, replay, console or Console(quiet=True)).run()
 
-    def record(step: int, kind: str, metrics: dict[str, float]) -> None:
-        run.append_metrics({"step": step, "kind": kind, **metrics})
-        for writer in writers:
-            writer.write(step, metrics)
 
-    def evaluate_at(step: int) -> None:
-        nonlocal best_accuracy
-        with clock("evaluate"):
-            evaluation = evaluate(session.sampler, session.task.held_out, config.eval)
-            session.backend.take_stats()  # they are not the next rollout's
-        record(step, "eval", evaluation.metrics() | clock.take_metrics())
-        console.evaluated(step, evaluation)
-        if evaluation.accuracy.value > best_accuracy:
-            best_accuracy = evaluation.accuracy.value
-            save_best(run.checkpoints_path, session.policy, session.policy_folder)
+class Trainer:
+    """One training run: its parts, and what each step does with them."""
 
-    def save(step: int) -> None:
-        harmed = not_finite(session.policy)
+    def __init__(
+        self, config: Config, recipe: str, resume: Path | None, replay: Path | None, console: Console
+    ) -> None:
+        self.config = config
+        self.console = console
+        self.live = replay is None
+        resumed = None if resume is None else _reopen(RunDirectory.open(resume), config)
+        self.session = open_session(config, learns=True)
+        console.plan(self.session.plan)
+        for note in [*learning_notes(config.learning), *rollout_notes(config.rollout)]:
+            console.warn(note)
+        self.clock = StageClock(self.session.device)
+        self.learner = self._make_learner()
+        self.online = self._make_online()
+        state = self._restore(resumed)
+        self.sentinel = Sentinel(
+            config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
+        )
+        self.order = ProblemOrder(self.session.task.train, config.run.seed, state.task_position)
+        self.source = _rollout_source(self.session, self.order, replay, console)
+        if resumed is not None and state.step:
+            self._load_pacing(resumed)
+        self.directory = resumed or RunDirectory.create(config, recipe)  # now that nothing is missing
+        self.writers = make_writers(config, self.directory.path)
+        self.step_number = state.step
+        self.best_accuracy = state.best_accuracy
+        self.save_due = False
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Trains until the recipe's last step or an interruption."""
+        last = self.config.run.steps
+        self.console.start_of_run(
+            self.config.policy.path,
+            self.config.task.name,
+            f"{self.session.device_name}, {self.session.policy.dtype}",
+            self.directory.path,
+        )
+        self._hand_over_weights()
+        with _interruptible(self.console) as interrupted:
+            if self.step_number == 0:
+                self.evaluate()
+            self.console.start(last)
+            while self.step_number < last and not interrupted:
+                self.step_number += 1
+                self.step()
+                if self._eval_is_due():
+                    self.evaluate()
+                self._save_if_due(bool(interrupted))
+        if self.step_number == last and self.live:
+            self._compare_with_plain_decoding()
+        for writer in self.writers:
+            writer.close()
+        self.session.close()
+        return Result(finished=self.step_number >= last, summary=summarise_run(self.directory))
+
+    def step(self) -> None:
+        """Makes one step: rollout, update, drafter, new weights, records."""
+        step = self.step_number
+        groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self._rewinder())
+        if self.online is not None:
+            metrics |= self._train_drafter(self.online, groups)
+        with self.clock("sync"):
+            self._hand_over_weights()
+        stats = self.source.take_stats()
+        if self.online is not None and self.online.name in stats.drafts:
+            drafts = stats.drafts[self.online.name]
+            self.online.observe(drafts.first_accepted, drafts.drafts)
+        metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
+        metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        self._record_step(groups, stats, metrics)
+        if self.sentinel.hopeless:
+            raise self._failure(self.sentinel.hopeless)
+
+    def evaluate(self) -> None:
+        """Measures the policy on held-out problems, and keeps it if it is the best so far."""
+        with self.clock("evaluate"):
+            evaluation = evaluate(self.session.sampler, self.session.task.held_out, self.config.eval)
+            self.session.backend.take_stats()  # they are not the next rollout's
+        self._record("eval", evaluation.metrics() | self.clock.take_metrics())
+        self.console.evaluated(self.step_number, evaluation)
+        if evaluation.accuracy.value > self.best_accuracy:
+            self.best_accuracy = evaluation.accuracy.value
+            save_best(self.directory.checkpoints_path, self.session.policy, self.session.policy_folder)
+
+    def save(self) -> None:
+        """Writes a checkpoint from which the run goes on as if it had never stopped."""
+        harmed = not_finite(self.session.policy)
         if harmed:  # a checkpoint of them would push out a sound one
-            raise sentinel.failure(
-                f"after step {step} {len(harmed)} parameters are not finite, first {harmed[0]}",
-                run.path,
-                checkpoints(),
+            raise self._failure(
+                f"after step {self.step_number} {len(harmed)} parameters are not finite, first {harmed[0]}"
             )
-        state = TrainingState(
-            step,
-            learner.optimiser.steps,
-            order.position,
-            best_accuracy,
-            sentinel.fallback,
-            sentinel.capped_steps,
-        )
-        drafters, keep = (
-            session.backend.drafter_state() | (online.state() if online is not None else {}),
-            config.checkpoint.keep,
-        )
+        backend = self.session.backend
+        drafters = backend.speculation.drafter_state() if backend.speculation else {}
+        if self.online is not None:
+            drafters |= self.online.state()
         save_checkpoint(
-            run.checkpoints_path,
-            session.policy,
-            learner.optimiser,
-            state,
-            session.policy_folder,
-            keep,
+            self.directory.checkpoints_path,
+            self.session.policy,
+            self.learner.optimiser,
+            TrainingState(
+                step=self.step_number,
+                optimiser_steps=self.learner.optimiser.steps,
+                task_position=self.order.position,
+                best_accuracy=self.best_accuracy,
+                fallback=self.sentinel.fallback,
+                capped_steps=self.sentinel.capped_steps,
+            ),
+            self.session.policy_folder,
+            self.config.checkpoint.keep,
             drafters,
+            backend.low_precision.calibration_state() if backend.low_precision else {},
         )
-        save_pacing(run.pacing_path, session.backend.pacer, session.machine)
-        if online is not None:
-            replace_folder(run.checkpoints_path / "eagle", online.save)
+        if backend.speculation is not None:
+            machine = self.session.machine(self.sentinel.precision)
+            save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
+        if self.online is not None:
+            replace_folder(self.directory.checkpoints_path / "eagle", self.online.save)
 
-    def hand_over_weights(step: int) -> None:
+    # -- the parts of a step ----------------------------------------------------------------------
+
+    def _roll_out(self) -> list[Group]:
+        with self.clock("rollout"):
+            groups = self.source.collect(self.step_number)
+            return punish_overlong(
+                groups, self.config.rollout.max_tokens, self.config.learning.overlong_share
+            )
+
+    def _learn(self, groups: list[Group], inspect: Inspect) -> dict[str, float]:
+        with self.clock("learn"), self.session.learning():
+            return self.learner.update(groups, inspect)
+
+    def _rewinder(self) -> Callable[[], None]:
+        """Returns what takes a step back to where it is now, so that it can be made again."""
+        position = self.order.position
+
+        def rewind() -> None:
+            self.order.position = position
+            self.source.take_stats()
+
+        return rewind
+
+    def _train_drafter(self, online: OnlineDrafter, groups: list[Group]) -> dict[str, float]:
+        with self.clock("drafter"), self.session.learning(needs_memory=online.due):
+            metrics = online.follow(self.step_number, groups)
+        self.session.backend.speculation.publish_drafter(self.step_number)
+        return metrics
+
+    def _hand_over_weights(self) -> None:
         try:
-            session.backend.update_weights(version=step)
+            self.session.backend.update_weights(version=self.step_number)
         except WeightsNotFinite as problem:
-            raise sentinel.failure(f"after step {step} {problem}", run.path, checkpoints()) from None
+            raise self._failure(f"after step {self.step_number} {problem}") from None
 
-    def roll_out_and_learn(step: int) -> tuple[list[Group], dict[str, float]]:
-        with clock("rollout"):
-            groups = punish_overlong(
-                source.collect(step), config.rollout.max_tokens, config.learning.overlong_share
-            )
-            sentinel.check_rollouts(groups)
-        with clock("learn"), learning_threads(config), session.backend.training(), session.learning_memory():
-            metrics = learner.update(groups, sentinel.check_mismatch)
-        sentinel.check_update(
-            step, metrics
-        )  # not before the KV pool is awake: falling back builds another one
-        if online is not None:
-            with (
-                clock("drafter"),
-                learning_threads(config),
-                session.backend.training(),
-                session.learning_memory(online.due),
-            ):
-                metrics |= online.follow(step, groups)
-        return groups, metrics
+    def _record_step(self, groups: list[Group], stats: RolloutStats, metrics: dict[str, float]) -> None:
+        append_trace(self.directory.trace_path, self.step_number, stats.trace)
+        self._record("train", metrics)
+        samples = self.directory.samples_path / f"step_{self.step_number:06d}.jsonl"
+        write_groups(samples, groups[: self.config.report.samples_per_step], self.session.tokenizer)
+        self.console.step(self.step_number, metrics)
 
-    step = state.step
-    due = False  # a checkpoint is
-    hand_over_weights(step)
-    with _interruptible(console) as interrupted:
-        if step == 0:
-            evaluate_at(0)
-        console.start(config.run.steps)
-        while step < config.run.steps and not interrupted:
-            step += 1
-            position = order.position
-            try:
-                groups, metrics = roll_out_and_learn(step)
-            except (
-                UnsafeRollouts
-            ) as problem:  # the weights have not moved: the same problems and seeds, in base precision
-                sentinel.fall_back(step, str(problem))
-                order.position = position
-                source.take_stats()
-                groups, metrics = roll_out_and_learn(step)
-            with clock("sync"):
-                hand_over_weights(step)
-            metrics |= sentinel.end_step(step, metrics)
-            stats = source.take_stats()
-            if online is not None and online.name in stats.drafts:
-                online.observe(stats.drafts[online.name].first_accepted, stats.drafts[online.name].drafts)
-            append_trace(run.trace_path, step, stats.trace)
-            metrics |= rollout_metrics(groups, stats) | sampling_metrics(source) | clock.take_metrics()
-            metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-            record(step, "train", metrics)
-            write_groups(
-                run.samples_path / f"step_{step:06d}.jsonl",
-                groups[: config.report.samples_per_step],
-                session.tokenizer,
-            )
-            console.step(step, metrics)
-            sentinel.stop_if_hopeless(run.path, checkpoints)
-            if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
-                evaluate_at(step)
-            due = due or step == config.run.steps or step % config.checkpoint.every == 0 or bool(interrupted)
-            if (
-                due and not sentinel.failed_steps
-            ):  # the weights may be what failed; the next step that learns is saved
-                save(step)
-                due = False
-    if step == config.run.steps and replay is None:
-        check = check_speculation(session, order.position, step + 1)
+    def _record(self, kind: str, metrics: dict[str, float]) -> None:
+        self.directory.append_metrics({"step": self.step_number, "kind": kind, **metrics})
+        for writer in self.writers:
+            writer.write(self.step_number, metrics)
+
+    def _eval_is_due(self) -> bool:
+        every = self.config.eval.every
+        return self.step_number == self.config.run.steps or bool(every and self.step_number % every == 0)
+
+    def _save_if_due(self, interrupted: bool) -> None:
+        last = self.step_number == self.config.run.steps
+        regular = self.step_number % self.config.checkpoint.every == 0
+        self.save_due = self.save_due or last or regular or interrupted
+        # After a failed step the weights may be what failed; the next step that learns is saved instead.
+        if self.save_due and not self.sentinel.failed_steps:
+            self.save()
+            self.save_due = False
+
+    def _compare_with_plain_decoding(self) -> None:
+        rollout = self.config.rollout
+        problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
+            rollout.prompts_per_step
+        )
+        check = check_speculation(
+            self.session.backend,
+            lambda: self.session.sampler.sample(
+                problems,
+                Purpose.TRAIN,
+                self.step_number + 1,
+                rollout.samples_per_prompt,
+                self.session.train_sampling(),
+            ),
+        )
         if check is not None:
-            console.speculation(check)
-    for writer in writers:
-        writer.close()
-    session.close()
-    return Result(finished=step >= config.run.steps, summary=summarise_run(run))
+            self.console.speculation(check)
+
+    def _failure(self, reason: str) -> TrainingFailed:
+        checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)
+        return training_failed(reason, self.directory.path, checkpoints)
+
+    # -- setup ------------------------------------------------------------------------------------
+
+    def _make_learner(self) -> Learner:
+        learner = Learner(self.session.policy, self.config, self.console.warn)
+        if self.session.backend.low_precision is not None:
+            learner.observe_attention = self.session.backend.low_precision.attention_observer
+        return learner
+
+    def _make_online(self) -> OnlineDrafter | None:
+        speculation = self.session.backend.speculation
+        head = speculation.trainable_head if speculation is not None else None
+        return make_online(self.session.policy, head, self.config, self.console.warn)
+
+    def _restore(self, run: RunDirectory | None) -> TrainingState:
+        """Brings every part to where the run stands and returns that; without a checkpoint, its beginning."""
+        state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
+        if run is None:
+            return state
+        checkpoint = newest_checkpoint(run.checkpoints_path, self.console.warn)
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, self.session.policy, self.learner.optimiser)
+            drafters = load_drafters(checkpoint)
+            backend = self.session.backend
+            if backend.speculation is not None:
+                backend.speculation.load_drafter_state(drafters)
+            if backend.low_precision is not None:
+                backend.low_precision.load_calibration_state(load_calibration(checkpoint))
+            if self.online is not None:
+                self.online.load_state(drafters)
+        run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
+        self.console.resumed(run.path, state.step)
+        return state
+
+    def _load_pacing(self, run: RunDirectory) -> None:
+        speculation = self.session.backend.speculation
+        if speculation is not None:
+            machine = self.session.machine(self.sentinel.precision)
+            load_pacing(run.pacing_path, speculation.pacer, machine, self.console.warn)
 
 
 def _rollout_source(
@@ -241,7 +327,11 @@ def _rollout_source(
         return SavedRollouts(replay)
     rollout = session.config.rollout
     live = LiveRollouts(
-        session.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, session.train_sampling()
+        session.sampler,
+        order,
+        rollout.prompts_per_step,
+        rollout.samples_per_prompt,
+        session.train_sampling(),
     )
     rounds = session.config.learning.dynamic_sampling_rounds
     return DynamicSampling(live, rollout.prompts_per_step, rounds, console.warn) if rounds else live
@@ -253,7 +343,8 @@ def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
     if refused:
         listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"{run.path} cannot resume with changed keys ({listing}). Allowed to change: {', '.join(RESUME_MAY_CHANGE)}"
+            f"{run.path} cannot resume with changed keys ({listing}). "
+            f"Allowed to change: {', '.join(RESUME_MAY_CHANGE)}"
         )
     run.write_config(config)
     return run
@@ -261,7 +352,7 @@ def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
 
 @contextmanager
 def _interruptible(console: Console) -> Iterator[list[bool]]:
-    """The first Ctrl-C lets the step finish and saves it; a second one ends the run on the spot."""
+    """Lets the step finish and be saved at the first Ctrl-C; a second one ends the run on the spot."""
     interrupted: list[bool] = []
 
     def on_interrupt(signal_number: int, frame: object) -> None:

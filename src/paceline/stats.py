@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.pacing.strategy import Observation
 from paceline.pacing.trace import TraceRow
+from paceline.types import Precision
 
 
 @dataclass
@@ -47,7 +48,7 @@ class RolloutStats:
 class PrecisionStats:
     """A rollout below the policy's own precision."""
 
-    precision: str
+    precision: Precision
     quantise_seconds: float  # the last weight update's
     kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
     kv_base_layers: int  # whose keys and values went back to the policy's own type

@@ -1,4 +1,4 @@
-"""What travels between the rooms: requests, completions, samples.
+"""What travels between the packages: requests, completions, samples.
 
 Plain data without torch. A backend turns requests into completions, a task scores them, the learner learns
 from the groups they form.
@@ -15,6 +15,30 @@ class Purpose(StrEnum):
 
     TRAIN = "train"
     EVAL = "eval"
+
+
+class Precision(StrEnum):
+    """What rollouts are computed in. The learner's parameters never change type."""
+
+    BASE = (
+        "base"  # the policy's own type: bfloat16 on a GPU, float32 on a CPU, unless the recipe says otherwise
+    )
+    FP8 = "fp8"  # layer weights and activations in blockwise FP8
+    FP8_KV = "fp8+kv"  # and keys and values
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Precision | None":
+        return cls.BASE if value == "bf16" else None  # how recipes and runs used to spell `base`
+
+    @property
+    def fp8_weights(self) -> bool:
+        """Whether the layers' projections multiply in FP8."""
+        return self is not Precision.BASE
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether the KV cache holds FP8."""
+        return self is Precision.FP8_KV
 
 
 class FinishReason(StrEnum):

@@ -32,7 +32,7 @@ def test_strategies_generate_the_same_and_figures_add_up():
     )
     classical = [p for p in points if p.strategy.endswith("rejection")]
     points = [p for p in points if p not in classical]
-    assert [p.strategy for p in points] == ["plain", "plain, seated", "history:2", "history:4"] * 2
+    assert [p.strategy for p in points] == ["plain", "plain, drafter on", "history:2", "history:4"] * 2
     assert len(classical) == 4 and all(p.identical is None for p in classical), (
         "rejection samples the same distribution, not the same tokens"
     )

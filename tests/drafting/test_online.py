@@ -20,9 +20,9 @@ from paceline.engine.reference import ReferenceBackend
 from paceline.learning.batch import TrainingSequence, pack
 from paceline.learning.checkpoint import load_drafters
 from paceline.loop import train
+from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
-from paceline.session import BUILTIN_POLICY
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.loop_helpers import comparable_metrics
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paceline.config import Config, ConfigError, SpeculationConfig, load_config
-from paceline.drafting.factory import make_drafter
+from paceline.drafting.factory import DrafterFactory
+from paceline.models.source import BUILTIN_POLICY
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy, save_policy
@@ -19,7 +20,7 @@ from paceline.policy.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
-from paceline.session import BUILTIN_POLICY, make_backend
+from paceline.session import make_backend
 from paceline.tasks.running_sums import ALPHABET
 
 POLICY = load_policy(BUILTIN_POLICY, torch.float32)
@@ -103,7 +104,7 @@ def test_a_head_whose_tensors_are_damaged_is_named(tmp_path):
     with pytest.raises(
         ConfigError, match=f"rollout.speculation.eagle_path = '{tmp_path}': .*neither safetensors"
     ):
-        make_drafter("eagle", POLICY, SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path)))
+        DrafterFactory(SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))).make("eagle", POLICY)
 
 
 def test_renamed_reserved_tokens_do_not_make_another_tokenizer():

@@ -11,7 +11,7 @@ import torch
 from paceline.config import ConfigError, load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.engine.factory import make_native
+from paceline.engine.factory import make_engine
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -64,7 +64,7 @@ def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
     remedy = rf"`paceline drafter train`, or leave {drafter} out of rollout.speculation.drafters"
     said = rf"^rollout.speculation.{key} = '{folder / name}': .*{reason}.*{remedy}$"
     with pytest.raises(ConfigError, match=said):
-        make_native(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None)
+        make_engine(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None)
     with pytest.raises(ConfigError, match=said):
         rollout_bytes(Decoder(SHAPE, torch.float32, "meta"), config)
 
@@ -73,7 +73,7 @@ def test_the_key_and_the_way_out_are_named(folder, drafter, name, reason):
 def test_those_that_fit_are_made(folder, drafter, name):
     config = load_config(None, recipe(drafter, folder / name))
     assert (
-        make_native(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None).drafters[drafter].name
+        make_engine(Decoder(SHAPE).initialise(0), config.rollout, 256, tokenizer=None).drafters[drafter].name
         == drafter
     )
     assert rollout_bytes(Decoder(SHAPE, torch.float32, "meta"), config).drafter > 0

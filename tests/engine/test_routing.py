@@ -10,7 +10,7 @@ import torch
 from paceline.config import ConfigError, RolloutConfig, load_config
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.factory import make_native
+from paceline.engine.factory import make_engine as engine_from_recipe
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.paged.routing import RoutingRecord
@@ -218,13 +218,13 @@ def test_who_cannot_record_says_so():
         load_config(None, ["rollout.router_replay=true", "rollout.backend=reference"])
     dense = Decoder(DecoderConfig("qwen3", 97, 48, 80, 1, 6, 2, 16, 256)).initialise(0)
     with pytest.raises(ConfigError, match="rollout.router_replay = True: this policy has no experts"):
-        make_native(dense, RolloutConfig(router_replay=True), 64, tokenizer=None)
+        engine_from_recipe(dense, RolloutConfig(router_replay=True), 64, tokenizer=None)
 
 
 def test_the_plan_has_room_for_it(folder):
     policy = load_policy(folder, torch.float32)
     config = load_config(None, ["rollout.router_replay=true", "rollout.max_running=4"])
-    engine = make_native(policy, config.rollout, 512, tokenizer=None)
+    engine = engine_from_recipe(policy, config.rollout, 512, tokenizer=None)
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
     assert (
         kv_pool_bytes(planned.kv_token, 512)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from paceline.models.source import BUILTIN_POLICY
 from paceline.models.widen import NOTE_FILE, layer_places, named_shape, widen, widen_folder, widened_config
 from paceline.policy.attention import PackedAttention
 from paceline.policy.config import DecoderConfig, RopeConfig
@@ -16,7 +17,6 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import BUILTIN_POLICY
 
 BUILTIN = DecoderConfig("llama", 48, 128, 256, 6, 4, 2, 32, 512)  # the built-in policy's sizes
 TARGETS = {

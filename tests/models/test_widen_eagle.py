@@ -6,11 +6,11 @@ import torch
 from paceline.drafting.acceptance import measure_acceptance
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.models.source import BUILTIN_POLICY
 from paceline.models.widen import widen
 from paceline.models.widen_eagle import widen_eagle
 from paceline.policy.attention import PackedAttention
 from paceline.policy.huggingface import load_policy
-from paceline.session import BUILTIN_POLICY
 from paceline.types import Request, SamplingParams
 from tests.models.test_widen import TARGETS
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy, save_policy
 from paceline.policy.tokenizer import character_tokenizer, load_tokenizer, save_tokenizer
-from paceline.session import BUILTIN_POLICY
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 from tests.oracles import SMALL, small_model
 

@@ -12,9 +12,9 @@ from paceline.drafting.acceptance import Acceptance, measure_acceptance
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE, load_eagle, save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import BUILTIN_POLICY
 from paceline.tasks.running_sums import RunningSums
 from paceline.types import Completion, Request, SamplingParams
 from tests.peers.test_vllm import pytestmark as vllm_marks

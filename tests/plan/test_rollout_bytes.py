@@ -8,13 +8,13 @@ import torch
 from paceline.config import load_config
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.engine.factory import cpu_kv_tokens, make_native
+from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
+from paceline.models.source import BUILTIN_POLICY
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for, token_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy, save_policy
-from paceline.session import BUILTIN_POLICY
 from tests.plan.shapes import SMALL_SHAPES
 
 
@@ -31,7 +31,7 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     config = load_config(
         None, ["rollout.max_running=24", *(f"rollout.speculation.{setting}" for setting in speculation)]
     )
-    engine = make_native(
+    engine = make_engine(
         policy, config.rollout, 512, tokenizer=None, request_tokens=Lengths.of(config, policy.config).request
     )
     forward, runner = engine.runner.forward, engine.runner
@@ -93,7 +93,7 @@ def test_fp8_weights_and_cache_are_planned(precision):
     config, base = (
         load_config(None, ["rollout.max_running=24", f"rollout.precision={p}"]) for p in (precision, "bf16")
     )
-    engine = make_native(policy, config.rollout, 512, tokenizer=None)
+    engine = make_engine(policy, config.rollout, 512, tokenizer=None)
     planned, plain = (rollout_bytes(Decoder(policy.config, torch.float32, "meta"), c) for c in (config, base))
     assert planned.rows - plain.rows == sum(
         matrix.values.nbytes for matrix in engine.reduced.weights.matrices

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.models.source import BUILTIN_POLICY
 from paceline.models.widen import named_shape, widened_config
 from paceline.policy.config import read_config
-from paceline.session import BUILTIN_POLICY
 
 
 def test_the_head_is_planned_at_the_widened_size():

@@ -103,7 +103,7 @@ def test_it_samples_from_a_nearby_policy_and_says_so(folders):
         engine = make_engine(folders["qwen3"], precision)
         assert engine.precision == precision
         done = complete(engine, grouped_requests(prompts=4, samples=2, longest=30))
-        assert (engine.take_stats().precision is None) == (precision == "bf16")
+        assert (engine.take_stats().precision is None) == (precision == "base")
         differences[precision] = float(logprob_differences(engine, done).mean())
     assert differences["bf16"] < 1e-4
     assert 1e-3 < differences["fp8"] < 0.3 and 1e-3 < differences["fp8+kv"] < 0.3, differences
@@ -138,7 +138,7 @@ def test_an_update_requantises_and_recalibrates(folders):
     engine.update_weights(1)
     assert not torch.equal(engine.reduced.kv.scales_L2H, first)
     fresh = Engine(engine.policy, engine.settings)
-    fresh.load_drafter_state(engine.drafter_state())
+    fresh.load_calibration_state(engine.calibration_state())
     fresh.update_weights(1)
     assert torch.equal(fresh.reduced.kv.scales_L2H, engine.reduced.kv.scales_L2H), (
         "a checkpoint carries the scales"
@@ -169,7 +169,7 @@ def test_a_layer_that_fails_validation_keeps_the_policys_type(folders, monkeypat
     assert told.kv_base_layers == 1 and told.kv_error > 0.2
     other = make_engine(folders["qwen3"])
     monkeypatch.undo()
-    other.load_drafter_state(engine.drafter_state())
+    other.load_calibration_state(engine.calibration_state())
     assert bits(complete(other, requests)) == bits(done), "a resumed run keeps the layer as it was"
     assert other.take_stats().precision == replace(
         told, quantise_seconds=other.take_stats().precision.quantise_seconds
@@ -192,7 +192,7 @@ def test_falling_back_in_the_middle_loses_nothing(folders):
                 | {s.request.id for s in engine.scheduler.sequences if s.response}
             )
             engine.fall_back_to_base_precision()
-            assert engine.precision == "bf16" and engine.attention_observer is None
+            assert engine.precision == "base" and engine.attention_observer is None
     assert len(done) == len(requests) and engine.pool.used == 0
     later = set(done) - started
     assert len(later) >= 6 and all(done[name].tokens == plain[name].tokens for name in later)

@@ -60,14 +60,14 @@ def test_updates_and_fall_back_reach_captured_graphs():
     requests = make_requests(12, longest=60)
     engine = make_engine(policy)
     first = bits(run(engine, requests))
-    scales = engine.drafter_state()
+    scales = engine.calibration_state()
     with torch.no_grad():
         for layer in policy.layers:
             layer.attention.qkv.weight.mul_(1.3)
     engine.update_weights(1)
     second = bits(run(engine, requests))
     fresh = make_engine(policy)
-    fresh.load_drafter_state(scales)
+    fresh.load_calibration_state(scales)
     assert second == bits(run(fresh, requests)) and second != first
     engine.fall_back_to_base_precision()
     assert bits(run(engine, requests)) == bits(run(make_engine(policy, precision="bf16"), requests))

@@ -6,23 +6,14 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench import lengths as bench_lengths
 from paceline.cli.main import app
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
 from paceline.simulate.svg import Line, line_chart
+from paceline.simulate.workload import Lengths
 
-SMALL = [
-    "--gpus",
-    "2",
-    "--prompts",
-    "4",
-    "--samples",
-    "4",
-    "--lengths",
-    "lognormal:200,0.8,4,1000",
-    "--max-running",
-    "16",
-]
+SMALL = ["--gpus=2", "--prompts=4", "--samples=4", "--lengths=lognormal:200,0.8,4,1000", "--max-running=16"]
 
 
 def invoke(*arguments: str) -> str:
@@ -32,29 +23,14 @@ def invoke(*arguments: str) -> str:
 
 
 def test_flags_give_text_json_and_a_page(tmp_path):
-    said = invoke(
-        *SMALL,
-        "-k",
-        "paced:3",
-        "--train-drafter",
-        "--json",
-        str(tmp_path / "a.json"),
-        "--html",
-        str(tmp_path / "a.html"),
-    )
-    assert (
-        "measured" in said
-        and "assumed" in said
-        and "rollout" in said
-        and "training the drafter wants" in said
-    )
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    said = invoke(*SMALL, "-k", "paced:3", "--train-drafter", *files)
+    for words in ("measured", "assumed", "rollout", "training the drafter wants"):
+        assert words in said
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["rollout_speedup"] > 1 and record["this"]["tokens"] == record["plain"]["tokens"]
-    assert {part["source"] for part in record["this"]["provenance"].values()} >= {
-        "measured",
-        "fitted",
-        "assumed",
-    }
+    sources = {part["source"] for part in record["this"]["provenance"].values()}
+    assert sources == {"measured", "fitted", "assumed"}
     page = (tmp_path / "a.html").read_text()
     assert page.count("<svg") == 2 and "who says so" in page
 
@@ -66,9 +42,8 @@ def test_a_sweep_takes_several_words(tmp_path):
     longer = invoke(*SMALL, "-k", "0", "--sweep", "mean_length=100,400").splitlines()
     assert float(longer[2].split()[1]) > float(longer[1].split()[1]) > 0
     assert rows[0][4] == "1.00" and float(rows[2][4]) > 1
-    assert (tmp_path / "s.html").read_text().count(
-        "<svg"
-    ) == 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
+    charts = 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
+    assert (tmp_path / "s.html").read_text().count("<svg") == charts
 
 
 def test_a_recipe_is_a_starting_point():
@@ -101,21 +76,13 @@ def test_errors_name_the_way_out(arguments, message):
 
 def test_every_shipped_profile_loads_and_says_where_it_comes_from():
     assert set(shipped_profiles()) == {"h200", "h100", "a100", "b200", "gb200"}
+    parts = {"gemm_bf16", "attention", "other", "experts", "links", "training", "data_sheet"}
     for name in shipped_profiles():
         hardware = load_hardware(name)
-        assert set(hardware.provenance) >= {
-            "gemm_bf16",
-            "attention",
-            "other",
-            "experts",
-            "links",
-            "training",
-            "data_sheet",
-        }
+        assert set(hardware.provenance) >= parts
         assert name == "h200" or hardware.provenance["gemm_bf16"].source == "assumed"
-    assert (
-        load_hardware("b200").kernels.gemm_bf16.bandwidth > load_hardware("h200").kernels.gemm_bf16.bandwidth
-    )
+    faster, slower = (load_hardware(name).kernels.gemm_bf16 for name in ("b200", "h200"))
+    assert faster.bandwidth > slower.bandwidth
 
 
 @pytest.mark.parametrize(
@@ -131,7 +98,7 @@ def test_every_shipped_profile_loads_and_says_where_it_comes_from():
 )
 def test_built_in_models_have_their_published_sizes(name, total, active):
     model = load_model(name)
-    assert model.parameters == pytest.approx(total, rel=0.02)
+    assert model.matrix_parameters == pytest.approx(total, rel=0.02)
     assert model.active_parameters == pytest.approx(active, rel=0.05)
 
 
@@ -147,14 +114,49 @@ def test_config_json_of_models_the_engine_does_not_know():
         "num_experts_per_tok": 2,
     }
     model = from_huggingface("mixtral", mixtral)
-    assert model.parameters == pytest.approx(46.7e9, rel=0.01) and model.active_parameters == pytest.approx(
-        12.8e9, rel=0.02
-    )
-    assert from_huggingface("wrapped", {"text_config": mixtral}).parameters == model.parameters
+    assert model.matrix_parameters == pytest.approx(46.7e9, rel=0.01)
+    assert model.active_parameters == pytest.approx(12.8e9, rel=0.02)
+    assert from_huggingface("wrapped", {"text_config": mixtral}).matrix_parameters == model.matrix_parameters
     with pytest.raises(ValueError, match="kv_lora_rank"):
         from_huggingface("mla", mixtral | {"kv_lora_rank": 512})
     with pytest.raises(ValueError, match="vocab_size"):
         from_huggingface("cut", {key: value for key, value in mixtral.items() if key != "vocab_size"})
+
+
+def test_config_json_with_shared_experts_and_dense_first_layers():
+    """Read as DeepSeek and Qwen2-MoE spell them, which the policy's reader does not know."""
+    deepseek = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "vocab_size": 102400,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+    }
+    model = from_huggingface("deepseek-moe-16b", deepseek)
+    assert (model.num_expert_layers, model.shared_intermediate_size) == (27, 2816)
+    assert (model.num_kv_heads, model.head_dim) == (16, 128)
+    assert model.matrix_parameters == pytest.approx(16.4e9, rel=0.01)
+    assert model.active_parameters == pytest.approx(2.6e9, rel=0.02)
+    every_second = from_huggingface("sparse-step", deepseek | {"decoder_sparse_step": 2})
+    assert every_second.num_expert_layers == 14
+    qwen = {"shared_expert_intermediate_size": 5632, "n_shared_experts": 0}
+    assert from_huggingface("qwen2-moe", deepseek | qwen).shared_intermediate_size == 5632
+
+
+def test_lengths_are_those_of_bench():
+    """The simulator compares itself with `paceline bench rollout`, so both draw the same lengths."""
+    text = "lognormal:512,1.0,16,4096"
+    assert Lengths.parse(text).bench_values(50) == bench_lengths.Lengths.parse(text, 50).values
+    fixed = Lengths.parse("fixed:49")
+    assert fixed.bench_values(3) == (49,) * 3 and set(fixed.draw(100, seed=1)) == {49}
+    drawn = Lengths.parse(text).draw(20000, seed=0)
+    assert drawn.min() >= 16 and drawn.max() <= 4096
+    assert drawn.mean() == pytest.approx(512, rel=0.05)
 
 
 def test_charts_hold_every_line():

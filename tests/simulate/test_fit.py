@@ -1,6 +1,4 @@
-"""Fits recover what made the points; the shipped profile is the fit of the shipped points; held-out errors
-are within the aim.
-"""
+"""Fits recover what made the points, and the shipped profile is the fit of the shipped points."""
 
 import dataclasses
 
@@ -20,7 +18,7 @@ from paceline.simulate.points import (
     load_measurements,
     write_measurements,
 )
-from paceline.simulate.predict import predict_attention, predict_experts, predict_gemm, predict_rest
+from paceline.simulate.predict import predict_kernel
 from paceline.simulate.validation import h200
 from paceline.simulate.validation.check import median_error, predictions, worst_error
 
@@ -45,7 +43,7 @@ def test_curves_are_recovered_from_points_they_made():
     )
     shapes = [(n, k) for n in (2048, 8192, 50000) for k in (2048, 8192)]
     gemms = [GemmPoint(m, ((n, k, 1),), 1.0) for n, k in shapes for m in (1, 16, 64, 200, 1000, 4000)]
-    gemms = [dataclasses.replace(p, seconds=predict_gemm(kernels, p)) for p in gemms]
+    gemms = [dataclasses.replace(p, seconds=predict_kernel(kernels, p)) for p in gemms]
     gemm = fit_gemm(gemms, GemmCurve(1e-6, 1e12, 1e15, 5.0, 3.0))
     attention = [
         AttentionPoint(32, 8, 128, (c,) * r, 1.0, q)
@@ -54,14 +52,14 @@ def test_curves_are_recovered_from_points_they_made():
         for q in (1, 8)
     ]
     attention += [AttentionPoint(32, 8, 128, (0,), 1.0, 1, n) for n in (1000, 8000)]
-    attention = [dataclasses.replace(p, seconds=predict_attention(kernels, p)) for p in attention]
-    attend = fit_attention(attention, AttentionCurve(1e-6, 1e12, 1e-10, 1e14, 1e14), gemm)
+    attention = [dataclasses.replace(p, seconds=predict_kernel(kernels, p)) for p in attention]
+    attend = fit_attention(attention, AttentionCurve(1e-6, 1e12, 1e-10, 1e14, 1e14))
     rest = [RestPoint(t, 4096, 6144, 12288, 1.0) for t in (1, 64, 4096)] + [
         RestPoint(t, 0, 0, 0, 1.0, 150000) for t in (1, 64, 512)
     ]
-    rest = [dataclasses.replace(p, seconds=predict_rest(kernels, p)) for p in rest]
+    rest = [dataclasses.replace(p, seconds=predict_kernel(kernels, p)) for p in rest]
     experts = [ExpertPoint(r, 128, 8, 2048, 768, 1.0) for r in (1, 8, 64, 512, 4096)]
-    experts = [dataclasses.replace(p, seconds=predict_experts(kernels, p)) for p in experts]
+    experts = [dataclasses.replace(p, seconds=predict_kernel(kernels, p)) for p in experts]
     fitted = dataclasses.replace(
         kernels,
         gemm_bf16=gemm,
@@ -69,13 +67,8 @@ def test_curves_are_recovered_from_points_they_made():
         other=fit_rest(rest, OtherCurve(1e-6, 1e12, 1e11)),
         experts=fit_experts(experts, gemm),
     )
-    for points, predict in (
-        (gemms, predict_gemm),
-        (attention, predict_attention),
-        (rest, predict_rest),
-        (experts, predict_experts),
-    ):
-        assert all(abs(predict(fitted, p) / p.seconds - 1) < 0.01 for p in points), predict.__name__
+    for point in (*gemms, *attention, *rest, *experts):
+        assert predict_kernel(fitted, point) == pytest.approx(point.seconds, rel=0.01), point
 
 
 def test_the_shipped_profile_is_the_fit_of_the_shipped_points():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.config import Config, dump_config
-from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+from paceline.simulate.from_run import read_run, text, what_if
 
 
 @pytest.fixture
@@ -77,23 +77,23 @@ def test_the_length_of_proposals_is_what_the_pacer_chose(run):
 
 
 def test_nothing_changed_gives_the_measured_times_back(run):
-    answer = what_if(read_run(run), "h200", WhatIf())
+    answer = what_if(read_run(run), "h200")
     assert answer.rollout_seconds == pytest.approx(2.0) and answer.step_seconds == pytest.approx(3.1)
     assert "who" not in text(answer) and "measured over simulated" in text(answer)
 
 
 def test_longer_responses_and_a_better_drafter(run):
     facts = read_run(run)
-    longer = what_if(facts, "h200", WhatIf(length_scale=4.0))
+    longer = what_if(facts, "h200", length_scale=4.0)
     assert longer.rollout_seconds > 6 and longer.changed.outcome.stages.train == pytest.approx(4.0)
-    better = what_if(facts, "h200", WhatIf(k="3", accept="0.95"))
+    better = what_if(facts, "h200", k="3", accept="0.95")
     assert better.rollout_seconds < 2.0
     assert better.changed.scenario.speculation.acceptance.by_depth == (0.95,)
     assert longer.changed.scenario.speculation.acceptance == facts.acceptance, (
         "what was not changed stays measured"
     )
     assert better.changed.outcome.provenance["training"].source == "measured"
-    moved = what_if(facts, "h200", WhatIf(hardware="b200"))
+    moved = what_if(facts, "h200", move_to="b200")
     assert moved.changed.outcome.provenance["training"].source == "assumed", (
         "another device's learning was not measured"
     )

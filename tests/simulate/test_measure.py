@@ -1,16 +1,16 @@
-"""The measuring code on a CPU: every operator is timed, and the fit makes a profile that simulates. No speed
-is asserted.
-"""
+"""The measuring code on a CPU: every operator is timed, and the fit makes a profile that simulates."""
 
 import dataclasses
 import math
 
 import torch
 
+from paceline.bench.lengths import LengthDistribution
 from paceline.policy.shapes import SHAPES
 from paceline.simulate.calibrate import fit_report, profile_from
 from paceline.simulate.hardware import load_hardware, write_hardware
-from paceline.simulate.measure import CPU, measure_kernels
+from paceline.simulate.measure import measure_kernels
+from paceline.simulate.measure_grid import CPU
 from paceline.simulate.measure_steps import StepBench
 from paceline.simulate.model_shape import from_decoder_config
 from paceline.simulate.scenario import Scenario, simulate
@@ -18,16 +18,19 @@ from paceline.simulate.workload import Lengths, Workload
 
 TINY = dataclasses.replace(
     CPU,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    feed_forward=96,
-    vocab=256,
+    dense=dataclasses.replace(
+        CPU.dense,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        vocab_size=256,
+    ),
+    experts=dataclasses.replace(CPU.experts, num_experts=4, hidden_size=64, expert_intermediate_size=32),
     gemm_rows=(1, 32, 96),
     attention=CPU.attention[:8],
     tokens=(1, 8, 32),
-    experts=(4, 2, 64, 32),
     expert_rows=(1, 8, 32, 64),
     copies_bytes=1,
     repeats=1,
@@ -52,7 +55,7 @@ def test_calibrating_makes_a_profile_that_simulates(tmp_path):
         and hardware.provenance["links"].source == "assumed"
     )
     assert all(math.isfinite(report.worst) for report in fit_report(hardware, points))
-    shape = dataclasses.replace(from_decoder_config("tiny", SHAPES["smollm2-135m"]), layers=2)
+    shape = dataclasses.replace(from_decoder_config("tiny", SHAPES["smollm2-135m"]), num_layers=2)
     outcome = simulate(
         Scenario(hardware, shape, gpus=1, workload=Workload(2, 2, 8, Lengths(20, 0.5, 4, 64)), max_running=4)
     )
@@ -64,7 +67,7 @@ def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
     notes = []
     bench = StepBench(_tiny_folder(), torch.device("cpu"), math.inf, notes.append)
     bench.decode([(2, 8, 0), (2, 8, 3)], seen=((2, 8, 0),))
-    bench.rollout(3, 8, 20, 32)
+    bench.rollout(3, 8, LengthDistribution(20, 1.0, 16, 32))
     assert [(p.rows, p.queries, p.prefill, p.use) for p in bench.steps] == [
         (2, 1, 0, "fit"),
         (2, 1, 8, "held-out"),
@@ -77,6 +80,6 @@ def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
 
 
 def _tiny_folder() -> str:
-    from paceline.session import BUILTIN_POLICIES
+    from paceline.models.source import BUILTIN_POLICIES
 
     return str(BUILTIN_POLICIES["builtin"])

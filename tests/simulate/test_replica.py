@@ -11,8 +11,7 @@ from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Par
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
-from paceline.simulate.predict import verify_seconds
-from paceline.simulate.replica import LOOKAHEAD, Replica, Request
+from paceline.simulate.replica import LOOKAHEAD, Replica, SimulatedRequest
 from paceline.simulate.speculation import Acceptance, Speculation, eagle, make_drafter
 from paceline.simulate.step_cost import StepCost
 
@@ -133,18 +132,18 @@ def test_a_draft_model_costs_its_own_steps(cost):
         small,
     )
     rows, context, k = 8, 2000, 3
-    drafting = with_model.step(rows, k, context) - verify_seconds(with_model, rows, k + 1, context)
+    drafting = with_model.step(rows, k, context) - with_model.verify(rows, k + 1, context)
     own = alone.step(rows, 0, context) - context * alone.linear(rows, 0).per_longest
     assert drafting == pytest.approx(k * own + small.fixed_seconds, rel=1e-9)
-    assert verify_seconds(with_model, rows, k + 1, context) == pytest.approx(
-        verify_seconds(cost, rows, k + 1, context), rel=1e-12
+    assert with_model.verify(rows, k + 1, context) == pytest.approx(
+        cost.verify(rows, k + 1, context), rel=1e-12
     )
 
 
 def test_a_cache_computed_again_is_work_and_not_idleness(cost):
     """New weights: what the recomputation takes counts as busy, as the prompts' first computation does."""
     replica = Replica(cost, Speculation(), 4, 10**6)
-    replica.waiting.extend(Request(i, 100, 50, i, 0) for i in range(3))
+    replica.waiting.extend(SimulatedRequest(i, 100, 50, i, 0) for i in range(3))
     replica.admit(version=0)
     before = replica.clock
     replica.pause(before + 1.0, recompute=True)
@@ -163,12 +162,12 @@ def test_experts_of_several_attention_groups_exchange_instead_of_summing():
         cost = StepCost(Deployment(hardware, model, ENGINES["paceline"], Precision(), split), eagle(model))
         return float(cost.breakdown(np.asarray(tokens * split.attention_groups), 0).collectives)
 
-    message = tokens * model.hidden * 2.0
-    one_sum = model.layers * operators.all_reduce(hardware.links, 2, message)
-    exchange = model.expert_layers * operators.all_to_all(
-        hardware.links, 8, message * model.experts_per_token / 2
+    message = tokens * model.hidden_size * 2.0
+    one_sum = model.num_layers * operators.all_reduce(hardware.links, 2, message)
+    exchange = model.num_expert_layers * operators.all_to_all(
+        hardware.links, 8, message * model.num_experts_per_token / 2
     )
     assert collectives(Parallelism(2, 2)) == pytest.approx(2 * one_sum)
-    assert model.expert_layers == model.layers and collectives(Parallelism(2, 8)) == pytest.approx(
+    assert model.num_expert_layers == model.num_layers and collectives(Parallelism(2, 8)) == pytest.approx(
         one_sum + 2 * exchange
     )

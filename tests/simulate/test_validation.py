@@ -7,7 +7,7 @@ import pytest
 
 from paceline.simulate.deployment import ENGINES
 from paceline.simulate.hardware import load_hardware
-from paceline.simulate.validation import h200, page, projection, published
+from paceline.simulate.validation import h200, nvidia, page, projection, tlt
 from paceline.simulate.validation.check import worst_error
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,17 +38,15 @@ def test_figures_are_compared_as_numbers():
 
 
 def test_the_page_in_docs_has_the_figures_of_this_model():
-    text, hardware, points = (
-        (DOCS / "simulator.md").read_text(),
-        load_hardware("h200"),
-        h200.shipped_measurements(),
-    )
+    text = (DOCS / "simulator.md").read_text()
+    hardware = load_hardware("h200")
+    points = h200.shipped_measurements()
     sections = [
         h200.step_section(hardware, points, "paceline"),
         h200.step_section(hardware, points, "vllm"),
         h200.kernel_section(hardware, points),
     ]
-    sections += [published.nvidia_k_sweep(), published.tlt_batch_table()]
+    sections += [nvidia.k_sweep(), tlt.batch_table()]
     for section in sections:
         for line in page.table(section.checks):
             name = line.split("|")[1]
@@ -66,10 +64,10 @@ def test_the_projection_is_reproduced_where_it_is_said_to_hold():
     assert worst_error([check for check in section.checks if "whole rollout" not in check.what]) < 0.15
     assert worst_error(list(section.checks)) < 0.25
     narrow = projection.cost_of(projection.Parallelism(8, 8))
-    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 4, 7, 5.0), (
+    assert projection.speedup(narrow, 64, 7) > 1.3 * projection.speedup(narrow, 4, 7), (
         "few requests wake further experts"
     )
-    assert projection.speedup(narrow, 64, 7, 5.0) > 1.3 * projection.speedup(narrow, 2048, 7, 5.0), (
+    assert projection.speedup(narrow, 64, 7) > 1.3 * projection.speedup(narrow, 2048, 7), (
         "many make verification arithmetic"
     )
 
@@ -78,16 +76,16 @@ def test_the_graph_limit_is_the_term_that_the_sweep_of_draft_lengths_needs():
     import dataclasses
 
     without = dataclasses.replace(ENGINES["vllm"], graph_tokens=0)
-    for targets in published.NVIDIA_K.values():
+    for targets in nvidia.K_SWEEP.values():
         errors = []
         for engine in (ENGINES["vllm"], without):
-            _, _, predicted = published.fit_k_sweep(engine, targets, tuple(targets))
+            _, _, predicted = nvidia.fit_k_sweep(engine, targets, tuple(targets))
             errors.append(max(abs(predicted[k] / targets[k] - 1) for k in targets))
         assert errors[0] < 0.15 and errors[0] < errors[1]
 
 
 def test_arithmetic_and_context_are_the_terms_behind_the_tlt_rows_that_are_missed():
-    assert published.TltModel(2.0, 32000.0).worst() < 0.6 * published.TltModel().worst()
+    assert tlt.BatchModel(2.0, 32000.0).worst() < 0.6 * tlt.BatchModel().worst()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.config import RewardConfig, RolloutConfig, TaskConfig, TurnsConfig, load_config
-from paceline.engine.factory import make_native
+from paceline.engine.factory import make_engine
 from paceline.engine.reference import ReferenceBackend
 from paceline.loop import train
 from paceline.policy.attention import PackedAttention
@@ -44,7 +44,7 @@ def make_sampler(policy_folder):
         engine = (
             ReferenceBackend(policy, 16, tokenizer)
             if backend == "reference"
-            else make_native(policy, settings, 4096, tokenizer)
+            else make_engine(policy, settings, 4096, tokenizer)
         )
         opened.append(GroupSampler(engine, task, tokenizer, run_seed=5))
         return opened[-1]

@@ -1,12 +1,12 @@
-"""`paceline bench acceptance`: shared noise against rejection with the same draft model, expected and
-realised.
+"""`paceline bench acceptance`: shared noise against rejection with the same draft model.
 
 Expected, per token, along texts that the policy wrote, from the probabilities p of the policy and q of the
 drafter alone:
 
     rejection       1 - TV(p, q), the most that any rule accepts
-    shared noise    sum_t 1 / sum_j max(p_j / p_t, q_j / q_t): the chance that both win with token t when they race on the same
-                    exponential clocks (Daliri, Musco, Suresh 2024, arXiv 2408.07978, section 3)
+    shared noise    sum_t 1 / sum_j max(p_j / p_t, q_j / q_t): the chance that both win with token t when
+                    they race on the same exponential clocks (Daliri, Musco, Suresh 2024, arXiv 2408.07978,
+                    section 3)
     greedy draft    p(argmax q): the drafter proposes its most likely token
 
 Realised, in the engine: the share accepted of the proposals that were looked at, and tokens per step; a
@@ -28,11 +28,15 @@ from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Request
 
+# Logits that exist at once while the expected figures are computed: 512 MiB of float64.
 PASS_LOGITS = 1 << 26
+MAX_RUNNING = 64
 
 
 @dataclass(frozen=True)
 class AcceptancePoint:
+    """The share of proposed tokens that each rule accepts: expected per token, and realised."""
+
     positions: int
     mean_tv: float
     rejection: float
@@ -45,18 +49,20 @@ class AcceptancePoint:
     accept_length_shared_noise: float
 
     def record(self) -> dict:
+        """Returns the point as JSON takes it."""
         return asdict(self)
 
 
 def bench_acceptance(
     policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int
 ) -> AcceptancePoint:
-    """`tokens` proposed per step in the engine. The requests must not truncate."""
+    """Measures with `tokens` proposed per step in the engine. The requests must not truncate."""
     completions, shared = _run(policy, draft, requests, tokens, Verify.SHARED_NOISE)
     _, rejection = _run(policy, draft, requests, tokens, Verify.REJECTION)
     if not len(shared) or not len(rejection):
         raise ValueError(
-            "every response ended within one step; allow longer ones (rollout.max_tokens) or propose fewer tokens"
+            "every response ended within one step; allow longer ones (rollout.max_tokens) "
+            "or propose fewer tokens"
         )
     columns = _expected(policy, draft, completions)
     tv, shared_chance, greedy = columns.mean(1).tolist()
@@ -76,16 +82,16 @@ def bench_acceptance(
 
 
 def _realised(gains: torch.Tensor, tokens: int) -> float:
-    """Of the proposals that were looked at: those up to the first that was not accepted."""
+    """Returns the accepted share of the proposals up to each draft's first that was not accepted."""
     return float((gains - 1).sum() / gains.clamp(max=tokens).sum())
 
 
 def _run(
     policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int, verify: Verify
 ) -> tuple[list[Completion], torch.Tensor]:
-    """What was written, and how many tokens each step but the last of every response gave."""
+    """Returns what was written, and how many tokens each step but the last of every response gave."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests)
-    running = min(64, len(requests))
+    running = min(MAX_RUNNING, len(requests))
     settings = EngineSettings(
         max_running=running, kv_tokens=running * (longest + 64), max_length=longest, verify=verify
     )
@@ -112,8 +118,9 @@ def _run(
 
 @torch.inference_mode()
 def _expected(policy: Decoder, draft: Decoder, completions: list[Completion]) -> torch.Tensor:
-    """`[3, N]`: TV, the chance to agree with shared noise, p of the drafter's most likely token."""
-    parts, chunk = [], max(1, PASS_LOGITS // policy.config.vocab_size)
+    """Returns `[3, N]`: TV, the chance to agree under shared noise, p of the drafter's likeliest token."""
+    chunk = max(1, PASS_LOGITS // policy.config.vocab_size)
+    parts = []
     for completion in completions:
         batch = pack([training_sequence(completion)], policy.device)
         states = [
@@ -133,11 +140,14 @@ def _expected(policy: Decoder, draft: Decoder, completions: list[Completion]) ->
 
 
 def shared_noise_agreement(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
-    """In token order by p / q, the first sum's maxima are p's for what follows and q's for what stands
-    before.
+    """Returns the chance that policy and drafter agree on each row's token under shared noise.
+
+    Sorted by p / q, the maxima of the formula's inner sum are p's for the tokens that follow, and q's for
+    those before.
     """
     order_RV = (p_RV.log() - q_RV.log()).nan_to_num(0.0).argsort(-1)
-    p_RV, q_RV = p_RV.gather(-1, order_RV), q_RV.gather(-1, order_RV)
+    p_RV = p_RV.gather(-1, order_RV)
+    q_RV = q_RV.gather(-1, order_RV)
     above_RV = p_RV.sum(-1, keepdim=True) - p_RV.cumsum(-1)
     rival_RV = above_RV.clamp(min=0) / p_RV + q_RV.cumsum(-1) / q_RV
     return torch.where((p_RV > 0) & (q_RV > 0), 1 / rival_RV, 0.0).sum(-1)

@@ -1,5 +1,4 @@
-"""`paceline bench decode`: how long one decode step takes at each batch size, and one that verifies k
-proposals.
+"""`paceline bench decode`: the time of a decode step by batch size, and of one that verifies k proposals.
 
 A step is (time for n + 1 new tokens - time for 1) / n, so prefill and admission cancel out; that is also how
 the peers are measured. Verification is timed with proposals that are never right, so that every step still
@@ -18,10 +17,11 @@ from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
+from paceline.types import Precision
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing: -1 is no token, and costs what any other proposal costs to verify."""
+    """A drafter that proposes -1, which is no token and costs what any other proposal costs to verify."""
 
     name = "nothing"
     max_tokens = 15
@@ -32,6 +32,8 @@ class NoDrafter(Drafter):
 
 @dataclass(frozen=True)
 class DecodePoint:
+    """A step with `batch` rows that verifies `proposals` tokens in each."""
+
     batch: int
     proposals: int
     step_ms: Spread
@@ -41,6 +43,7 @@ class DecodePoint:
     memory_gb: float
 
     def record(self) -> dict:
+        """Returns the point as JSON takes it."""
         return asdict(self)
 
 
@@ -52,13 +55,13 @@ def bench_decode(
     repeats: int,
     deterministic: bool,
     proposals: Sequence[int] = (0,),
-    precision: str = "bf16",
+    precision: Precision = Precision.BASE,
 ) -> list[DecodePoint]:
-    longest = max(batches)
-    kv_tokens = longest * (prompt_tokens + new_tokens + 64)
+    """Measures each batch size with each number of proposals, in one engine."""
+    most_rows = max(batches)
     settings = EngineSettings(
-        max_running=longest,
-        kv_tokens=kv_tokens,
+        max_running=most_rows,
+        kv_tokens=most_rows * (prompt_tokens + new_tokens + 64),
         max_length=prompt_tokens + new_tokens + 2,
         deterministic=deterministic,
         precision=precision,
@@ -84,7 +87,13 @@ def _measure(
     step = Spread.of(steps)
     memory = torch.cuda.max_memory_allocated() / 1e9 if engine.policy.device.type == "cuda" else 0.0
     return DecodePoint(
-        batch, proposals, step, batch / step.median * 1e3, Spread.of(prefills).median * 1e3, first, memory
+        batch,
+        proposals,
+        step_ms=step,
+        tokens_per_second=batch / step.median * 1e3,
+        prefill_ms=Spread.of(prefills).median * 1e3,
+        first_run_seconds=first,
+        memory_gb=memory,
     )
 
 

@@ -1,5 +1,4 @@
-"""A drafter with known acceptance: it has seen the answers of an earlier plain run, and spoils them with
-seeded noise.
+"""A drafter with known acceptance: it knows the answers of an earlier plain run, and spoils some of them.
 
 On random weights, or before a drafter has been trained, real acceptance means nothing; this one is right with
 the probability it is given for each depth, and costs what reading weights of a given size once per token
@@ -13,18 +12,21 @@ import torch
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.types import Completion, Request
 
-MIX = 0x2545F4914F6CDD1D  # an odd 62-bit constant: a multiplicative hash over the integers modulo 2^64
-LEVELS = 1 << 20
+# An odd 62-bit constant: a multiplicative hash over the integers modulo 2^64.
+MIX = 0x2545F4914F6CDD1D
+LEVELS = 1 << 20  # steps in which a probability is expressed
 
 
 class OracleDrafter(Drafter):
+    """Proposes the recorded answer where a hash of the position says so, and another token elsewhere."""
+
     name = "oracle"
     max_tokens = 15
 
     def __init__(
         self, requests: Sequence[Request], acceptance: Sequence[float], weight_bytes: int = 0, seed: int = 0
     ) -> None:
-        """`acceptance` by depth, the last one repeated."""
+        """Takes `acceptance` by depth, the last one repeated, and the bytes read per proposed token."""
         self.acceptance = [*acceptance, *[acceptance[-1]] * (self.max_tokens - len(acceptance))]
         self.number = {request.id: i for i, request in enumerate(requests)}
         self.longest = max(request.sampling.max_tokens for request in requests)
@@ -33,7 +35,8 @@ class OracleDrafter(Drafter):
 
     def bind(self, context: DrafterContext) -> None:
         super().bind(context)
-        slots, device = context.rows.length.shape[0], context.rows.length.device
+        slots = context.rows.length.shape[0]
+        device = context.rows.length.device
         self.answers_NW = torch.zeros(
             len(self.number), self.longest + self.max_tokens + 1, dtype=torch.int64, device=device
         )
@@ -44,6 +47,7 @@ class OracleDrafter(Drafter):
         self.weights = torch.zeros(max(1, self.weight_bytes // 2), dtype=torch.bfloat16, device=device)
 
     def learn(self, completions: Iterable[Completion]) -> None:
+        """Records the answers."""
         for completion in completions:
             tokens = torch.tensor(completion.tokens, dtype=torch.int64)
             self.answers_NW[self.number[completion.request.id], : len(tokens)] = tokens.to(
@@ -59,9 +63,8 @@ class OracleDrafter(Drafter):
             for _ in range(count):
                 self.weights.sum(dtype=torch.float32)
         request_R1 = self.request_S[slots_R].unsqueeze(1)
-        at_RK = (self.context.rows.length[slots_R] - self.prompt_length_S[slots_R]).unsqueeze(
-            1
-        ) + self.offset_K[:count]
+        generated_R = self.context.rows.length[slots_R] - self.prompt_length_S[slots_R]
+        at_RK = generated_R.unsqueeze(1) + self.offset_K[:count]
         right_RK = self.answers_NW[request_R1, at_RK.clamp(0, self.answers_NW.shape[1] - 1)]
         # Whether a position is hard does not depend on when it is proposed, so acceptance at each depth is
         # what was asked for.

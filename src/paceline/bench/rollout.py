@@ -1,43 +1,24 @@
 """`paceline bench rollout`: a whole rollout with lengths like RL's, most short and a few very long."""
 
-import math
-import random
 import time
 from dataclasses import asdict, dataclass
 
+from paceline.bench.lengths import Lengths
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.decoder import Decoder
 from paceline.stats import RolloutStats
+from paceline.types import Precision
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """Output lengths: `fixed:N`, or `lognormal:MEAN,SIGMA,MIN,MAX` drawn in order from seed 0."""
-
-    values: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str, count: int) -> "Lengths":
-        kind, _, numbers = text.partition(":")
-        try:
-            if kind == "fixed":
-                return cls((int(numbers),) * count)
-            if kind == "lognormal":
-                mean, sigma, low, high = (float(x) for x in numbers.split(","))
-                rng = random.Random(0)
-                drawn = (rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count))
-                return cls(tuple(max(int(low), min(int(high), int(x))) for x in drawn))
-        except ValueError:
-            pass
-        raise ValueError(
-            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:512,1.0,16,4096"
-        )
+# A rollout's tail: the steps in which at most one in so many of its requests is still running.
+TAIL_SHARE = 8
 
 
 @dataclass(frozen=True)
 class RolloutPoint:
+    """A whole rollout."""
+
     requests: int
     tokens: int
     longest: int
@@ -47,11 +28,11 @@ class RolloutPoint:
     preemptions: int
     decode_steps: int
     tail_seconds: float  # with at most an eighth of the requests still running
-    step_ms_by_running: dict[
-        int, float
-    ]  # mean step time with at most this many running, and more than the next smaller
+    # Mean step time with at most this many running, and more than the next smaller.
+    step_ms_by_running: dict[int, float]
 
     def record(self) -> dict:
+        """Returns the point as JSON takes it."""
         return asdict(self)
 
 
@@ -63,8 +44,9 @@ def bench_rollout(
     kv_tokens: int,
     repeats: int,
     deterministic: bool,
-    precision: str = "bf16",
+    precision: Precision = Precision.BASE,
 ) -> RolloutPoint:
+    """Runs the rollout once to compile, then `repeats` times; `kv_tokens` of 0 is room for all of it."""
     longest = max(lengths.values)
     kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
     settings = EngineSettings(
@@ -89,23 +71,23 @@ def bench_rollout(
     stats = engine.take_stats()
     # A rollout too long to be run twice counts from its first run, without what capturing graphs took.
     spread = Spread.of(seconds[1:] or [seconds[0] - (engine.runner.capture_seconds - captured)])
-    tail = sum(
-        s
-        for s, running in zip(stats.step_seconds, stats.running, strict=True)
-        if running * 8 <= len(requests)
-    )
     return RolloutPoint(
-        len(requests),
-        tokens,
-        longest,
-        spread,
-        tokens / spread.median,
-        seconds[0],
-        engine.preemptions,
-        len(stats.running),
-        tail,
-        _step_ms_by_running(stats),
+        requests=len(requests),
+        tokens=tokens,
+        longest=longest,
+        seconds=spread,
+        tokens_per_second=tokens / spread.median,
+        first_run_seconds=seconds[0],
+        preemptions=engine.preemptions,
+        decode_steps=len(stats.running),
+        tail_seconds=_tail_seconds(stats, len(requests)),
+        step_ms_by_running=_step_ms_by_running(stats),
     )
+
+
+def _tail_seconds(stats: RolloutStats, requests: int) -> float:
+    steps = zip(stats.step_seconds, stats.running, strict=True)
+    return sum(seconds for seconds, running in steps if running * TAIL_SHARE <= requests)
 
 
 def _step_ms_by_running(stats: RolloutStats) -> dict[int, float]:

@@ -8,45 +8,77 @@ import random
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.device import prepare_device
-from paceline.drafting.factory import make_drafter
+from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reservation import RESERVED_STEPS
 from paceline.engine.rows import MAX_QUERY
-from paceline.models.widen import load_widened
+from paceline.models.source import BUILTIN_POLICIES, PolicySource, policy_dtype, policy_folder
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import load_policy
 from paceline.policy.shapes import SHAPES
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.session import open_policy, policy_folder, widened_from
 from paceline.tasks import make_task
 from paceline.types import Request, SamplingParams
 
 
 def bench_policy(model: str, device: torch.device) -> Decoder:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    """Loads a folder's weights, widened ones where `model` is FOLDER@SHAPE, or makes random ones."""
+    dtype = bench_dtype(device)
     if model in SHAPES:
         return Decoder(SHAPES[model], dtype, device).initialise(0)
-    folder, _, wide = model.partition("@")
-    if not Path(folder).is_dir():
+    name, _, wide = model.partition("@")
+    return PolicySource(_model_folder(model, name), wide).load(dtype, device)
+
+
+def bench_shape(model: str) -> DecoderConfig:
+    """Returns a named shape, or that of a folder."""
+    return SHAPES[model] if model in SHAPES else read_config(_model_folder(model, model))
+
+
+def _model_folder(model: str, name: str) -> Path:
+    folder = Path(BUILTIN_POLICIES.get(name, name))
+    if not folder.is_dir():
         raise ValueError(
-            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); FOLDER@SHAPE widens a folder"
+            f"--model {model!r} is neither a folder nor a named shape ({', '.join(SHAPES)}); "
+            "FOLDER@SHAPE widens a folder"
         )
-    if wide:
-        return load_widened(folder, wide, dtype, device)
-    return load_policy(model, dtype, device)
+    return folder
+
+
+def bench_dtype(device: torch.device) -> torch.dtype:
+    """Returns the type that everything is measured in: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def recipe_shape(config: Config, device: torch.device) -> tuple[DecoderConfig, torch.dtype]:
+    """Returns shape and type of a recipe's policy, whose path may name a shape instead of a folder."""
+    path = config.policy.path
+    dtype = policy_dtype(config.policy, device)
+    if path in SHAPES:
+        return SHAPES[path], dtype
+    try:
+        return PolicySource.of(config.policy).shape, dtype
+    except ConfigError as error:
+        raise ConfigError(f"{error}; shapes that can be measured by name: {', '.join(SHAPES)}") from None
 
 
 def recipe_policy(config: Config) -> tuple[Decoder, list[tuple[int, ...]]]:
-    """The recipe's policy, and its task's training prompts."""
+    """Returns the recipe's policy, and its task's training prompts."""
     device = prepare_device(config)
-    folder = policy_folder(config.policy.path)
-    task = make_task(config.task, load_tokenizer(folder), folder)
+    source = PolicySource.of(config.policy)
+    task = make_task(config.task, load_tokenizer(source.folder), source.folder)
     prompts = [task.prompts.encode(problem) for problem in task.train]
     task.close()
-    return open_policy(config, folder, device), prompts
+    return source.load(policy_dtype(config.policy, device), device), prompts
+
+
+def recipe_tokenizer(config: Config) -> Tokenizer:
+    """Returns the tokenizer of the recipe's policy."""
+    return load_tokenizer(policy_folder(config.policy.path))
 
 
 def recipe_engine(
@@ -57,34 +89,33 @@ def recipe_engine(
     drafter: str = "none",
     verify: str = "shared-noise",
 ) -> Engine:
-    """With room for the requests."""
+    """Returns an engine whose KV pool holds the longest of the requests in every row."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
-    room = max_running * (
-        longest + RESERVED_STEPS * (MAX_QUERY + 1)
-    )  # what is reserved ahead for the deepest drafts, too
+    reserved = RESERVED_STEPS * (MAX_QUERY + 1)  # ahead of each row, for the deepest drafts
     settings = EngineSettings(
-        max_running, room, max_length=longest, deterministic=config.rollout.deterministic, verify=verify
+        max_running,
+        max_running * (longest + reserved),
+        max_length=longest,
+        deterministic=config.rollout.deterministic,
+        verify=verify,
     )
     drafters = []
     if drafter != "none":
-        tokenizer = load_tokenizer(policy_folder(config.policy.path))
-        drafters = [
-            make_drafter(drafter, policy, config.rollout.speculation, widened_from(config), tokenizer)
-        ]
+        heads = PolicySource.of(config.policy).heads
+        factory = DrafterFactory(config.rollout.speculation, heads, recipe_tokenizer(config))
+        drafters = [factory.make(drafter, policy)]
     return Engine(policy, settings, drafters=drafters)
 
 
 def recipe_requests(config: Config, prompts: list[tuple[int, ...]], count: int) -> list[Request]:
-    """The prompts in order, over and over, each time with new seeds."""
+    """Returns `count` requests: the prompts in order, over and over, each time with new seeds."""
     rng = random.Random(0)
     sampling = SamplingParams(temperature=config.rollout.temperature, max_tokens=config.rollout.max_tokens)
     return [Request(str(i), prompts[i % len(prompts)], rng.getrandbits(62), sampling) for i in range(count)]
 
 
 def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed: int = 0) -> list[Request]:
-    """One request per length, each with a prompt of its own, sampled at temperature 1 to exactly that
-    length.
-    """
+    """Returns one request per length, each with a prompt of its own, sampled to exactly that length."""
     rng = random.Random(seed)
     requests = []
     for i, length in enumerate(lengths):
@@ -96,9 +127,10 @@ def bench_requests(lengths: list[int], prompt_tokens: int, vocab_size: int, seed
 
 
 def describe(device: torch.device) -> dict[str, str]:
+    """Returns what figures depend on beside the model, for their JSON files."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "device": name,
         "torch": torch.__version__,
-        "dtype": "bfloat16" if device.type == "cuda" else "float32",
+        "dtype": str(bench_dtype(device)).removeprefix("torch."),
     }

@@ -1,5 +1,4 @@
-"""`paceline bench speculation`: tokens per second at a constant batch, by drafter and number of proposed
-tokens.
+"""`paceline bench speculation`: tokens per second at a constant batch, by the number of proposed tokens.
 
 Real prompts and real responses: acceptance on random weights means nothing. Only steps that replay the whole
 batch's graph count (it also serves a batch that has lost a few), and only those that no prefill or capture
@@ -20,18 +19,25 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from paceline.bench.setup import recipe_engine, recipe_requests
 from paceline.bench.spread import Spread
+from paceline.config import Config
 from paceline.engine.engine import Engine
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
+from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Request
 
 DrafterState = dict[str, torch.Tensor]
-MIN_REQUESTS = 8  # a small batch gets more rounds, because acceptance is estimated from what it generates
+# A small batch gets more rounds, because acceptance is estimated from what it generates.
+MIN_REQUESTS = 8
+CANDIDATES = 4  # requests to choose the longest from, for each one that runs
 
 
 @dataclass(frozen=True)
 class SpeculationPoint:
+    """One strategy at one batch size."""
+
     batch: int
     strategy: str
     step_ms: Spread  # over repeats, the median step
@@ -43,23 +49,47 @@ class SpeculationPoint:
     identical: float | None  # share of completions equal to plain decoding's, where they should be
 
     def record(self) -> dict:
+        """Returns the point as JSON takes it."""
         return asdict(self)
 
 
 def requests_for(batch: int, rounds: int) -> int:
+    """Returns how many requests run at a batch size."""
     return max(batch * rounds, MIN_REQUESTS)
 
 
 def choose_long(
     engine: Engine, candidates: list[Request], count: int, strategy: Strategy = PLAIN
 ) -> list[Request]:
-    """Those whose responses are longest, longest first."""
+    """Returns the `count` candidates whose responses are longest, longest first."""
     if len(candidates) < count:
         raise ValueError(f"{count} requests are wanted; there are {len(candidates)} to choose from")
     engine.pacer = FixedPacer(strategy)
     engine.submit(candidates)
     lengths = {completion.request.id: len(completion.tokens) for completion in engine.completions()}
     return sorted(candidates, key=lambda request: -lengths[request.id])[:count]
+
+
+def bench_recipe(
+    config: Config,
+    policy: Decoder,
+    prompts: list[tuple[int, ...]],
+    drafter: str,
+    batches: list[int],
+    counts: list[int],
+    rules: list[str],
+    repeats: int,
+    rounds: int,
+) -> Iterator[SpeculationPoint]:
+    """Yields the points of a recipe's policy on its own task.
+
+    `counts` are numbers of proposed tokens, `rules` ways to verify them.
+    """
+    candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
+    alone = recipe_engine(config, policy, candidates, max(batches))
+    engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
+    strategies = [Strategy(drafter, count) for count in counts]
+    yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
 
 
 def bench_speculation(
@@ -71,18 +101,17 @@ def bench_speculation(
     repeats: int,
     rounds: int,
 ) -> Iterator[SpeculationPoint]:
-    """Point by point. Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines`
-    (they differ in how they verify) also decodes plainly, because a drafter that follows the policy costs
-    a little even then.
+    """Yields point by point.
+
+    Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how
+    they verify) also decodes plainly, because a drafter that follows the policy costs a little even then.
     """
-    unused = [_kept_apart(engine.drafter_state()) for engine in engines]
-    most, strategies = (
-        requests_for(max(batches), rounds),
-        [strategy for strategy in strategies if strategy.count],
-    )
+    unused = [_copied(engine.drafter_state()) for engine in engines]
+    most = requests_for(max(batches), rounds)
+    strategies = [strategy for strategy in strategies if strategy.count]
     long = choose_long(alone, candidates, most)
-    # where tokens depend on proposals; those of a drafter that remembers depend on the batch too, so there
-    # this is a guess
+    # Where tokens depend on proposals, so do the long responses. Those of a drafter that remembers depend on
+    # the batch too, so there this is a guess.
     long_by = {}
     for i, engine in enumerate(engines):
         for strategy in strategies if not _same_tokens(engine) else []:
@@ -94,17 +123,14 @@ def bench_speculation(
         yield _point(batch, "plain", plain, plain)
         for i, (engine, state) in enumerate(zip(engines, unused, strict=True)):
             for strategy in [*([PLAIN] if i == 0 else []), *strategies]:
-                name = str(strategy) if strategy.count else "plain, seated"
-                if not _same_tokens(engine):
-                    name = f"{name} {engine.settings.verify}"
                 requests = long_by.get((i, strategy), long)[:count]
-                yield _point(
-                    batch,
-                    name,
-                    _runs(engine, state, requests, batch, strategy, repeats),
-                    plain,
-                    _same_tokens(engine),
-                )
+                runs = _runs(engine, state, requests, batch, strategy, repeats)
+                yield _point(batch, _name(engine, strategy), runs, plain, _same_tokens(engine))
+
+
+def _name(engine: Engine, strategy: Strategy) -> str:
+    name = str(strategy) if strategy.count else "plain, drafter on"
+    return name if _same_tokens(engine) else f"{name} {engine.settings.verify}"
 
 
 def _same_tokens(engine: Engine) -> bool:
@@ -112,6 +138,8 @@ def _same_tokens(engine: Engine) -> bool:
 
 
 class RecordingPacer(FixedPacer):
+    """Always chooses the same strategy, and keeps what was observed."""
+
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy)
         self.observations: list[Observation] = []
@@ -130,7 +158,7 @@ class _Run:
     completions: dict[str, Completion]
 
 
-def _kept_apart(state: DrafterState) -> DrafterState:
+def _copied(state: DrafterState) -> DrafterState:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
@@ -142,7 +170,7 @@ def _runs(
     strategy: Strategy,
     repeats: int,
 ) -> list[_Run]:
-    """`unused`: the drafters' state before they saw any of the requests."""
+    """Runs `repeats` times from `unused`, the drafters' state before they saw any of the requests."""
     _generate(engine, requests[:batch], batch, RecordingPacer(strategy))  # compiles and captures
     return [_run(engine, unused, requests, batch, strategy) for _ in range(repeats)]
 
@@ -165,7 +193,8 @@ def _run(
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
         raise ValueError(
-            f"no undisturbed step with {batch} requests running ({seen}): responses are too short for this batch, or it does not fit"
+            f"no undisturbed step with {batch} requests running ({seen}): "
+            "responses are too short for this batch, or it does not fit"
         )
     step = statistics.median(o.seconds for o in full)
     accept_length = sum(o.tokens for o in full) / sum(o.running for o in full)
@@ -182,7 +211,7 @@ def _run(
 def _generate(
     engine: Engine, requests: list[Request], batch: int, pacer: RecordingPacer
 ) -> dict[str, Completion]:
-    """A batch at a time, so that prefills come before its steps and not between them."""
+    """Generates a batch at a time, so that prefills come before its steps and not between them."""
     engine.pacer = pacer
     done = {}
     for start in range(0, len(requests), batch):
@@ -194,11 +223,10 @@ def _generate(
 def _point(
     batch: int, name: str, runs: list[_Run], plain: list[_Run], same_tokens: bool = True
 ) -> SpeculationPoint:
-    speed, reference = (
-        Spread.of([run.tokens_per_second for run in runs]),
-        Spread.of([run.tokens_per_second for run in plain]),
-    )
-    expected, last = plain[0].completions, runs[-1]
+    speed = Spread.of([run.tokens_per_second for run in runs])
+    plain_speed = Spread.of([run.tokens_per_second for run in plain])
+    expected = plain[0].completions
+    last = runs[-1]
     identical = None
     if same_tokens:
         identical = statistics.mean(
@@ -207,11 +235,11 @@ def _point(
     return SpeculationPoint(
         batch,
         name,
-        Spread.of([run.step_ms for run in runs]),
-        last.draft_share,
-        last.accept_length,
-        last.accepted_at,
-        speed,
-        speed.median / reference.median,
-        identical,
+        step_ms=Spread.of([run.step_ms for run in runs]),
+        draft_share=last.draft_share,
+        accept_length=last.accept_length,
+        accepted_at=last.accepted_at,
+        tokens_per_second=speed,
+        ratio=speed.median / plain_speed.median,
+        identical=identical,
     )

@@ -1,23 +1,23 @@
-"""The closing check of a run: one more step's rollout, plain and with speculation, on the same seeds and
-weights.
+"""The closing check of a run: one more step's rollout, plain and with speculation, on the same seeds.
 
 The drafter starts each repetition from the same state, and that state has never seen these responses.
 """
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.engine.engine import Engine
-from paceline.session import Session
-from paceline.tasks.order import ProblemOrder
-from paceline.types import Group, Purpose
+from paceline.backend import Backend
+from paceline.types import Group
 
 REPEATS = 2
 
 
 @dataclass(frozen=True)
 class SpeculationCheck:
+    """One step's rollout with and without speculation: time, decode steps, and whether tokens agree."""
+
     plain_seconds: float
     paced_seconds: float
     plain_steps: int
@@ -27,33 +27,30 @@ class SpeculationCheck:
 
     @property
     def ratio(self) -> float:
+        """How many times as fast the rollout was with speculation."""
         return self.plain_seconds / self.paced_seconds
 
 
-def check_speculation(session: Session, position: int, step: int) -> SpeculationCheck | None:
-    """None where the backend does not speculate."""
-    engine = session.backend
-    if not isinstance(engine, Engine) or engine.pacer is None:
+def check_speculation(backend: Backend, roll_out: Callable[[], Sequence[Group]]) -> SpeculationCheck | None:
+    """Runs `roll_out` several times with and without speculation; None where the backend never speculates."""
+    speculation = backend.speculation
+    if speculation is None or speculation.pacer is None:
         return None
-    rollout = session.config.rollout
-    problems = ProblemOrder(session.task.train, session.config.run.seed, position).take(
-        rollout.prompts_per_step
-    )
-    pacer, drafters = engine.pacer, engine.drafter_state()
+    pacer = speculation.pacer
+    drafters = speculation.drafter_state()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     completions, stats = {}, {}
     for _ in range(REPEATS):
         for paced in (True, False):
-            engine.load_drafter_state(drafters)
-            engine.pacer = pacer if paced else None
-            engine.take_stats()
+            speculation.load_drafter_state(drafters)
+            speculation.pacer = pacer if paced else None
+            backend.take_stats()
             start = time.perf_counter()
-            groups = session.sampler.sample(
-                problems, Purpose.TRAIN, step, rollout.samples_per_prompt, session.train_sampling()
-            )
+            groups = roll_out()
             seconds[paced].append(time.perf_counter() - start)
-            completions[paced], stats[paced] = _outputs(groups), engine.take_stats()
-    engine.pacer = pacer
+            completions[paced] = _outputs(groups)
+            stats[paced] = backend.take_stats()
+    speculation.pacer = pacer
     drafts = stats[True].drafts.values()
     return SpeculationCheck(
         plain_seconds=statistics.median(seconds[False]),
@@ -61,11 +58,11 @@ def check_speculation(session: Session, position: int, step: int) -> Speculation
         plain_steps=len(stats[False].running),
         paced_steps=len(stats[True].running),
         accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
-        identical=completions[True] == completions[False]
-        if engine.settings.verify == "shared-noise"
-        else None,
+        identical=completions[True] == completions[False] if speculation.keeps_tokens else None,
     )
 
 
-def _outputs(groups: list[Group]) -> list[tuple]:
-    return [(s.completion.tokens, s.completion.logprobs) for group in groups for s in group.samples]
+def _outputs(groups: Sequence[Group]) -> list[tuple]:
+    return [
+        (sample.completion.tokens, sample.completion.logprobs) for group in groups for sample in group.samples
+    ]

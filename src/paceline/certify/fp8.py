@@ -54,7 +54,7 @@ class Fp8Subject(NativeSubject):
                 for i, prompt in enumerate(self.prompts)
             ]
         )
-        self.calibrated = engine.drafter_state()  # of the precision alone: nobody drafts
+        self.calibrated = engine.calibration_state()
         self.recipe = Fp8Recipe(
             settings.base_precision_layers,
             engine.reduced.cache_scales_L2H,
@@ -64,7 +64,7 @@ class Fp8Subject(NativeSubject):
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
 
     def _prepare(self, engine: Engine) -> None:
-        engine.load_drafter_state(self.calibrated)
+        engine.load_calibration_state(self.calibrated)
 
     def own_checks(self) -> list[Check]:
         scales = [] if self.recipe.kv_scales_L2H is None else [self._check_scales()]

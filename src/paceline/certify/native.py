@@ -15,7 +15,7 @@ from paceline.certify.subject import OpenedBackend, Policy
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.factory import make_drafter
+from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_pacer
 from paceline.engine.reference import ReferenceBackend
@@ -164,7 +164,7 @@ def drafter_maker(
         return lambda: DraftModel(model)
     if name not in DRAFTERS:
         raise ValueError(f"--drafter {name!r}: must be disturbed, {', '.join(DRAFTERS)}")
-    return lambda: make_drafter(name, policy, settings, tokenizer=tokenizer)
+    return lambda: DrafterFactory(settings, tokenizer=tokenizer).make(name, policy)
 
 
 def widest(policy: Decoder) -> Decoder:

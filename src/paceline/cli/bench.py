@@ -1,10 +1,18 @@
-"""The `paceline bench` commands."""
+"""The `paceline bench` commands: options in, one call of `bench/`, figures out."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
+
+from paceline.cli import bench_tables as tables
+from paceline.cli.options import parse_precision, split_recipe
+from paceline.types import Precision
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
@@ -14,44 +22,43 @@ ModelOption = Annotated[
         help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b"
     ),
 ]
-CANDIDATES = 4  # requests to choose the longest from, for each one that `speculation` runs
-PrecisionOption = Annotated[str, typer.Option(help="bf16, fp8 or fp8+kv")]
+RecipeArgument = Annotated[
+    str, typer.Argument(help="whose policy, prompts and sampling settings are measured")
+]
+PromptOption = Annotated[int, typer.Option(help="prompt tokens")]
+LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
+BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
+PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+LONG_TAIL = "lognormal:512,1.0,16,4096"
 
 
 @app.command()
 def decode(
     model: ModelOption = "builtin",
-    batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,8,32,64,128,256",
-    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
+    batches: BatchesOption = "1,8,32,64,128,256",
+    prompt: PromptOption = 128,
     new: Annotated[int, typer.Option(help="new tokens")] = 256,
     proposals: Annotated[
         str, typer.Option(help="proposed tokens that each step verifies, comma separated; 0: plain decoding")
     ] = "0",
     repeats: int = 3,
     deterministic: bool = False,
-    precision: PrecisionOption = "bf16",
+    precision: PrecisionOption = "base",
     json_file: JsonOption = None,
 ) -> None:
     """Time of one decode or verify step by batch size."""
     from paceline.bench.decode import bench_decode
     from paceline.bench.setup import bench_policy, describe
-    from paceline.device import best_device, refuse_old_gpu
 
-    device = best_device()
-    if device.type == "cuda":
-        refuse_old_gpu(precision, "--precision")
-    policy = bench_policy(_model(model), device)
-    sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in proposals.split(",")]
-    points = bench_decode(policy, sizes, prompt, new, repeats, deterministic, counts, precision)
-    typer.echo(
-        f"{'batch':>6} {'verified':>8} {'step ms [low, high]':>26} {'tok/s':>9} {'prefill ms':>11} {'first run s':>12}"
+    rollout_precision = parse_precision(precision)
+    device = _device(rollout_precision)
+    policy = bench_policy(model, device)
+    points = bench_decode(
+        policy, _numbers(batches), prompt, new, repeats, deterministic, _numbers(proposals), rollout_precision
     )
-    for p in points:
-        typer.echo(
-            f"{p.batch:>6} {p.proposals:>8} {p.step_ms!s:>26} {p.tokens_per_second:>9.0f} {p.prefill_ms:>11.1f} {p.first_run_seconds:>12.1f}"
-        )
-    how = {"model": model, "deterministic": deterministic, "precision": precision}
+    _say(tables.decode_lines(points))
+    how = {"model": model, "deterministic": deterministic, "precision": str(rollout_precision)}
     _write(json_file, {**how, **describe(device), "points": [p.record() for p in points]})
 
 
@@ -59,10 +66,8 @@ def decode(
 def rollout(
     model: ModelOption = "builtin",
     requests: int = 256,
-    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
-    lengths: Annotated[
-        str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")
-    ] = "lognormal:512,1.0,16,4096",
+    prompt: PromptOption = 128,
+    lengths: LengthsOption = LONG_TAIL,
     max_running: int = 256,
     kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
     repeats: Annotated[
@@ -72,54 +77,29 @@ def rollout(
         ),
     ] = 2,
     deterministic: bool = False,
-    precision: PrecisionOption = "bf16",
+    precision: PrecisionOption = "base",
     json_file: JsonOption = None,
 ) -> None:
     """Time of a whole long-tailed rollout."""
-    from paceline.bench.rollout import Lengths, bench_rollout
+    from paceline.bench.lengths import Lengths
+    from paceline.bench.rollout import bench_rollout
     from paceline.bench.setup import bench_policy, describe
-    from paceline.device import best_device, refuse_old_gpu
 
-    device = best_device()
-    if device.type == "cuda":
-        refuse_old_gpu(precision, "--precision")
-    policy = bench_policy(_model(model), device)
+    rollout_precision = parse_precision(precision)
+    device = _device(rollout_precision)
+    policy = bench_policy(model, device)
+    sizes = Lengths.parse(lengths, requests)
     point = bench_rollout(
-        policy,
-        Lengths.parse(lengths, requests),
-        prompt,
-        max_running,
-        kv_tokens,
-        repeats,
-        deterministic,
-        precision,
+        policy, sizes, prompt, max_running, kv_tokens, repeats, deterministic, rollout_precision
     )
-    typer.echo(f"{point.requests} requests, {point.tokens} tokens, longest {point.longest}")
-    typer.echo(
-        f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; first run {point.first_run_seconds:.1f} s"
-    )
-    typer.echo(f"{point.decode_steps} steps, {point.preemptions} preemptions")
-    typer.echo(
-        "mean step ms by running requests: "
-        + ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items())
-    )
-    _write(
-        json_file,
-        {
-            "model": model,
-            "deterministic": deterministic,
-            "precision": precision,
-            **describe(device),
-            "point": point.record(),
-        },
-    )
+    _say(tables.rollout_lines(point))
+    how = {"model": model, "deterministic": deterministic, "precision": str(rollout_precision)}
+    _write(json_file, {**how, **describe(device), "point": point.record()})
 
 
 @app.command()
 def acceptance(
-    recipe: Annotated[
-        str, typer.Argument(help="whose policy, prompts and sampling settings are measured")
-    ] = "default",
+    recipe: RecipeArgument = "default",
     overrides: Annotated[
         Optional[list[str]],
         typer.Argument(help="section.key=value, such as policy.path=FOLDER rollout.max_tokens=256"),
@@ -136,44 +116,24 @@ def acceptance(
 ) -> None:
     """Shared noise against rejection with the same draft model: expected per token, and realised."""
     from paceline.bench.acceptance import bench_acceptance
+    from paceline.bench.recipe import acceptance_config
     from paceline.bench.setup import bench_policy, describe, recipe_policy, recipe_requests
     from paceline.certify.native import disturbed
-    from paceline.config import load_config
 
-    config = load_config(recipe, overrides or [])
+    recipe, overrides = split_recipe(recipe, overrides)
+    config = acceptance_config(recipe, overrides)
     policy, prompts = recipe_policy(config)
-    draft_model = bench_policy(_model(draft), policy.device) if draft else disturbed(policy, disturbance)
-    p = bench_acceptance(policy, draft_model, recipe_requests(config, prompts, requests), tokens)
-    typer.echo(
-        f"{p.positions} positions, mean TV {p.mean_tv:.3f}; a greedy draft would be accepted {p.greedy_draft:.3f} of the time"
-    )
-    typer.echo(f"{'':<14}{'expected per token':>20}{'realised per token':>20}{'accept length':>15}")
-    typer.echo(
-        f"{'rejection':<14}{p.rejection:>20.3f}{p.realised_rejection:>20.3f}{p.accept_length_rejection:>15.2f}"
-    )
-    typer.echo(
-        f"{'shared noise':<14}{p.shared_noise:>20.3f}{p.realised_shared_noise:>20.3f}{p.accept_length_shared_noise:>15.2f}"
-    )
-    typer.echo(f"shared noise never accepts less than {p.shared_noise_bound:.3f} here")
+    draft_model = bench_policy(draft, policy.device) if draft else disturbed(policy, disturbance)
+    point = bench_acceptance(policy, draft_model, recipe_requests(config, prompts, requests), tokens)
+    _say(tables.acceptance_lines(point))
     drafter = draft or f"the policy disturbed by {disturbance}"
-    _write(
-        json_file,
-        {
-            "recipe": recipe,
-            "overrides": overrides,
-            "draft": drafter,
-            "tokens": tokens,
-            **describe(policy.device),
-            "point": p.record(),
-        },
-    )
+    how = {"recipe": recipe, "overrides": overrides, "draft": drafter, "tokens": tokens}
+    _write(json_file, {**how, **describe(policy.device), "point": point.record()})
 
 
 @app.command()
 def speculation(
-    recipe: Annotated[
-        str, typer.Argument(help="whose policy, prompts and sampling settings are measured")
-    ] = "default",
+    recipe: RecipeArgument = "default",
     overrides: Annotated[
         Optional[list[str]],
         typer.Argument(help="section.key=value, such as policy.path=FOLDER policy.widen=8b"),
@@ -181,7 +141,7 @@ def speculation(
     drafter: Annotated[
         str, typer.Option(help="history, eagle or draft_model; its folder is rollout.speculation's")
     ] = "eagle",
-    batches: Annotated[str, typer.Option(help="batch sizes, comma separated")] = "1,4,16,64",
+    batches: BatchesOption = "1,4,16,64",
     tokens: Annotated[
         str, typer.Option(help="proposed tokens per step, comma separated; 0 (plain) is always measured")
     ] = "1,2,3,5,7",
@@ -193,51 +153,31 @@ def speculation(
     json_file: JsonOption = None,
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
-    from paceline.bench.setup import describe, recipe_engine, recipe_policy, recipe_requests
-    from paceline.bench.speculation import bench_speculation, requests_for
-    from paceline.config import load_config
-    from paceline.drafting.recipe import drafter_overrides
-    from paceline.pacing.strategy import Strategy
+    from paceline.bench.recipe import speculation_config
+    from paceline.bench.setup import describe, recipe_policy
+    from paceline.bench.speculation import bench_recipe
 
-    config = load_config(recipe, drafter_overrides(overrides or [], [drafter]))
-    sizes, counts = [int(b) for b in batches.split(",")], [int(k) for k in tokens.split(",")]
+    recipe, overrides = split_recipe(recipe, overrides)
+    config = speculation_config(recipe, overrides, drafter)
+    sizes, counts = _numbers(batches), _numbers(tokens)
     policy, prompts = recipe_policy(config)
-    candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(sizes), rounds))
-    alone = recipe_engine(config, policy, candidates, max(sizes))
-    engines = [
-        recipe_engine(config, policy, candidates, max(sizes), drafter, rule) for rule in verify.split(",")
-    ]
-    typer.echo(
-        f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} {'tok/s [low, high]':>24} {'ratio':>6} {'same':>6}"
-    )
+    typer.echo(tables.SPECULATION_HEADER)
     points = []
-    for p in bench_speculation(
-        alone, engines, candidates, sizes, [Strategy(drafter, k) for k in counts], repeats, rounds
+    for point in bench_recipe(
+        config, policy, prompts, drafter, sizes, counts, verify.split(","), repeats, rounds
     ):
-        points.append(p)
-        speed = f"{p.tokens_per_second.median:.0f} [{p.tokens_per_second.low:.0f}, {p.tokens_per_second.high:.0f}]"
-        costs = f"{p.step_ms!s:>26} {100 * p.draft_share:>5.0f}% {p.accept_length:>7.2f}"
-        same = "-" if p.identical is None else f"{100 * p.identical:.0f}%"
-        typer.echo(f"{p.batch:>6} {p.strategy:>18} {costs} {speed:>24} {p.ratio:>6.2f} {same:>6}")
-    _write(
-        json_file,
-        {
-            "recipe": recipe,
-            "overrides": overrides,
-            **describe(policy.device),
-            "points": [p.record() for p in points],
-        },
-    )
+        points.append(point)
+        typer.echo(tables.speculation_line(point))
+    how = {"recipe": recipe, "overrides": overrides}
+    _write(json_file, {**how, **describe(policy.device), "points": [p.record() for p in points]})
 
 
 @app.command()
 def pacing(
     model: ModelOption = "builtin",
     requests: int = 256,
-    prompt: Annotated[int, typer.Option(help="prompt tokens")] = 128,
-    lengths: Annotated[
-        str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")
-    ] = "lognormal:512,1.0,16,4096",
+    prompt: PromptOption = 128,
+    lengths: LengthsOption = LONG_TAIL,
     acceptance: Annotated[
         str, typer.Option(help="of the drafter, by depth, comma separated; the last one is repeated")
     ] = "0.8,0.78,0.76,0.74,0.7",
@@ -259,68 +199,119 @@ def pacing(
     """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it
     has seen the answers and spoils them to the acceptance asked for.
     """
-    from paceline.bench.oracle import OracleDrafter
-    from paceline.bench.pacing import PacingPoint, bench_pacing
-    from paceline.bench.rollout import Lengths
-    from paceline.bench.setup import bench_policy, bench_requests, describe
+    from paceline.bench.lengths import Lengths
+    from paceline.bench.pacing import SyntheticPacing, bench_synthetic
+    from paceline.bench.setup import bench_policy, describe
     from paceline.device import best_device
-    from paceline.engine.engine import Engine, EngineSettings
-    from paceline.engine.factory import counts_up_to
-    from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
-    from paceline.pacing.strategy import Strategy
     from paceline.report.pace_page import render
 
     device = best_device()
-    policy = bench_policy(_model(model), device)
-    sizes = Lengths.parse(lengths, requests).values
-    wanted = bench_requests(list(sizes), prompt, policy.config.vocab_size)
-    rates = [float(a) for a in acceptance.split(",")]
-    oracle = OracleDrafter(wanted, rates, draft_megabytes * 1_000_000)
-    kv_tokens, longest = sum(sizes) + requests * (prompt + 64 + 256), prompt + max(sizes) + 2
-    settings = EngineSettings(
-        requests, kv_tokens, max_length=longest, deterministic=True, graph_memory=int(graph_memory_gb * 1e9)
-    )
-    engine = Engine(policy, settings, drafters=[oracle])
-    strategies = tuple(Strategy(oracle.name, count) for count in counts_up_to(max_tokens))
-    pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), strategies))
-    typer.echo(
-        f"synthetic drafter: right with probability {acceptance} by depth, {draft_megabytes} MB read per token; deterministic mode"
+    rates = [float(rate) for rate in acceptance.split(",")]
+    settings = SyntheticPacing(
+        lengths=Lengths.parse(lengths, requests).values,
+        prompt_tokens=prompt,
+        acceptance=tuple(rates),
+        draft_bytes=draft_megabytes * 1_000_000,
+        fixed_tokens=tuple(_numbers(tokens)),
+        max_tokens=max_tokens,
+        rollouts=rollouts,
+        graph_memory=int(graph_memory_gb * 1e9),
     )
     typer.echo(
-        f"{'strategy':>12} {'seconds':>9} {'captures s':>11} {'steps':>7} {'accept':>7} {'same':>6} {'pool GB':>8} {'graphs':>7}"
+        f"synthetic drafter: right with probability {acceptance} by depth, "
+        f"{draft_megabytes} MB read per token; deterministic mode"
     )
-
-    def show(p: PacingPoint) -> None:
-        typer.echo(
-            f"{p.name:>12} {p.seconds:>9.3f} {p.capture_seconds:>11.2f} {p.decode_steps:>7} {p.accept_length:>7.2f} {100 * p.identical:>5.0f}% "
-            f"{p.pool_gb:>8.2f} {p.graphs:>7}"
-        )
-
-    result = bench_pacing(
-        engine,
-        wanted,
-        [Strategy(oracle.name, int(k)) for k in tokens.split(",")],
-        pacer,
-        rollouts,
-        oracle.learn,
-        show,
+    typer.echo(tables.PACING_HEADER)
+    result = bench_synthetic(
+        bench_policy(model, device), settings, lambda point: typer.echo(tables.pacing_line(point))
     )
-    best, paced = result.best_fixed, result.paced
-    typer.echo(
-        f"{result.requests} requests, {result.tokens} tokens, longest {result.longest}; paced {result.plain.seconds / paced.seconds:.2f}x plain, "
-        f"{best.seconds / paced.seconds:.3f}x the best fixed ({best.name})"
-    )
+    typer.echo(tables.pacing_summary(result))
     if page is not None:
         page.write_text(render(f"bench pacing, {model}", rollouts, result.trace))
-    figures = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes, **describe(device)}
-    _write(json_file, {**figures, "points": [p.record() for p in result.points]})
+    how = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes}
+    _write(json_file, {**how, **describe(device), "points": [p.record() for p in result.points]})
 
 
-def _model(name: str) -> str:
-    from paceline.session import BUILTIN_POLICIES
+@app.command()
+def kernels(
+    model: Annotated[
+        str, typer.Option(help="a folder or a named shape such as qwen3-8b: whose layers are measured")
+    ] = "builtin",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="of linear, fp8-linear, quantise, attention, fp8-attention, prefill, sampler, experts, "
+            "fp8-experts, history, comma separated; default: all that model and device have"
+        ),
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,
+    json_file: JsonOption = None,
+) -> None:
+    """Kernels beside torch's equivalents and beside this device's limits, each compared with torch's result
+    first; exit code 1 if one is wrong.
+    """
+    from paceline.bench.kernels.run import bench_kernels, choose_kernels, measure_limits
+    from paceline.bench.setup import bench_shape, describe
 
-    folder, at, shape = name.partition("@")
-    return f"{BUILTIN_POLICIES.get(folder, folder)}{at}{shape}"
+    device = _device()
+    shape = bench_shape(model)
+    names = choose_kernels([name for name in only.split(",") if name], shape, device)
+    limits = measure_limits(device, shape)
+    typer.echo(tables.limits_line(limits))
+    typer.echo(tables.KERNELS_HEADER)
+    points = []
+    for point in bench_kernels(shape, device, names, limits, repeats):
+        points.append(point)
+        typer.echo(tables.kernel_line(point))
+    how = {"model": model, **describe(device), "limits": limits.record()}
+    _write(json_file, {**how, "points": [p.record() for p in points]})
+    if not all(point.correct for point in points):
+        raise typer.Exit(1)
+
+
+@app.command()
+def memory(
+    recipe: Annotated[str, typer.Argument(help="whose plan is compared with the GPU at hand")] = "default",
+    overrides: Annotated[
+        Optional[list[str]],
+        typer.Argument(help="section.key=value; policy.path may name a shape such as qwen3-8b"),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="of rollout and learning", min=1)] = 2,
+    json_file: JsonOption = None,
+) -> None:
+    """Peak memory of a few training steps beside what `paceline plan` says; random weights, every prompt and
+    response as long as the recipe allows.
+    """
+    from paceline.bench.memory import bench_memory
+    from paceline.bench.setup import describe, recipe_shape
+    from paceline.config import load_config
+
+    recipe, overrides = split_recipe(recipe, overrides)
+    device = _device()
+    config = load_config(recipe, overrides)
+    point = bench_memory(config, *recipe_shape(config, device), steps)
+    _say(tables.memory_lines(point))
+    how = {"recipe": recipe, "overrides": overrides}
+    _write(json_file, {**how, **describe(device), "point": point.record()})
+
+
+def _device(precision: Precision | None = None) -> "torch.device":
+    """Returns the best device at hand; raises where it cannot compute in a precision that was asked for."""
+    from paceline.device import best_device, refuse_old_gpu
+
+    device = best_device()
+    if device.type == "cuda" and precision is not None:
+        refuse_old_gpu(precision, "--precision")
+    return device
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
 
 
 def _write(path: Path | None, figures: dict) -> None:

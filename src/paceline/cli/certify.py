@@ -1,9 +1,11 @@
-"""`paceline certify`: puts a subject together from the command line and writes its certificate."""
+"""`paceline certify`: options in, a certificate out."""
 
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+
+from paceline.cli.options import refuse_given
 
 
 def certify(
@@ -17,7 +19,8 @@ def certify(
     drafter: Annotated[
         str,
         typer.Option(
-            help="disturbed (the policy with noise on its weights), history, eagle, draft_model; with --pacing adaptive also a,b"
+            help="disturbed (the policy with noise on its weights), history, eagle, draft_model; "
+            "with --pacing adaptive also a,b"
         ),
     ] = "disturbed",
     tokens: Annotated[
@@ -50,84 +53,27 @@ def certify(
     ] = None,
 ) -> None:
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
-    from dataclasses import replace
-
-    from paceline.backend import BASE_PRECISION
-    from paceline.bench.setup import recipe_policy
-    from paceline.certify.fp8 import Fp8Subject
-    from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
-    from paceline.certify.run import QUICK, Plan
+    from paceline.bench.setup import recipe_policy, recipe_tokenizer
     from paceline.certify.run import certify as run
-    from paceline.cli.options import refuse_given
-    from paceline.config import load_config
-    from paceline.drafting.recipe import drafter_overrides
-    from paceline.engine.sampling import Verify
-    from paceline.engine.settings import EngineSettings
-    from paceline.policy.tokenizer import load_tokenizer
-    from paceline.session import policy_folder
+    from paceline.certify.subjects import (
+        SubjectOptions,
+        certificate_settings,
+        certified_config,
+        make_subject,
+        sampling_plan,
+    )
 
-    if backend not in ("native", "reference"):
-        raise ValueError(f"--backend {backend!r}: must be native or reference")
     if backend == "reference":
-        never = "the reference backend never speculates; leave it out, or use --backend native"
-        refuse_given(context, ("drafter", "tokens", "pacing", "verify"), never)
-        refuse_given(
-            context, ("deterministic",), "a mode of the native engine; leave it out, or use --backend native"
-        )
-    if verify not in (Verify.SHARED_NOISE, Verify.REJECTION):
-        raise ValueError(f"--verify {verify!r}: must be {Verify.SHARED_NOISE} or {Verify.REJECTION}")
-    if pacing not in ("fixed", "adaptive"):
-        raise ValueError(f"--pacing {pacing!r}: must be fixed or adaptive")
-    names = drafter.split(",")
-    if len(names) > 1 and pacing == "fixed":
-        raise ValueError(
-            f"--drafter {drafter!r}: fixed pacing takes one drafter; add --pacing adaptive for several"
-        )
-    chosen = drafter_overrides(overrides or [], names if backend == "native" else [])
-    for key, instead in (
-        ("policy.path", "name the policy as the first argument"),
-        ("policy.dtype", "say --precision"),
-    ):
-        if given := [override for override in chosen if override.partition("=")[0] == key]:
-            raise ValueError(
-                f"{given[0]}: the command's own arguments say which policy is certified, and in which type; {instead}"
-            )
-    config = load_config(recipe, [*chosen, f"policy.path={policy}", f"policy.dtype={precision or 'auto'}"])
-    rollout = config.rollout
-    if backend == "reference" and rollout.precision != BASE_PRECISION:
-        raise ValueError(
-            f"rollout.precision = {rollout.precision!r} needs --backend native; the reference computes in the policy's own type only"
-        )
+        _refuse_native_options(context)
+    options = SubjectOptions(policy, backend, drafter, tokens, pacing, verify, precision, deterministic)
+    config = certified_config(options, recipe, overrides or [])
     model, prompts = recipe_policy(config)
-    settings = {"policy": policy, "precision": str(model.dtype).removeprefix("torch.")}
-    if backend == "reference":
-        subject = ReferenceSubject(model, widest(model))
-    else:
-        tokenizer = load_tokenizer(policy_folder(policy))
-        drafters = [drafter_maker(name, model, rollout.speculation, tokenizer) for name in names]
-        engine = EngineSettings(
-            deterministic=deterministic or rollout.deterministic,
-            verify=verify,
-            precision=rollout.precision,
-            base_precision_layers=rollout.base_precision_layers,
-            kv_scales_per_head=rollout.kv_scales == "head",
-        )
-        how = (drafters, tokens, engine, pacing == "adaptive")
-        subject = (
-            NativeSubject(model, widest(model), *how)
-            if rollout.precision == BASE_PRECISION
-            else Fp8Subject(model, prompts, *how)
-        )
-        settings |= {"rollout": rollout.precision} if rollout.precision != BASE_PRECISION else {}
-        settings |= {"drafter": drafter, "tokens": str(tokens), "pacing": pacing, "verify": verify}
-        settings["deterministic"] = str(engine.deterministic).lower()
-    settings["device"] = model.device.type
-    plan = replace(QUICK if quick else Plan(), seed=seed)
+    subject = make_subject(options, config.rollout, model, prompts, recipe_tokenizer(config))
     certificate = run(
         subject,
         prompts,
-        replace(plan, samples=samples) if samples else plan,
-        settings,
+        sampling_plan(quick, samples, seed),
+        certificate_settings(options, config.rollout, model),
         lambda what: typer.echo(f"... {what}", err=True),
     )
     typer.echo(certificate.table())
@@ -135,3 +81,11 @@ def certify(
         json_file.write_text(certificate.json())
     if not certificate.passed:
         raise typer.Exit(1)
+
+
+def _refuse_native_options(context: typer.Context) -> None:
+    """Raises where an option was given that the reference backend would ignore."""
+    never = "the reference backend never speculates; leave it out, or use --backend native"
+    refuse_given(context, ("drafter", "tokens", "pacing", "verify"), never)
+    mode = "a mode of the native engine; leave it out, or use --backend native"
+    refuse_given(context, ("deterministic",), mode)

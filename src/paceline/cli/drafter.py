@@ -1,12 +1,18 @@
 """The `paceline drafter` commands."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from paceline.cli.options import refuse_given
+
 if TYPE_CHECKING:
-    from paceline.drafting.acceptance import Acceptance
+    import torch
+
+    from paceline.drafting.acceptance import Acceptance, Measured
+    from paceline.drafting.training import HeadStep
 
 app = typer.Typer(no_args_is_help=True, help="Train, measure and exchange eagle drafters.")
 
@@ -55,58 +61,52 @@ def train(
     ] = "",
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
-    from paceline.cli.options import refuse_given
     from paceline.config import load_config
     from paceline.device import learning_threads
-    from paceline.drafting.eagle_folder import load_eagle, save_eagle
-    from paceline.drafting.eagle_head import EagleHead, config_for
-    from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
+    from paceline.drafting.eagle_folder import save_eagle
+    from paceline.drafting.offline import open_head, train_head
+    from paceline.drafting.training import HeadTraining
     from paceline.learning.batch import training_sequence
     from paceline.rollout.responses import saved_responses, training_responses
     from paceline.session import open_session
 
-    if start:
-        refuse_given(
-            context,
-            ("layers", "draft_vocab"),
-            f"the head in --start {start} has its own; leave one of the two out",
-        )
-    if rollouts is not None:
-        refuse_given(
-            context, ("responses",), "--rollouts takes all that were saved; leave one of the two out"
-        )
-    if not lr > 0:
-        raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
+    _refuse_options(context, start, rollouts, lr)
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
-    model = session.policy
-    if start:
-        head = load_eagle(start, model, model.dtype, model.device)
-    else:
-        head = EagleHead(config_for(model.config, _layers(layers), draft_vocab), model.dtype, model.device)
-    sequences = [
-        training_sequence(completion) for completion in completions or training_responses(session, responses)
-    ]
+    head = open_head(session.policy, start, _layers(layers), draft_vocab)
+    completions = completions or training_responses(session.sampler, session.config, responses)
     session.close()
+    sequences = [training_sequence(completion) for completion in completions]
     typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
-    if not start:
-        ids = choose_vocabulary(
-            sequences, model.config.vocab_size, model.config.eos_token_ids, head.config.draft_vocab
-        )
-        head.draft_to_target.copy_(head.draft_to_target.new_tensor(ids))
-        head.initialise(model, seed)
+    settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
+    with learning_threads(session.config):
+        train_head(session.policy, head, not start, sequences, settings, _progress(steps))
+    save_eagle(head, out, wanted_dtype)
+    typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
 
-    def progress(step: int, report: HeadStep) -> None:
+
+def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float) -> None:
+    """Raises where an option of `train` would be ignored, or cannot be used."""
+    if start:
+        own = f"the head in --start {start} has its own; leave one of the two out"
+        refuse_given(context, ("layers", "draft_vocab"), own)
+    if rollouts is not None:
+        taken = "--rollouts takes all that were saved; leave one of the two out"
+        refuse_given(context, ("responses",), taken)
+    if not lr > 0:
+        raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
+
+
+def _progress(steps: int) -> Callable[[int, "HeadStep"], None]:
+    """Returns what prints the first step, every 25th and the last."""
+
+    def show(step: int, report: "HeadStep") -> None:
         if step == 1 or step % 25 == 0 or step == steps:
             overlap = " ".join(f"{value:.3f}" for value in report.overlap)
             typer.echo(f"{step:>5}/{steps}  KL {report.divergence[0]:.4f}  1 - TV by position {overlap}")
 
-    settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
-    with learning_threads(session.config):
-        train_offline(model, head, sequences, settings, progress)
-    save_eagle(head, out, wanted_dtype)
-    typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
+    return show
 
 
 @app.command("eval")
@@ -119,9 +119,7 @@ def evaluate(
     problems: Annotated[int, typer.Option(help="held-out problems, one response each", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
 ) -> None:
-    """Says how much of a head's drafts a policy accepts, along the policy's responses to held-out
-    problems.
-    """
+    """Says how much of a head's drafts a policy accepts, along its responses to held-out problems."""
     from paceline.config import load_config
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
@@ -130,22 +128,19 @@ def evaluate(
 
     session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
     head = load_eagle(drafter, session.policy, session.policy.dtype, session.device)
-    completions = held_out_responses(session, problems, temperature)
+    completions = held_out_responses(session.sampler, session.config, problems, temperature)
     session.close()
     measured = measure_acceptance(session.policy, head, completions, k)
-    typer.echo(
-        f"{measured.responses} responses, {measured.shared_noise.tokens} tokens, temperature {temperature:g}, k = {k}"
-    )
-    typer.echo(
-        f"{'accepted, where those before were':<36}"
-        + "".join(f"{place:>7}" for place in range(1, k + 1))
-        + "   accept length"
-    )
-    for name, acceptance in (
-        ("shared noise", measured.shared_noise),
-        ("rejection, expected", measured.rejection),
-    ):
-        typer.echo(_row(name, acceptance, k))
+    _show_acceptance(measured, temperature, k)
+
+
+def _show_acceptance(measured: "Measured", temperature: float, k: int) -> None:
+    tokens = measured.shared_noise.tokens
+    typer.echo(f"{measured.responses} responses, {tokens} tokens, temperature {temperature:g}, k = {k}")
+    places = "".join(f"{place:>7}" for place in range(1, k + 1))
+    typer.echo(f"{'accepted, where those before were':<36}{places}   accept length")
+    typer.echo(_row("shared noise", measured.shared_noise, k))
+    typer.echo(_row("rejection, expected", measured.rejection, k))
 
 
 @app.command("export")
@@ -157,11 +152,13 @@ def export_drafter(
 ) -> None:
     """Writes a head as a folder that vLLM and SGLang load for `eagle3`."""
     if 0 in _convert(drafter, out, policy, "", dtype):
-        note = "the head captures layer 0, the embedding: vLLM does that for every policy, SGLang for Qwen's families, and its Llama stops with an error"
+        note = (
+            "the head captures layer 0, the embedding: vLLM does that for every policy, "
+            "SGLang for Qwen's families, and its Llama stops with an error"
+        )
         typer.secho(note, fg="yellow", err=True)
-    typer.echo(
-        f"written to {out}; in vLLM: speculative_config={{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}"
-    )
+    settings = f"{{'method': 'eagle3', 'model': '{out}', 'num_speculative_tokens': 3}}"
+    typer.echo(f"written to {out}; in vLLM: speculative_config={settings}")
 
 
 @app.command("import")
@@ -178,16 +175,16 @@ def import_drafter(
 
 
 def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> tuple[int, ...]:
+    """Writes a head to another folder; returns the layers that it captures."""
     import torch
 
     from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
+    from paceline.models.source import policy_folder
     from paceline.policy.huggingface import load_policy
-    from paceline.session import policy_folder
 
     wanted = _dtype(dtype) or stored_dtype(drafter)
-    head = load_eagle(
-        drafter, load_policy(policy_folder(policy), torch.float32), wanted, "cpu", _layers(layers)
-    )
+    model = load_policy(policy_folder(policy), torch.float32)
+    head = load_eagle(drafter, model, wanted, "cpu", _layers(layers))
     save_eagle(head, out)
     return head.config.captured_layers
 
@@ -199,7 +196,7 @@ def _layers(text: str) -> tuple[int, ...]:
         raise ValueError(f"--layers {text!r}: must be numbers with commas between, such as 2,14,25") from None
 
 
-def _dtype(name: str):
+def _dtype(name: str) -> "torch.dtype | None":
     from paceline.policy.huggingface import DTYPES
 
     if name and name not in DTYPES:

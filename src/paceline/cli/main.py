@@ -5,6 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from paceline import __version__
 from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
@@ -24,6 +25,22 @@ app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
 app.add_typer(simulate_app, name="simulate")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """RL post-training at speculative speed."""
+
 
 RecipeArgument = Annotated[
     Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")
@@ -49,7 +66,8 @@ def train(
     if resume is not None:
         if recipe is not None:
             raise ConfigError(
-                f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as section.key=value"
+                f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
+                "section.key=value"
             )
         config = load_config(
             str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides
@@ -87,7 +105,7 @@ def warmup(
 ) -> None:
     """Makes a starting checkpoint by supervised training."""
     from paceline.learning.warmup import make_builtin, warm_up_on_file
-    from paceline.session import policy_folder
+    from paceline.models.source import policy_folder
 
     def progress(step: int, total: int, loss: float) -> None:
         if step == 1 or step % 25 == 0 or step == total:
@@ -152,7 +170,8 @@ def rollout(
         groups = source.collect(step)
         metrics = rollout_metrics(groups, source.take_stats())
         typer.echo(
-            f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length {metrics['rollout/length_mean']:.1f}"
+            f"step {step}: accuracy {metrics['rollout/accuracy']:.3f}, mean length "
+            f"{metrics['rollout/length_mean']:.1f}"
         )
         if save is not None:
             write_groups(save / f"step_{step:06d}.jsonl", groups, session.tokenizer)

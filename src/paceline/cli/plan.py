@@ -7,23 +7,25 @@ import rich.console
 from rich.table import Table
 
 from paceline.config import Config, ConfigError
+from paceline.drafting.factory import FolderHeads, HeadSource
+from paceline.models.source import PolicySource
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.config import DecoderConfig
 from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
-from paceline.session import policy_folder, policy_shape
 
 
 def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None:
     """Prints the plan; raises where it does not fit."""
-    machine, shape = _machine(gpu, memory_gb), _shape(config)
+    machine = _machine(gpu, memory_gb)
+    shape, heads = _shape(config)
     dtype = DTYPES["bfloat16" if config.policy.dtype == "auto" else config.policy.dtype]
-    plan = make_plan(config, shape, dtype, machine)
-    fitting = suggestions(config, shape, dtype, machine) if plan.problem else []
+    plan = make_plan(config, shape, dtype, machine, heads=heads)
+    fitting = suggestions(config, shape, dtype, machine, heads=heads) if plan.problem else []
     if as_json:
-        print(json.dumps(as_tree(plan, [str(way) for way in fitting]), indent=2))
+        print(json.dumps(as_tree(plan, [str(suggestion) for suggestion in fitting]), indent=2))
     else:
         rich.console.Console(highlight=False).print(table(plan, shape))
     if plan.problem:
@@ -96,12 +98,13 @@ def _machine(gpu: str, memory_gb: float) -> Machine:
     return machine
 
 
-def _shape(config: Config) -> DecoderConfig:
-    """Of the policy's folder; a well-known shape can be planned for without its weights."""
+def _shape(config: Config) -> tuple[DecoderConfig, HeadSource]:
+    """Returns the policy's shape and heads; a well-known shape can be planned for without its weights."""
     path = config.policy.path
     if path in SHAPES:
-        return SHAPES[path]
+        return SHAPES[path], FolderHeads()
     try:
-        return policy_shape(config, policy_folder(path))
+        source = PolicySource.of(config.policy)
     except ConfigError as error:
         raise ConfigError(f"{error}; shapes that can be planned for by name: {', '.join(SHAPES)}") from None
+    return source.shape, source.heads

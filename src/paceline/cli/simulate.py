@@ -1,19 +1,23 @@
 """The `paceline simulate` commands. Heavy imports stay inside them."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from typer.core import TyperGroup
 
+if TYPE_CHECKING:
+    from paceline.simulate.questions import Flags
+
+FIRST_SHARE = 0.7  # of the time that `measure` may take, for all models but the last
+
 
 class SweepGroup(TyperGroup):
-    """Lets `--sweep k=0,3 gpus=64,512` take several words: what follows and has the form KEY=VALUES belongs
-    to it.
-    """
+    """A group whose `--sweep k=0,3 gpus=64,512` takes every following word of the form KEY=VALUES."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
-        words, sweeping = [], False
+        words: list[str] = []
+        sweeping = False
         for word in args:
             if sweeping and "=" in word and not word.startswith("-"):
                 words += ["--sweep", word] if words[-1] != "--sweep" else [word]
@@ -29,6 +33,36 @@ app = typer.Typer(
     help="What would it give me? Simulated rollouts and RL steps.",
 )
 
+Text = Optional[str]
+Number = Optional[int]
+ModelOption = Annotated[
+    Text, typer.Option(help="a built-in shape such as qwen3-8b, a Hugging Face folder or a config.json")
+]
+HardwareOption = Annotated[
+    Text, typer.Option(help="h200, h100, a100, b200, gb200, or a profile written by `calibrate`")
+]
+PrecisionOption = Annotated[Text, typer.Option(help="bf16 or fp8")]
+LengthsOption = Annotated[Text, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
+DraftTokensOption = Annotated[
+    Text, typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")
+]
+AcceptOption = Annotated[Text, typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")]
+DrafterOption = Annotated[Text, typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")]
+SpecMaxRunningOption = Annotated[
+    Number, typer.Option(help="speculate only while at most this many run; 0: always")
+]
+ModeOption = Annotated[Text, typer.Option(help="sync, one-step-off or async")]
+LagOption = Annotated[
+    Number, typer.Option(help="weight versions a response may be old; default: the mode's own")
+]
+TrainShareOption = Annotated[Optional[float], typer.Option(help="of the devices, where learning runs apart")]
+TrainDrafterOption = Annotated[
+    Optional[bool], typer.Option("--train-drafter", help="does training the drafter fit into idle time?")
+]
+SweepOption = Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")]
+RecipeOption = Annotated[
+    Text, typer.Option(help="take model, batch and speculation from a recipe; other flags override")
+]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a page with plots here")]
 
@@ -36,57 +70,33 @@ HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a
 @app.callback()
 def simulate_command(
     ctx: typer.Context,
-    recipe: Annotated[
-        Optional[str],
-        typer.Option(help="take model, batch and speculation from a recipe; other flags override"),
-    ] = None,
-    model: Annotated[
-        Optional[str],
-        typer.Option(help="a built-in shape such as qwen3-8b, a Hugging Face folder or a config.json"),
-    ] = None,
-    hardware: Annotated[
-        Optional[str], typer.Option(help="h200, h100, a100, b200, gb200, or a profile written by `calibrate`")
-    ] = None,
-    gpus: Annotated[Optional[int], typer.Option(help="devices in all")] = None,
-    tp: Annotated[Optional[int], typer.Option(help="tensor parallelism")] = None,
-    ep: Annotated[Optional[int], typer.Option(help="expert parallelism")] = None,
-    weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
-    kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
-    engine: Annotated[Optional[str], typer.Option(help="paceline or vllm")] = None,
-    prompts: Annotated[Optional[int], typer.Option(help="per RL step")] = None,
-    samples: Annotated[Optional[int], typer.Option(help="per prompt")] = None,
-    prompt_tokens: Optional[int] = None,
-    lengths: Annotated[Optional[str], typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")] = None,
-    k: Annotated[
-        Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")
-    ] = None,
-    accept: Annotated[
-        Optional[str], typer.Option(help="0.8, 0.85,0.8,0.7 by depth, or 3.0@3: accept length at k")
-    ] = None,
-    drafter: Annotated[
-        Optional[str], typer.Option(help="eagle, history, or a smaller model such as qwen3-0.6b")
-    ] = None,
-    spec_max_running: Annotated[
-        Optional[int], typer.Option(help="speculate only while at most this many run; 0: always")
-    ] = None,
-    mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
-    lag: Annotated[
-        Optional[int], typer.Option(help="weight versions a response may be old; default: the mode's own")
-    ] = None,
-    train_share: Annotated[
-        Optional[float], typer.Option(help="of the devices, where learning runs apart")
-    ] = None,
-    max_running: Annotated[Optional[int], typer.Option(help="requests decoded together, per replica")] = None,
-    kv_tokens: Annotated[Optional[int], typer.Option(help="cache of a replica; 0: what fits")] = None,
+    recipe: RecipeOption = None,
+    model: ModelOption = None,
+    hardware: HardwareOption = None,
+    gpus: Annotated[Number, typer.Option(help="devices in all")] = None,
+    tp: Annotated[Number, typer.Option(help="tensor parallelism")] = None,
+    ep: Annotated[Number, typer.Option(help="expert parallelism")] = None,
+    weights: PrecisionOption = None,
+    kv: PrecisionOption = None,
+    engine: Annotated[Text, typer.Option(help="paceline or vllm")] = None,
+    prompts: Annotated[Number, typer.Option(help="per RL step")] = None,
+    samples: Annotated[Number, typer.Option(help="per prompt")] = None,
+    prompt_tokens: Number = None,
+    lengths: LengthsOption = None,
+    k: DraftTokensOption = None,
+    accept: AcceptOption = None,
+    drafter: DrafterOption = None,
+    spec_max_running: SpecMaxRunningOption = None,
+    mode: ModeOption = None,
+    lag: LagOption = None,
+    train_share: TrainShareOption = None,
+    max_running: Annotated[Number, typer.Option(help="requests decoded together, per replica")] = None,
+    kv_tokens: Annotated[Number, typer.Option(help="cache of a replica; 0: what fits")] = None,
     reward_seconds: Optional[float] = None,
-    train_drafter: Annotated[
-        Optional[bool], typer.Option("--train-drafter", help="does training the drafter fit into idle time?")
-    ] = None,
-    steps: Annotated[Optional[int], typer.Option(help="RL steps to simulate")] = None,
-    seed: Optional[int] = None,
-    sweep: Annotated[
-        Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")
-    ] = None,
+    train_drafter: TrainDrafterOption = None,
+    steps: Annotated[Number, typer.Option(help="RL steps to simulate")] = None,
+    seed: Number = None,
+    sweep: SweepOption = None,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
 ) -> None:
@@ -99,24 +109,32 @@ def simulate_command(
     from paceline.simulate.questions import Flags, flags_from_recipe
 
     flags = Flags() if recipe is None else flags_from_recipe(load_config(recipe))
+    _answer(dataclasses.replace(flags, **_given_flags(ctx)), sweep or [], json_file, html_file)
+
+
+def _given_flags(ctx: typer.Context) -> dict[str, Any]:
+    """Returns the options that were given and that describe a scenario."""
+    import dataclasses
+
+    from paceline.simulate.questions import Flags
+
     names = [field.name for field in dataclasses.fields(Flags)]
-    given = {name: value for name, value in ctx.params.items() if name in names and value is not None}
-    _answer(dataclasses.replace(flags, **given), sweep or [], json_file, html_file)
+    return {name: ctx.params[name] for name in names if ctx.params.get(name) is not None}
 
 
-def _answer(flags, sweep: list[str], json_file: Path | None, html_file: Path | None) -> None:
+def _answer(flags: "Flags", sweep: list[str], json_file: Path | None, html_file: Path | None) -> None:
     from paceline.simulate.questions import Sweep, ask, build
-    from paceline.simulate.report import table, text, write_html, write_json
+    from paceline.simulate.report import provenance_lines, table, text, write_html, write_json
 
     asked = Sweep.parse(sweep)
     combinations = asked.combinations()
     answers = [ask(build(asked.apply(flags, values))) for values in combinations]
-    typer.echo(text(answers[0]) if len(answers) == 1 else table(answers, combinations, asked.keys))
-    if len(answers) > 1:
-        from paceline.simulate.report import provenance_lines
-
-        merged = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
-        typer.echo("\n".join(["", "who says so:", *provenance_lines(merged)]))
+    if len(answers) == 1:
+        typer.echo(text(answers[0]))
+    else:
+        origins = {part: origin for answer in answers for part, origin in answer.outcome.provenance.items()}
+        lines = [table(answers, combinations, asked.keys), "", "who says so:", *provenance_lines(origins)]
+        typer.echo("\n".join(lines))
     if json_file is not None:
         write_json(json_file, answers)
     if html_file is not None:
@@ -141,7 +159,8 @@ def validate(
     from paceline.simulate.validation.check import predictions, summary
     from paceline.simulate.validation.h200 import shipped_measurements
 
-    profile, measured = load_hardware(hardware), shipped_measurements(points)
+    profile = load_hardware(hardware)
+    measured = shipped_measurements(points or ())
     made = page.sections(profile, measured) if write is None else page.write(write, profile, measured)
     for section in made:
         unseen = predictions(section.checks)
@@ -184,12 +203,12 @@ def calibrate(
         import datetime
 
         from paceline.device import best_device
-        from paceline.simulate.measure import CPU, GPU, measure_kernels
+        from paceline.simulate.measure import measure_kernels
+        from paceline.simulate.measure_grid import CPU, GPU
 
         device = best_device()
-        measured = measure_kernels(
-            device, GPU if device.type == "cuda" else CPU, typer.echo, datetime.date.today().isoformat()
-        )
+        grid = GPU if device.type == "cuda" else CPU
+        measured = measure_kernels(device, grid, typer.echo, datetime.date.today().isoformat())
     if save_points is not None:
         write_measurements(measured, save_points)
     hardware = profile_from(name or out.stem, measured, base)
@@ -218,87 +237,64 @@ def measure(
 
     from paceline.bench.setup import describe
     from paceline.device import best_device
-    from paceline.simulate.measure_steps import StepBench
+    from paceline.simulate.measure_steps import StepBench, measure_briefly, measure_fully
     from paceline.simulate.points import Measurements, load_measurements, write_measurements
 
-    device, start = best_device(), time.perf_counter()
+    start = time.perf_counter()
+    device = best_device()
     facts = describe(device)
-    empty = Measurements(
-        facts["device"], f"torch {facts['torch']}, {facts['dtype']}", datetime.date.today().isoformat()
-    )
-    kept = load_measurements(out) if out.is_file() else empty
+    software = f"torch {facts['torch']}, {facts['dtype']}"
+    points = Measurements(facts["device"], software, datetime.date.today().isoformat())
+    if out.is_file():
+        points = load_measurements(out)
     names = models.split(",")
     for number, model in enumerate(names):
-        share = 1.0 if number == len(names) - 1 else 0.7
+        share = 1.0 if number == len(names) - 1 else FIRST_SHARE
         bench = StepBench(model, device, start + share * seconds, typer.echo)
-        if number == 0:
-            plain = [(2, 128, 0), (8, 128, 0), (32, 128, 0), (96, 128, 0), (192, 128, 0)]
-            bench.decode(
-                [*plain, (1, 128, 3), (8, 128, 3), (32, 128, 3), (8, 128, 7), (16, 4096, 0)],
-                seen=(plain[0], plain[-1]),
-            )
-            bench.rollout(96, 128, 256, 1024)
-        else:
-            bench.decode([(1, 128, 0), (32, 128, 0), (128, 128, 0)])
-        kept = dataclasses.replace(
-            kept, steps=(*kept.steps, *bench.steps), rollouts=(*kept.rollouts, *bench.rollouts)
+        measure = measure_briefly if number else measure_fully
+        measure(bench)
+        points = dataclasses.replace(
+            points, steps=(*points.steps, *bench.steps), rollouts=(*points.rollouts, *bench.rollouts)
         )
-        write_measurements(kept, out)
+        write_measurements(points, out)
         del bench
     typer.echo(f"written to {out}; compare with: paceline simulate validate --points {out}")
 
 
 @app.command("from")
 def from_command(
+    ctx: typer.Context,
     run: Annotated[Path, typer.Argument(help="a run directory")],
     hardware: Annotated[
         str, typer.Option(help="profile of the machine that made the run; `calibrate` writes one")
     ],
-    gpus: Annotated[Optional[int], typer.Option(help="what if: this many devices")] = None,
+    gpus: Annotated[Number, typer.Option(help="what if: this many devices")] = None,
     length_scale: Annotated[float, typer.Option(help="what if: responses this many times as long")] = 1.0,
-    model: Annotated[Optional[str], typer.Option(help="what if: another model")] = None,
-    move_to: Annotated[Optional[str], typer.Option(help="what if: other hardware")] = None,
-    tp: Optional[int] = None,
-    ep: Optional[int] = None,
-    weights: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
-    kv: Annotated[Optional[str], typer.Option(help="bf16 or fp8")] = None,
-    k: Annotated[
-        Optional[str], typer.Option("--k", "-k", help="draft tokens: a number, paced, or paced:MAX")
-    ] = None,
-    accept: Annotated[Optional[str], typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
-    drafter: Annotated[Optional[str], typer.Option(help="eagle or history")] = None,
-    mode: Annotated[Optional[str], typer.Option(help="sync, one-step-off or async")] = None,
-    prompts: Optional[int] = None,
-    samples: Optional[int] = None,
-    max_running: Optional[int] = None,
+    model: Annotated[Text, typer.Option(help="what if: another model")] = None,
+    move_to: Annotated[Text, typer.Option(help="what if: other hardware")] = None,
+    tp: Number = None,
+    ep: Number = None,
+    weights: PrecisionOption = None,
+    kv: PrecisionOption = None,
+    k: DraftTokensOption = None,
+    accept: Annotated[Text, typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
+    drafter: Annotated[Text, typer.Option(help="eagle or history")] = None,
+    mode: ModeOption = None,
+    prompts: Number = None,
+    samples: Number = None,
+    max_running: Number = None,
     json_file: JsonOption = None,
     html_file: HtmlOption = None,
 ) -> None:
     """Starts from a measured run and asks: what if?"""
-    from paceline.simulate.from_run import WhatIf, read_run, text, what_if
+    from paceline.simulate.from_run import read_run, text, what_if
     from paceline.simulate.report import provenance_lines, write_html, write_json
 
-    changes = WhatIf(
-        gpus,
-        length_scale,
-        model,
-        move_to,
-        tp,
-        ep,
-        weights,
-        kv,
-        k,
-        accept,
-        drafter,
-        mode,
-        samples,
-        prompts,
-        max_running,
-    )
-    answer = what_if(read_run(run), hardware, changes)
-    typer.echo(
-        "\n".join([text(answer), "", "who says so:", *provenance_lines(answer.changed.outcome.provenance)])
-    )
+    changes = _given_flags(ctx)
+    del changes["hardware"]  # what made the run, not a change to it
+    answer = what_if(read_run(run), hardware, length_scale, move_to, **changes)
+    origins = provenance_lines(answer.changed.outcome.provenance)
+    typer.echo("\n".join([text(answer), "", "who says so:", *origins]))
     if json_file is not None:
         write_json(json_file, [answer.changed])
     if html_file is not None:

@@ -10,6 +10,7 @@ choice stands for.
 
 import difflib
 import types
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -248,7 +249,7 @@ def _explain(problem: dict[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     shown = f" = {value!r}" if path and not isinstance(value, dict | BaseModel) else ""
     hint = ""
-    if problem["type"] == "literal_error":
+    if problem["type"] in ("literal_error", "enum"):
         choices = _choices_at(path)
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -286,4 +287,6 @@ def _choices_at(path: list[str]) -> list[str]:
         model = next(arg for arg in get_args(model) if get_origin(arg) is Literal)
     if get_origin(model) is list:
         model = get_args(model)[0]
+    if isinstance(model, type) and issubclass(model, Enum):
+        return [str(member.value) for member in model]
     return [str(choice) for choice in get_args(model)]

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.section import Section
+from paceline.types import Precision
 
 # The key that names each drafter's folder.
 DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
@@ -177,9 +178,10 @@ class RolloutConfig(Section):
     deterministic: bool = Field(
         False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do"
     )
-    precision: Literal["bf16", "fp8", "fp8+kv"] = Field(
-        "bf16",
-        description="bf16: the policy's own type; fp8: layer weights and activations in FP8; fp8+kv: and the KV cache",
+    precision: Precision = Field(
+        Precision.BASE,
+        description="base: the policy's own type; fp8: layer weights and activations in FP8; "
+        "fp8+kv: and the KV cache",
     )
     base_precision_layers: int = Field(
         0,
@@ -195,11 +197,17 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _precision_keys_apply(self) -> "RolloutConfig":
         """A key that this precision would ignore is a mistake."""
-        for key, precisions in {"base_precision_layers": ("fp8", "fp8+kv"), "kv_scales": ("fp8+kv",)}.items():
+        needed = {
+            "base_precision_layers": [precision for precision in Precision if precision.fp8_weights],
+            "kv_scales": [precision for precision in Precision if precision.fp8_kv],
+        }
+        for key, precisions in needed.items():
             if self.precision not in precisions and not self.is_default(key):
                 raise ValueError(
-                    f"rollout.{key} = {getattr(self, key)!r} does not apply to rollout.precision = {self.precision!r}, "
-                    f"only to {', '.join(precisions)}; change that, or leave it out (rollout.{key}={type(self).model_fields[key].default})"
+                    f"rollout.{key} = {getattr(self, key)!r} does not apply to rollout.precision = "
+                    f"{self.precision.value!r}, "
+                    f"only to {', '.join(precisions)}; change that, or leave it out "
+                    f"(rollout.{key}={type(self).model_fields[key].default})"
                 )
         return self
 
@@ -215,9 +223,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _backend_can(self) -> "RolloutConfig":
-        if self.backend == "reference" and self.precision != "bf16":
+        if self.backend == "reference" and self.precision is not Precision.BASE:
             raise ValueError(
-                f"precision = {self.precision!r} needs backend: native; the reference computes in the policy's own type only"
+                f"precision = {self.precision.value!r} needs backend: native; the reference computes in the "
+                "policy's own type only"
             )
         if self.router_replay and self.backend != "native":
             raise ValueError(

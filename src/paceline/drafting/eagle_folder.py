@@ -54,7 +54,8 @@ def eagle_folder(name: str) -> Path:
     folder = BUILTIN_EAGLES.get(name, Path(name))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{name!r} is not an eagle head's folder with a config.json; shipped are: {', '.join(BUILTIN_EAGLES)}"
+            f"{name!r} is not an eagle head's folder with a config.json; shipped are: "
+            f"{', '.join(BUILTIN_EAGLES)}"
         )
     return folder
 
@@ -102,7 +103,8 @@ def load_eagle(
                 raise ValueError(f"{folder} lacks the tensor {name}")
             if tensor.shape != target.shape:
                 raise ValueError(
-                    f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(target.shape)}"
+                    f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for "
+                    f"{tuple(target.shape)}"
                 )
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
@@ -194,7 +196,8 @@ def _from_huggingface(
     target_size = raw.get("target_hidden_size", raw["hidden_size"])
     if target_size != raw["hidden_size"]:
         raise ValueError(
-            f"target_hidden_size = {target_size}; supported is the head's own hidden_size, {raw['hidden_size']}"
+            f"target_hidden_size = {target_size}; supported is the head's own hidden_size, "
+            f"{raw['hidden_size']}"
         )
     # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat
     # positions beyond.
@@ -222,12 +225,15 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
             raise ValueError(f"eagle_config.{LAYER_IDS} = {ids!r}: must be a list of layers' numbers")
         entering, leaving = ",".join(str(i) for i in ids), ",".join(str(i + 1) for i in ids)
         raise ValueError(
-            f"eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is missing. "
-            f"`paceline drafter import --layers {entering}` takes it as vLLM does, `--layers {leaving}` as SGLang does"
+            f"eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is "
+            "missing. "
+            f"`paceline drafter import --layers {entering}` takes it as vLLM does, `--layers {leaving}` as "
+            "SGLang does"
         )
     if num_layers < 8:
         raise ValueError(
-            f"it names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
+            f"it names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not "
+            f"{num_layers}; "
             "say which with `paceline drafter import --layers`"
         )
     return 2, num_layers // 2, num_layers - 3  # what both engines take where nothing is said
@@ -269,7 +275,8 @@ def _read_vocabulary(
     if offsets is None:
         if config.draft_vocab < config.layer.vocab_size:
             raise ValueError(
-                f"{folder} lacks the tensor d2t, and draft_vocab_size = {config.draft_vocab} is not vocab_size = {config.layer.vocab_size}"
+                f"{folder} lacks the tensor d2t, and draft_vocab_size = {config.draft_vocab} is not "
+                f"vocab_size = {config.layer.vocab_size}"
             )
         return every_V
     if offsets.shape != every_V.shape:
@@ -279,7 +286,8 @@ def _read_vocabulary(
     targets = every_V + offsets.long()
     if targets.min() < 0 or targets.max() >= config.layer.vocab_size or len(targets.unique()) < len(targets):
         raise ValueError(
-            f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = {config.layer.vocab_size}"
+            f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = "
+            f"{config.layer.vocab_size}"
         )
     if chosen is not None and not torch.equal(chosen.bool().nonzero().flatten(), targets.sort().values):
         raise ValueError(f"{folder}: d2t and t2d disagree about which tokens the draft vocabulary holds")
@@ -296,11 +304,14 @@ def _check_embedding(folder: Path, read: Callable[[str], torch.Tensor | None], p
     ours = policy.embedding.weight.detach()
     if embedding.shape != ours.shape:
         raise ValueError(
-            f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding {tuple(ours.shape)}"
+            f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding "
+            f"{tuple(ours.shape)}"
         )
     narrow = embedding.dtype if embedding.element_size() < ours.element_size() else ours.dtype
     if not torch.equal(embedding.to(ours.device, narrow), ours.to(narrow)):
         raise ValueError(
-            f"{folder}: embed_tokens.weight differs from the policy's embedding; a head with an embedding of its own is not supported. "
-            "Was it trained for another policy? If the policy has learnt since, remove embed_tokens.weight: the policy's own is used then"
+            f"{folder}: embed_tokens.weight differs from the policy's embedding; a head with an embedding of "
+            "its own is not supported. "
+            "Was it trained for another policy? If the policy has learnt since, remove embed_tokens.weight: "
+            "the policy's own is used then"
         )

@@ -34,11 +34,13 @@ class EagleConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab <= self.layer.vocab_size:
             raise ValueError(
-                f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, which is the most"
+                f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, "
+                "which is the most"
             )
         if not self.captured_layers or any(b <= a for a, b in pairwise((-1, *self.captured_layers))):
             raise ValueError(
-                f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, such as 2, 14, 25"
+                f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, "
+                "such as 2, 14, 25"
             )
 
     def check_against(self, policy: DecoderConfig) -> None:
@@ -49,12 +51,14 @@ class EagleConfig:
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another policy"
+                    f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another "
+                    "policy"
                 )
         if self.captured_layers[-1] >= policy.num_layers:
             last = policy.num_layers - 1
             raise ValueError(
-                f"captured layers {self.captured_layers}: layer i means the states that enter it, and the policy's last is {last}"
+                f"captured layers {self.captured_layers}: layer i means the states that enter it, and the "
+                f"policy's last is {last}"
             )
 
 
@@ -66,7 +70,8 @@ def default_captured_layers(num_layers: int) -> tuple[int, ...]:
         return 2, num_layers // 2, num_layers - 3
     if num_layers < 3:
         raise ValueError(
-            f"an eagle head captures three different layers, and the policy has {num_layers}; say which, such as --layers 0,1"
+            f"an eagle head captures three different layers, and the policy has {num_layers}; say which, "
+            "such as --layers 0,1"
         )
     first = 1 if num_layers > 3 else 0
     return first, (first + num_layers - 1) // 2, num_layers - 1

@@ -1,54 +1,100 @@
-"""Drafters by name, from the recipe."""
+"""Makes the drafters that a recipe names, on the policy's device.
 
-from pathlib import Path
+On torch's meta device they are made without weights, which is how `plan/` counts their memory: what is
+planned and what runs come from the same lines.
+"""
 
-import torch
+from dataclasses import dataclass
+from typing import Protocol
+
 from tokenizers import Tokenizer
 
 from paceline.config import FRESH, SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import load_eagle
-from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.eagle_folder import head_for, load_eagle
+from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.drafting.history import HistoryDrafter
 from paceline.drafting.recipe import blame_recipe, draft_model_folder, eagle_head
-from paceline.models.widen_eagle import widen_eagle
-from paceline.policy.config import read_config
+from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 
 
-def make_drafter(
-    name: str,
-    policy: Decoder,
-    settings: SpeculationConfig,
-    widened_from: Path | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> Drafter:
-    """`widened_from`: the folder of the small policy that `policy` was made from, for which an eagle head was
-    trained. `tokenizer`: the policy's, which a draft model must share.
-    """
-    if name == "history":
-        return HistoryDrafter()
-    with blame_recipe(name, settings):
-        if name == "draft_model":
-            return DraftModel(
-                load_policy(
-                    draft_model_folder(settings, policy.config, tokenizer), policy.dtype, policy.device
-                )
-            )
-        path, config = eagle_head(
-            settings,
-            policy.config
-            if widened_from is None or settings.eagle_path == FRESH
-            else read_config(widened_from),
-        )
-        if path == FRESH:
+class HeadSource(Protocol):
+    """Where eagle heads come from: folders for the policy itself, or others that are fitted to it."""
+
+    def trained_for(self, policy: DecoderConfig) -> DecoderConfig:
+        """Returns the configuration of the policy that the heads in folders were trained for."""
+
+    def config(self, trained: EagleConfig, policy: DecoderConfig) -> EagleConfig:
+        """Returns the configuration that a head has once it drafts for `policy`."""
+
+    def load(self, path: str, policy: Decoder) -> EagleHead:
+        """Returns the head in `path`, ready to draft for `policy`."""
+
+
+class FolderHeads:
+    """Heads that were trained for the policy itself."""
+
+    def trained_for(self, policy: DecoderConfig) -> DecoderConfig:
+        """Returns the policy's own configuration."""
+        return policy
+
+    def config(self, trained: EagleConfig, policy: DecoderConfig) -> EagleConfig:
+        """Returns the head's configuration as its folder has it."""
+        return trained
+
+    def load(self, path: str, policy: Decoder) -> EagleHead:
+        """Returns the head in `path` with its weights."""
+        return load_eagle(path, policy, policy.dtype, policy.device)
+
+
+@dataclass(frozen=True)
+class DrafterFactory:
+    """Makes drafters by the names that a recipe uses."""
+
+    settings: SpeculationConfig
+    heads: HeadSource = FolderHeads()
+    tokenizer: Tokenizer | None = None  # the policy's, which a draft model must share; None: not compared
+
+    def names(self, policy: DecoderConfig) -> list[str]:
+        """Returns the recipe's drafters, without an eagle whose head is `auto` where none fits the policy.
+
+        Completions are the same without it.
+        """
+        trained_for = self.heads.trained_for(policy)
+        return [
+            name
+            for name in self.settings.drafters
+            if name != "eagle" or head_for(self.settings.eagle_path, trained_for) is not None
+        ]
+
+    def make_all(self, policy: Decoder) -> list[Drafter]:
+        """Returns every drafter of the recipe that fits this policy."""
+        return [self.make(name, policy) for name in self.names(policy.config)]
+
+    def make(self, name: str, policy: Decoder) -> Drafter:
+        """Returns one drafter on the policy's device; on the meta device, without weights."""
+        if name == "history":
+            return HistoryDrafter()
+        with blame_recipe(name, self.settings):
+            return self._draft_model(policy) if name == "draft_model" else self._eagle(policy)
+
+    def _draft_model(self, policy: Decoder) -> DraftModel:
+        folder = draft_model_folder(self.settings, policy.config, self.tokenizer)
+        if policy.device.type == "meta":
+            return DraftModel(Decoder(read_config(folder), policy.dtype, policy.device))
+        return DraftModel(load_policy(folder, policy.dtype, policy.device))
+
+    def _eagle(self, policy: Decoder) -> EagleDrafter:
+        fresh = self.settings.eagle_path == FRESH
+        trained_for = policy.config if fresh else self.heads.trained_for(policy.config)
+        path, config = eagle_head(self.settings, trained_for)
+        if policy.device.type == "meta":
+            fitted = config if fresh else self.heads.config(config, policy.config)
+            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device))
+        if fresh:
             return EagleDrafter(EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0))
-        if widened_from is None:
-            return EagleDrafter(load_eagle(path, policy, policy.dtype, policy.device))
-        small = load_policy(widened_from, torch.float32, policy.device)
-        return EagleDrafter(
-            widen_eagle(load_eagle(path, small, torch.float32, policy.device), small.config, policy)
-        )
+        return EagleDrafter(self.heads.load(path, policy))

@@ -1,6 +1,4 @@
-"""What a recipe names for its drafters: folders, and whether they go with the policy. Errors name the
-recipe's key.
-"""
+"""The folders that a recipe names for its drafters, checked against the policy; errors name the key."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,20 +13,9 @@ from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
 
-def available_drafters(settings: SpeculationConfig, policy: DecoderConfig) -> list[str]:
-    """The recipe's drafters, without an eagle whose head is `auto` where none fits: results are the same
-    without it.
-    """
-    return [
-        name
-        for name in settings.drafters
-        if name != "eagle" or head_for(settings.eagle_path, policy) is not None
-    ]
-
-
 @contextmanager
 def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
-    """What goes wrong within is the fault of the folder that the recipe names for this drafter."""
+    """Turns errors within into ones that name the folder the recipe gives for this drafter."""
     try:
         yield
     except ConfigError:
@@ -36,7 +23,10 @@ def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
     except (ValueError, FileNotFoundError) as error:
         key = DRAFTER_FOLDERS[name]
         remedy = "use a smaller model with the policy's own tokenizer, " if name == "draft_model" else ""
-        remedy += f"train an eagle head for this policy with `paceline drafter train`, or leave {name} out of rollout.speculation.drafters"
+        remedy += (
+            "train an eagle head for this policy with `paceline drafter train`, "
+            f"or leave {name} out of rollout.speculation.drafters"
+        )
         raise ConfigError(
             f"rollout.speculation.{key} = {getattr(settings, key)!r}: {error}; {remedy}"
         ) from None
@@ -49,7 +39,8 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
     path = head_for(settings.eagle_path, policy)
     if path is None:
         raise ConfigError(
-            "rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with `paceline drafter train`"
+            "rollout.speculation.eagle_path = 'auto': no head is shipped for this policy; make one with "
+            "`paceline drafter train`"
         )
     return path, read_eagle_config(path, policy)
 
@@ -89,7 +80,8 @@ def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
             continue
         if name not in whose:
             raise ValueError(
-                f"{override}: the command's own options say who drafts and how; of rollout.speculation it takes {', '.join(whose)}"
+                f"{override}: the command's own options say who drafts and how; of rollout.speculation it "
+                f"takes {', '.join(whose)}"
             )
         if whose[name] not in drafters:
             who = f"--drafter {','.join(drafters)}" if drafters else "a backend that never speculates"

@@ -1,5 +1,6 @@
 """The drafters of one engine: what all of them are told, and which rows each of them has yet to look at."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -44,7 +45,7 @@ class Drafters(dict[str, Drafter]):
             return Verify.SHARED_NOISE
         return Verify.REJECTION if self[strategy.drafter].has_probabilities else Verify.REJECTION_OF_CERTAIN
 
-    # -- rows -----------------------------------------------------------------------------------------------------
+    # -- rows -------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
         for drafter in self.values():
@@ -80,7 +81,7 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.copy_blocks(sources, targets)
 
-    # -- between rollouts -----------------------------------------------------------------------------------------
+    # -- between rollouts -------------------------------------------------------------------------
 
     def sleep(self) -> None:
         for drafter in self.values():
@@ -97,7 +98,7 @@ class Drafters(dict[str, Drafter]):
             for key, tensor in drafter.state().items()
         }
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, drafter in self.items():
             own = {
                 key.removeprefix(f"{name}."): tensor

@@ -12,7 +12,7 @@ its outcome is read in `outcomes.py`.
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from paceline.backend import BASE_PRECISION
+from paceline.backend import Backend, LowPrecision, Speculation
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.blocks import BlockPool
 from paceline.engine.drafters import Drafters
@@ -45,12 +45,14 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
-from paceline.types import Completion, FinishReason, Request
+from paceline.types import Completion, FinishReason, Precision, Request
 
 NO_PACER = Decision(PLAIN)
 
 
-class Engine:
+class Engine(Backend):
+    """The native engine. It is its own capability to speculate and to compute in FP8 (`backend.py`)."""
+
     def __init__(
         self,
         policy: Decoder,
@@ -60,64 +62,79 @@ class Engine:
         pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
-        self.policy, self.tokenizer = policy, tokenizer
-        self.settings, self.version = settings, version
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.version = version
         self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
         self.request_tokens = min(settings.request_tokens or self.max_length, self.max_length)
-        slots, device, records = settings.max_running, policy.device, settings.records_routing
+        self._open_device(drafters)
+        self._open_host(pacer)
+
+    def _open_device(self, drafters: Listing[Drafter]) -> None:
+        """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
+        policy = self.policy
+        settings = self.settings
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
         self.reduced = RolloutPrecision(
             policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head
         )
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = KVCache(
-            policy.config,
-            self.pool.num_blocks,
-            self.reduced.cache_dtypes,
-            device,
-            self.reduced.cache_scales_L2H,
-            records,
-        )
-        self.rows = Rows(slots, self.max_length, score_dtype, device)
-        self.drafters = Drafters(drafters, slots)
+        self.cache = self._new_cache(self.pool.num_blocks)
+        self.rows = Rows(settings.max_running, self.max_length, score_dtype, policy.device)
+        self.drafters = Drafters(drafters, settings.max_running)
         forward = PagedForward(
             policy, self.cache, settings.deterministic, self.drafters.captured_layers, self.reduced.weights
         )
         self.runner = StepRunner(forward, self.rows, settings, drafters)
-        self.buckets = buckets_up_to(slots)
+        self.buckets = buckets_up_to(settings.max_running)
         if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
-        shared = self.runner.proposals_SK, self.runner.probabilities_SKV
-        self.drafters.bind(
-            DrafterContext(
-                policy,
-                self.rows.state,
-                *shared,
-                self.pool.num_blocks,
-                settings.deterministic,
-                self.request_tokens,
-            )
+        context = DrafterContext(
+            policy,
+            self.rows.state,
+            self.runner.proposals_SK,
+            self.runner.probabilities_SKV,
+            self.pool.num_blocks,
+            settings.deterministic,
+            self.request_tokens,
         )
-        self.pacer, self.timer = pacer, StepTimer(device)
-        self.moment: Moment | None = (
-            None  # what the pacer is told; made anew when the batch changes, and now and then
-        )
+        self.drafters.bind(context)
+
+    def _open_host(self, pacer: Pacer | None) -> None:
+        """Makes what the host decides with: queue, reservations, pacing, statistics."""
+        settings = self.settings
+        device = self.policy.device
+        self.pacer = pacer
+        self.timer = StepTimer(device)
+        # What the pacer is told; made anew when the batch changes, and now and then.
+        self.moment: Moment | None = None
         self.moment_left = 0
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
-
         self.arrivals = 0
-        self.scheduler = Scheduler(self.pool, slots, settings.admission == "longest")
+        self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
         self.running: dict[int, Sequence] = {}  # by slot
-        self.outcomes = Outcomes(self.rows, tokenizer)
+        self.outcomes = Outcomes(self.rows, self.tokenizer)
         self.finished: deque[Completion] = deque()
-        self.reservation = Reservation(self.rows, self.pool, slots)
+        self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
         self.queries = 1  # per row, of the last step
-        self.paused, self.preemptions = False, 0
+        self.paused = False
+        self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
 
-    # -- the contract (backends/base.py) --------------------------------------------------------------------------
+    def _new_cache(self, num_blocks: int) -> KVCache:
+        return KVCache(
+            self.policy.config,
+            num_blocks,
+            self.reduced.cache_dtypes,
+            self.policy.device,
+            self.reduced.cache_scales_L2H,
+            self.settings.records_routing,
+        )
+
+    # -- the contract (backend.py) ----------------------------------------------------------------
 
     def submit(self, requests: Listing[Request]) -> None:
         accepted = []
@@ -186,8 +203,20 @@ class Engine:
         self.version = version
 
     @property
-    def precision(self) -> str:
-        return self.reduced.name
+    def precision(self) -> Precision:
+        return self.reduced.precision
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return self if self.drafters else None
+
+    @property
+    def low_precision(self) -> LowPrecision | None:
+        return self if self.precision is not Precision.BASE else None
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return self.settings.verify == Verify.SHARED_NOISE
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
@@ -210,12 +239,7 @@ class Engine:
         num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
         self.cache = self.runner.forward.cache = None  # its memory is the new one's
         self.pool.resize(num_blocks)
-        types, scales, records = (
-            self.reduced.cache_dtypes,
-            self.reduced.cache_scales_L2H,
-            self.settings.records_routing,
-        )
-        self.cache = KVCache(self.policy.config, num_blocks, types, self.policy.device, scales, records)
+        self.cache = self._new_cache(num_blocks)
         self.runner.replace(self.cache, self.reduced.weights)
 
     def pause(self) -> None:
@@ -239,18 +263,33 @@ class Engine:
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
         stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
-        stats.precision = self.reduced.stats() if self.precision != BASE_PRECISION else None
+        stats.precision = self.reduced.stats() if self.low_precision else None
         return stats
 
     @property
     def trainable_head(self) -> nn.Module | None:
         return self.drafters.head
 
-    def drafter_state(self) -> dict[str, torch.Tensor]:
-        return self.drafters.state() | self.reduced.state()
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Proposals are computed from `trainable_head` itself, so weights that are there need no copy."""
+        if weights is None:
+            return
+        head = self.drafters.head
+        assert head is not None, "no drafter of this engine has a head to publish to"
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                parameter.copy_(weights[name])
 
-    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        return self.drafters.state()
+
+    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.drafters.load_state(tensors)
+
+    def calibration_state(self) -> dict[str, torch.Tensor]:
+        return self.reduced.state()
+
+    def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.reduced.load_state(tensors):
             self._rebuild_cache()
 
@@ -259,7 +298,7 @@ class Engine:
         self.scheduler.waiting.clear()
         self.scheduler.waiting_prompts.clear()
 
-    # -- entering -------------------------------------------------------------------------------------------------
+    # -- entering ---------------------------------------------------------------------------------
 
     @property
     def _limits(self) -> Limits:
@@ -310,7 +349,7 @@ class Engine:
             self.drafters.enter(sequence)
         self._running_changed()
 
-    # -- steps ----------------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else NO_PACER
@@ -394,7 +433,7 @@ class Engine:
         self.scheduler.release(sequence)
         self.finished.append(sequence.complete(reason))
 
-    # -- leaving --------------------------------------------------------------------------------------------------
+    # -- leaving ----------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Reads every outstanding outcome, so that the host knows what the device knows."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from paceline.config import Config
 from paceline.policy.config import DecoderConfig
 
-UNKNOWN_PROMPT = (
-    1024  # tokens assumed where task.max_prompt_tokens sets no limit, if responses may be as long
-)
+# Prompt tokens assumed where task.max_prompt_tokens sets no limit, if responses may be as long.
+UNKNOWN_PROMPT = 1024
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,7 @@ class Lengths:
 
     @staticmethod
     def of(config: Config, shape: DecoderConfig) -> "Lengths":
+        """Returns the lengths that a recipe allows for a policy of this shape."""
         longest = max(config.rollout.max_tokens, config.eval.max_tokens)
         prompt = config.task.max_prompt_tokens or min(longest, UNKNOWN_PROMPT)
         certain = (config.task.max_prompt_tokens or 1) + longest
@@ -29,10 +29,11 @@ class Lengths:
 
 
 def pool_too_small(kv_tokens: int, lengths: Lengths) -> str:
-    """Why a KV pool that the recipe sizes itself cannot serve the recipe's own requests; empty if it can."""
+    """Returns why a KV pool of the recipe's size cannot serve the recipe's requests; empty if it can."""
     if kv_tokens >= lengths.certain:
         return ""
     return (
-        f"rollout.kv_tokens = {kv_tokens}: one request may need {lengths.certain} tokens, prompt and response; raise it, "
-        "set it to 0 to take what fits, or lower rollout.max_tokens (and eval.max_tokens)"
+        f"rollout.kv_tokens = {kv_tokens}: one request may need {lengths.certain} tokens, prompt and "
+        "response; "
+        "raise it, set it to 0 to take what fits, or lower rollout.max_tokens (and eval.max_tokens)"
     )

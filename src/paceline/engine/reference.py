@@ -9,20 +9,19 @@ here is clever.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from paceline.backend import BASE_PRECISION
+from paceline.backend import Backend
 from paceline.kernels.noise import gumbel
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
 from paceline.stats import RolloutStats
-from paceline.types import Completion, FinishReason, Request, Segment
+from paceline.types import Completion, FinishReason, Precision, Request, Segment
 
 CAPACITY_STEP = 64
 
@@ -51,8 +50,8 @@ class Row:
         return Completion(self.request, tokens, logprobs, reason, segments, error, tuple(self.top_logprobs))
 
 
-class ReferenceBackend:
-    pacer = None
+class ReferenceBackend(Backend):
+    """Generates with plain torch, one step after the other; it never speculates."""
 
     def __init__(
         self, policy: Decoder, max_running: int = 256, tokenizer: Tokenizer | None = None, version: int = 0
@@ -67,7 +66,7 @@ class ReferenceBackend:
         self.paused = False
         self.stats = RolloutStats()
 
-    # -- the contract ---------------------------------------------------------------------------------------------
+    # -- the contract -----------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.waiting.extend(Row(request) for request in requests)
@@ -104,38 +103,19 @@ class ReferenceBackend:
         assert not self.running, "sleep with requests running would lose their cache"
         self.cache = []
 
-    def wake(self) -> None:
-        pass
-
-    def training(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
         return stats
 
-    attention_observer = None
-
-    trainable_head = None
-
-    def drafter_state(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def load_drafter_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        pass
-
     @property
-    def precision(self) -> str:
-        return BASE_PRECISION
-
-    def fall_back_to_base_precision(self) -> None:
-        pass
+    def precision(self) -> Precision:
+        return Precision.BASE
 
     def close(self) -> None:
         self.waiting.clear()
         self.running, self.cache = [], []
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step ---------------------------------------------------------------------------------
 
     def _admit(self) -> Iterator[Completion]:
         if not self.waiting or (self.running and len(self.running) > self.max_running // 2):

@@ -174,7 +174,8 @@ def halves_of(pairs):
         upper = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True) * 256.0
     else:
         lower, upper = tl.inline_asm_elementwise(
-            "{ .reg .b32 sorted; .reg .b16 lower, upper; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
+            "{ .reg .b32 sorted; .reg .b16 lower, upper; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, "
+            "upper}, sorted;"
             "  cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
             "=r,=r,r",
             [pairs],

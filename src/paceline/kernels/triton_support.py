@@ -143,7 +143,8 @@ def pull_to_l2(address, num_bytes, PDL: tl.constexpr):
     """
     if PDL:
         tl.inline_asm_elementwise(
-            "{ .reg .pred any; setp.ne.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "{ .reg .pred any; setp.ne.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; "
+            "mov.u32 $0, 0; }",
             "=r,l,r",
             [address, num_bytes.to(tl.int32)],
             dtype=tl.int32,

@@ -5,7 +5,8 @@
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
       drafters.safetensors    what the drafters know, where there are any
-      state.json              step, optimiser steps, position in the task, best accuracy, what the sentinel remembers
+      calibration.safetensors scales of an FP8 KV cache, where there is one
+      state.json              step, optimiser steps, position in the task, best accuracy, the sentinel's state
       manifest.json           size and digest of every other file
 
 A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was
@@ -17,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,11 +31,16 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
 from paceline.policy.lora import has_adapters, load_adapters, save_adapters
 
+DRAFTERS_FILE = "drafters.safetensors"
+CALIBRATION_FILE = "calibration.safetensors"
+CALIBRATION_PREFIX = "precision."  # of the names of its tensors
 ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
 
 
 @dataclass(frozen=True)
 class TrainingState:
+    """The counters of a run, from which everything random follows."""
+
     step: int  # updates done
     optimiser_steps: int
     task_position: int
@@ -50,8 +56,10 @@ def save_checkpoint(
     state: TrainingState,
     tokenizer_from: Path,
     keep: int,
-    drafters: dict[str, torch.Tensor] | None = None,
+    drafters: Mapping[str, torch.Tensor] | None = None,
+    calibration: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
+    """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
     final = folder / f"step_{state.step:06d}"
     partial = folder / f".partial_{state.step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -59,15 +67,11 @@ def save_checkpoint(
     save_policy(policy, partial / "policy", tokenizer_from)
     if has_adapters(policy):
         save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
-    save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in optimiser.state().items()},
-        partial / "optimiser.safetensors",
-    )
+    _save_tensors(optimiser.state(), partial / "optimiser.safetensors")
     if drafters:
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in drafters.items()},
-            partial / "drafters.safetensors",
-        )
+        _save_tensors(drafters, partial / DRAFTERS_FILE)
+    if calibration:
+        _save_tensors(calibration, partial / CALIBRATION_FILE)
     (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
     manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -83,13 +87,14 @@ def save_checkpoint(
 
 
 def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
-    """The policy with the best evaluation so far."""
+    """Replaces `best/` by this policy, whose evaluation is the best so far."""
     replace_folder(folder / "best", lambda path: save_policy(policy, path, tokenizer_from))
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """What `write` makes of an empty path takes the place of `final` as a whole."""
-    partial, old = final.with_name(f".partial_{final.name}"), final.with_name(f".old_{final.name}")
+    """Replaces the folder `final` as a whole by what `write` makes of an empty path."""
+    partial = final.with_name(f".partial_{final.name}")
+    old = final.with_name(f".old_{final.name}")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
     write(partial)
@@ -100,16 +105,17 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
+    """Returns a run's checkpoints, oldest first, whole or not."""
     return sorted(path for path in folder.glob("step_*") if path.suffix != ".corrupt")
 
 
-def newest_checkpoint(folder: Path, warn=print) -> Path | None:
-    """The newest whole checkpoint; damaged ones on the way to it are named and set aside, never deleted."""
+def newest_checkpoint(folder: Path, warn: Callable[[str], None] = print) -> Path | None:
+    """Returns the newest whole checkpoint; damaged ones on the way to it are set aside, never deleted."""
     return next(_whole_checkpoints(folder, warn), None)
 
 
-def whole_checkpoints(folder: Path, warn=print) -> list[Path]:
-    """All of them, oldest first."""
+def whole_checkpoints(folder: Path, warn: Callable[[str], None] = print) -> list[Path]:
+    """Returns the whole checkpoints, oldest first; damaged ones are set aside."""
     return list(_whole_checkpoints(folder, warn))[::-1]
 
 
@@ -126,6 +132,7 @@ def _whole_checkpoints(folder: Path, warn: Callable[[str], None]) -> Iterator[Pa
 
 
 def damage(path: Path) -> str | None:
+    """Returns what is wrong with a checkpoint; None if it is whole."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
@@ -143,6 +150,7 @@ def damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
+    """Restores policy and optimiser, and returns the counters."""
     known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
     state = TrainingState(
         **{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known}
@@ -156,7 +164,28 @@ def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> Trai
 
 
 def load_drafters(path: Path) -> dict[str, torch.Tensor]:
-    file = path / "drafters.safetensors"
+    """Returns what a checkpoint's drafters knew; empty where there were none."""
+    return _without_calibration(_load_tensors(path / DRAFTERS_FILE))
+
+
+def load_calibration(path: Path) -> dict[str, torch.Tensor]:
+    """Returns a checkpoint's scales; early checkpoints kept them beside what drafters know."""
+    if (path / CALIBRATION_FILE).is_file():
+        return _load_tensors(path / CALIBRATION_FILE)
+    everything = _load_tensors(path / DRAFTERS_FILE)
+    drafters = _without_calibration(everything)
+    return {name: tensor for name, tensor in everything.items() if name not in drafters}
+
+
+def _without_calibration(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(CALIBRATION_PREFIX)}
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
     return load_file(file) if file.is_file() else {}
 
 

@@ -4,11 +4,13 @@ cost.
 Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts
 a trained small model inside the tensors of a larger shape instead:
 
-    residual stream   [ small | 0 ]     RMSNorm's mean now runs over the padded width: weights times sqrt(E/E'), epsilon times E/E'
-    one head of 2D    pair j of the small head at pair 2j, which turns at the same frequency; q times sqrt(2) for the 1/sqrt(2D)
-    kv heads          each with its own query heads; one that serves more of them than the shape allows is there twice
-    layers            the small one's spread evenly, first and last in place; between them layers that add nothing, so that
-                      the states captured at a given share of the depth are the small model's at that share
+    residual stream   [ small | 0 ]; RMSNorm's mean now runs over the padded width: weights times sqrt(E/E'),
+                      epsilon times E/E'
+    one head of 2D    pair j of the small head at pair 2j, which turns at the same frequency; q times sqrt(2)
+                      for the 1/sqrt(2D)
+    kv heads          each with its own query heads; one that serves more than the shape allows is there twice
+    layers            the small one's spread evenly, first and last in place; between them layers that add
+                      nothing, so that the states captured at a given share of the depth are the small model's
 
 Weights that nothing can see (inputs from the padding, further heads and feed-forward columns, the layers
 between) are random, so that memory and arithmetic see numbers and not zeros; what writes into the residual
@@ -44,7 +46,8 @@ def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
     """The small model's vocabulary, positions, end tokens and tied embeddings in the sizes of `shape`."""
     if small.family not in ("llama", "qwen2"):
         raise ValueError(
-            f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no experts) can"
+            f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no "
+            "experts) can"
         )
     problems = [
         f"{field} {getattr(small, field)} is more than {getattr(shape, field)}"
@@ -53,7 +56,8 @@ def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
     ]
     if shape.head_dim % small.head_dim:
         problems.append(
-            f"head_dim {shape.head_dim} is no multiple of {small.head_dim}, so no rotary pair turns at the same frequency"
+            f"head_dim {shape.head_dim} is no multiple of {small.head_dim}, so no rotary pair turns at the "
+            "same frequency"
         )
     elif small.rope.kind == "yarn" and shape.head_dim != small.head_dim:
         problems.append("YaRN's frequencies depend on head_dim")
@@ -125,7 +129,7 @@ def widen_folder(source: Path, shape_name: str, out: Path, dtype: torch.dtype) -
         "widened_from": source.name,
         "to": shape_name,
         "parameters": wide.config.num_parameters,
-        "meaning": "computes the function of the model it was widened from; only its cost is that of its size",
+        "meaning": "computes the function of the model it was widened from; only its cost is its size's",
         "layers_of_the_small_model": layer_places(read_config(source).num_layers, wide.config.num_layers),
     }
     (out / NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n")

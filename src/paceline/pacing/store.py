@@ -37,7 +37,8 @@ def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[s
         deepcopy(pacer).load_state(state)  # a state that fails halfway must leave nothing behind
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         warn(
-            f"{path} is damaged ({type(error).__name__}: {error}); the pacer learns this machine's times again, results are the same"
+            f"{path} is damaged ({type(error).__name__}: {error}); the pacer learns this machine's times "
+            "again, results are the same"
         )
         return False
     pacer.load_state(state)

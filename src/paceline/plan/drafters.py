@@ -1,26 +1,23 @@
-"""What drafters take: the drafters themselves, made on the meta device and seated there."""
+"""What drafters take: the drafters themselves, made and bound on the meta device."""
 
 from dataclasses import dataclass
 
 import torch
 
-from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter, DrafterContext
-from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.recipe import available_drafters, blame_recipe, draft_model_folder, eagle_head
+from paceline.drafting.factory import DrafterFactory
 from paceline.engine.rows import Rows
 from paceline.kernels.history_index import HistoryIndex
 from paceline.paged.forward import PagedForward
 from paceline.plan.learning import META, total_bytes
-from paceline.policy.config import DecoderConfig, read_config
+from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class DrafterBytes:
+    """Bytes that drafters take on the device."""
+
     fixed: int = 0  # weights, banks, what rejection keeps
     per_token: int = 0  # of the KV pool, in a cache of its own
     shapes: tuple[DecoderConfig, ...] = ()  # of those that have layers
@@ -28,18 +25,11 @@ class DrafterBytes:
 
 
 def drafter_bytes(
-    speculation: SpeculationConfig,
-    policy: Decoder,
-    rows: Rows,
-    proposals_SK: torch.Tensor,
-    widened: bool,
-    request_tokens: int,
+    factory: DrafterFactory, policy: Decoder, rows: Rows, proposals_SK: torch.Tensor, request_tokens: int
 ) -> DrafterBytes:
-    """Of all of them together. With a widened policy the head is widened too; its folder is of the small one,
-    so the whole vocabulary is assumed.
-    """
-    names = speculation.drafters if widened else available_drafters(speculation, policy.config)
-    drafters = [meta_drafter(name, speculation, policy, widened) for name in names]
+    """Returns what all drafters of a recipe take together; `policy` is on the meta device."""
+    drafters = factory.make_all(policy)
+    speculation = factory.settings
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
@@ -57,30 +47,19 @@ def drafter_bytes(
             )
         )
         own += _tensors(drafter)
-    seated = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
+    shared = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
     captured = {layer for drafter in drafters for layer in drafter.captured_layers}
     return DrafterBytes(
-        total_bytes(own, besides=seated),
+        total_bytes(own, besides=shared),
         sum(drafter.token_bytes for drafter in drafters),
         shapes,
         len(captured),
     )
 
 
-def meta_drafter(name: str, speculation: SpeculationConfig, policy: Decoder, widened: bool) -> Drafter:
-    if name == "history":
-        return HistoryDrafter()
-    with blame_recipe(name, speculation):
-        shape = policy.config
-        if name == "eagle":
-            config = config_for(shape) if widened else eagle_head(speculation, shape)[1]
-            return EagleDrafter(EagleHead(config, policy.dtype, META))
-        return DraftModel(Decoder(read_config(draft_model_folder(speculation, shape)), policy.dtype, META))
-
-
 def _tensors(drafter: Drafter) -> list[torch.Tensor]:
-    """All it holds but its seat and its cache, which grows with the pool."""
+    """Returns all that a drafter holds but its context and its cache, which grows with the pool."""
     found: list[torch.Tensor] = []
     for value in vars(drafter).values():
         if isinstance(value, torch.Tensor):

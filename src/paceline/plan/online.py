@@ -11,12 +11,11 @@ import torch
 
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
 from paceline.drafting.online import MAX_TOKENS, OnlineDrafter, make_online
-from paceline.drafting.recipe import available_drafters
 from paceline.drafting.training import teacher_states
 from paceline.learning.batch import MicroBatch, pack
 from paceline.learning.optimiser import PIECE_ELEMENTS
-from paceline.plan.drafters import meta_drafter
 from paceline.plan.learning import META, one_response_sequence, total_bytes
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.decoder import Decoder
@@ -24,18 +23,21 @@ from paceline.policy.decoder import Decoder
 
 @dataclass(frozen=True)
 class OnlineBytes:
+    """Bytes that training a drafter takes on the device."""
+
     optimiser: int = 0  # masters and moments
     training: int = 0  # gradients and what a pass holds, or what the optimiser step takes
 
 
-def online_bytes(policy: Decoder, config: Config) -> OnlineBytes:
-    speculation, widened = config.rollout.speculation, bool(config.policy.widen)
-    names = speculation.drafters if widened else available_drafters(speculation, policy.config)
-    head = meta_drafter("eagle", speculation, policy, widened).head if "eagle" in names else None
+def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHeads()) -> OnlineBytes:
+    """Returns what a head takes that learns during the run; nothing where none does."""
+    factory = DrafterFactory(config.rollout.speculation, heads)
+    has_head = "eagle" in factory.names(policy.config)
     if (
-        config.rollout.speculation.online.when == "never" or head is None
+        config.rollout.speculation.online.when == "never" or not has_head
     ):  # without a head the run itself refuses
         return OnlineBytes()
+    head = factory.make("eagle", policy).head
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(head.parameters())
     gradients = total_bytes(parameters)

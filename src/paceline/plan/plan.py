@@ -1,8 +1,8 @@
 """The plan: every part in bytes, when it is held, the KV pool that fits, and whether all of it does.
 
-    always      weights, masters, moments, reference, rows, graphs           ┐
-    rollout     KV pool, a prefill chunk                                     ├ the larger of the two phases, on top of `always`
-    learning    gradients, activations, what the backward pass adds          ┘
+    always      weights, masters, moments, reference, rows, graphs     ┐ on top of `always` comes
+    rollout     KV pool, a prefill chunk                               ├ the larger of the two
+    learning    gradients, activations, what the backward pass adds    ┘ phases
 
 The KV pool stays while learning where it fits beside it. Where less than half the wanted pool would, it
 sleeps meanwhile: the engine gives its memory back before an update and takes it again after.
@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from paceline.config import Config
+from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths, pool_too_small
 from paceline.plan.learning import LearnerBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import Machine
@@ -21,7 +22,7 @@ from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
 
-# of the memory: what the allocator cannot use because it lies in pieces, and kernels' own workspaces
+# Share of the memory that is left free: fragments the allocator cannot use, and kernels' own workspaces.
 MARGIN = 0.03
 
 Phase = Literal["always", "rollout", "learning"]
@@ -29,6 +30,8 @@ Phase = Literal["always", "rollout", "learning"]
 
 @dataclass(frozen=True)
 class Part:
+    """One part of the plan: what it is, its bytes, and when it is held."""
+
     name: str
     num_bytes: int
     phase: Phase
@@ -37,6 +40,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
+    """Every part in bytes, the KV pool that fits, and why it does not all fit."""
+
     machine: Machine
     parts: tuple[Part, ...]
     kv_tokens: int
@@ -44,41 +49,53 @@ class Plan:
     problem: str  # why it does not fit; empty: it does
 
     def bytes_of(self, name: str) -> int:
+        """Returns the bytes of the parts with this name."""
         return sum(part.num_bytes for part in self.parts if part.name == name)
 
     def phase_bytes(self, phase: Phase) -> int:
+        """Returns the bytes that are held in this phase only."""
         return sum(part.num_bytes for part in self.parts if part.phase == phase)
 
     @property
     def usable_bytes(self) -> int:
+        """The memory that a run may fill."""
         return int(self.machine.total_bytes * (1 - MARGIN)) - self.machine.taken_bytes
 
     @property
     def rollout_peak(self) -> int:
+        """The most that is held while generating."""
         return self.phase_bytes("always") + self.phase_bytes("rollout")
 
     @property
     def learning_peak(self) -> int:
+        """The most that is held while learning."""
         return self.phase_bytes("always") + self.phase_bytes("learning")
 
     @property
     def peak_bytes(self) -> int:
+        """The most that is ever held."""
         return max(self.rollout_peak, self.learning_peak)
 
 
 def make_plan(
-    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True
+    config: Config,
+    shape: DecoderConfig,
+    dtype: torch.dtype,
+    machine: Machine,
+    learns: bool = True,
+    heads: HeadSource = FolderHeads(),
 ) -> Plan:
-    """`learns=False`: generation alone, as `paceline eval` and `paceline rollout` do it."""
+    """Returns the plan of a run; `learns=False`: generation alone, as `paceline eval` and `rollout` do it."""
     lengths = Lengths.of(config, shape)
     policy = meta_policy(shape, config, dtype)
-    held, rollout = policy_bytes(policy), rollout_bytes(policy, config)
-    learner = (
-        learner_bytes(policy, config, lengths.micro_batch) if learns else LearnerBytes(0, 0, 0, 0, 0, 0, 0)
-    )
+    held = policy_bytes(policy)
+    rollout = rollout_bytes(policy, config, heads)
+    learner = LearnerBytes(0, 0, 0, 0, 0, 0, 0)
+    if learns:
+        learner = learner_bytes(policy, config, lengths.micro_batch)
     # The step's own needs come when activations are gone: only what goes beyond those counts.
     update = max(learner.backward, learner.optimiser_step - learner.activations)
-    online = online_bytes(policy, config) if learns else OnlineBytes()
+    online = online_bytes(policy, config, heads) if learns else OnlineBytes()
     beyond = max(0, online.training - learner.gradients - learner.activations - update)
     parts = [
         Part("weights", held.weights, "always", "policy.path"),
@@ -116,7 +133,10 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     if plan.learning_peak > plan.usable_bytes or plan.rollout_peak > plan.usable_bytes:
         problem = _too_large(plan)
     elif fixed > room:
-        problem = f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; lower it, or leave it out to take what fits"
+        problem = (
+            f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; "
+            "lower it, or leave it out to take what fits"
+        )
     elif fixed:
         problem = pool_too_small(fixed, lengths)
     elif tokens < request_tokens:
@@ -134,6 +154,7 @@ def _too_large(plan: Plan) -> str:
         (part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes
     )
     return (
-        f"{phase} needs {plan.peak_bytes / 1e9:.1f} GB before any KV pool, {plan.usable_bytes / 1e9:.1f} GB of {plan.machine.name} are usable; "
+        f"{phase} needs {plan.peak_bytes / 1e9:.1f} GB before any KV pool, "
+        f"{plan.usable_bytes / 1e9:.1f} GB of {plan.machine.name} are usable; "
         f"the largest part is {largest.name}, {largest.num_bytes / 1e9:.1f} GB ({largest.key})"
     )

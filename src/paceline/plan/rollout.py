@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.backend import BASE_PRECISION
 from paceline.config import Config
+from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
@@ -24,15 +24,18 @@ from paceline.plan.learning import META, total_bytes
 from paceline.policy.decoder import Decoder
 from paceline.precision.weights import quantised_parameters
 
+# Depths that an adaptive pacer captures at each batch size, as far as the plan goes.
 PACED_DEPTHS = 2
-GRAPH_BYTES = 8 << 20  # what the driver keeps for one captured step of some hundred launches
-# multiprocessors of a B200, the most of the GPUs in `machine.py`: partial results of attention are planned
-# for them
+# Bytes that the driver keeps for one captured step of some hundred launches.
+GRAPH_BYTES = 8 << 20
+# Multiprocessors of a B200, the most in `machine.py`: partial results of attention are planned for them.
 PROCESSORS = 148
 
 
 @dataclass(frozen=True)
 class RolloutBytes:
+    """Bytes that generation takes on the device."""
+
     rows: int  # and with FP8 its copies of the weights
     drafter: int
     graphs: int  # their pool, which nobody else may use, and what the driver keeps for them
@@ -40,29 +43,25 @@ class RolloutBytes:
     kv_token: int  # per token of the pool, the drafter's own cache and the recorded routing included
 
 
-def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
-    """`policy` on the meta device."""
-    shape, dtype, slots, speculation = (
-        policy.config,
-        policy.dtype,
-        config.rollout.max_running,
-        config.rollout.speculation,
-    )
+def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHeads()) -> RolloutBytes:
+    """Returns what generation takes; `policy` is on the meta device."""
+    shape = policy.config
+    dtype = policy.dtype
+    slots = config.rollout.max_running
+    speculation = config.rollout.speculation
     rows = Rows(slots, shape.max_positions, torch.float32, META)
     proposals = torch.zeros(slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=META)
-    drafter = drafter_bytes(
-        speculation, policy, rows, proposals, bool(config.policy.widen), Lengths.of(config, shape).request
-    )
+    request_tokens = Lengths.of(config, shape).request
+    drafter = drafter_bytes(DrafterFactory(speculation, heads), policy, rows, proposals, request_tokens)
     graphs, depth = len(buckets_up_to(slots)), 1
     if speculation.drafters:
         depth, widest = speculation.tokens + 1, min(slots, speculation.max_running or slots)
         # A draft and its verification; pacing goes through a few depths at each batch size.
         graphs += 2 * len(buckets_up_to(widest)) * (1 if speculation.pacing == "fixed" else PACED_DEPTHS)
-    table = (
-        2 * 4 * shape.max_positions * shape.head_dim // 2
-    )  # cos and sin, each in one piece for the kernels
-    precision, kv_dtype = config.rollout.precision, E4M3 if config.rollout.precision == "fp8+kv" else dtype
-    fp8 = precision != BASE_PRECISION
+    # Cosines and sines of RoPE, each in one piece for the kernels.
+    table = 2 * 4 * shape.max_positions * shape.head_dim // 2
+    kv_dtype = E4M3 if config.rollout.precision.fp8_kv else dtype
+    fp8 = config.rollout.precision.fp8_weights
     chosen = quantised_parameters(policy, config.rollout.base_precision_layers) if fp8 else []
     quantised = sum(parameter.numel() for _, parameter in chosen) * E4M3.itemsize
     # Of each token's routing a pass holds every layer's own int32, those in one piece, and that in the
@@ -101,5 +100,5 @@ def rollout_bytes(policy: Decoder, config: Config) -> RolloutBytes:
 
 
 def kv_pool_bytes(kv_token: int, tokens: int) -> int:
-    """As `KVCache` takes it: whole blocks, and the one that belongs to nobody."""
+    """Returns what `KVCache` takes: whole blocks, and the null block."""
     return (blocks_for(tokens) + 1) * BLOCK_SIZE * kv_token

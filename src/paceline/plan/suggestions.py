@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.config import Config, ConfigError
+from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths
 from paceline.plan.machine import Machine
 from paceline.plan.plan import Plan, make_plan
@@ -19,6 +20,8 @@ Change = tuple[str, Any]  # section.key and its value
 
 @dataclass(frozen=True)
 class Suggestion:
+    """Changes of a recipe, and the plan with them."""
+
     changes: tuple[Change, ...]
     plan: Plan
 
@@ -28,22 +31,28 @@ class Suggestion:
 
 
 def suggestions(
-    config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine, learns: bool = True
+    config: Config,
+    shape: DecoderConfig,
+    dtype: torch.dtype,
+    machine: Machine,
+    learns: bool = True,
+    heads: HeadSource = FolderHeads(),
 ) -> list[Suggestion]:
-    """Smallest changes first; one that contains another that already helps is left out."""
+    """Returns changes with which the run would fit, smallest first, each of them planned."""
     found: list[Suggestion] = []
     for changes in _candidates(config, shape, learns):
-        if any(set(way.changes) <= set(changes) for way in found):
+        if any(set(smaller.changes) <= set(changes) for smaller in found):
             continue
-        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns)
+        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns, heads)
         if not plan.problem:
             found.append(Suggestion(changes, plan))
     return found
 
 
 def refusal(plan: Plan, fitting: list[Suggestion]) -> ConfigError:
+    """Returns the error of a run that does not fit, with what would."""
     offered = (
-        "; or ".join(str(way) for way in fitting)
+        "; or ".join(str(suggestion) for suggestion in fitting)
         or "nothing on this GPU: take a smaller policy or a larger GPU"
     )
     return ConfigError(f"{plan.problem}\nwhat would fit: {offered}")

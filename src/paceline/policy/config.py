@@ -87,7 +87,8 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         kind != "full_attention" for kind in config.get("layer_types") or ()
     ):
         raise ValueError(
-            f"{family}: sliding-window attention is not supported; every layer must attend to the whole context"
+            f"{family}: sliding-window attention is not supported; every layer must attend to the whole "
+            "context"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")

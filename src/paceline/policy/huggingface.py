@@ -128,7 +128,8 @@ def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
             tensor, target = read(name), piece.of(parameters[piece.parameter])
             if tensor.shape != target.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, the configuration asks for {tuple(target.shape)}"
+                    f"{name} has shape {tuple(tensor.shape)}, the configuration asks for "
+                    f"{tuple(target.shape)}"
                 )
             target.copy_(tensor)
 
@@ -218,8 +219,10 @@ def save_policy(
 def _warn_of_head_dim(config: DecoderConfig) -> None:
     if config.family == "qwen2" and config.head_dim * config.num_heads != config.hidden_size:
         warnings.warn(
-            f"this qwen2 policy has head_dim {config.head_dim}, but hidden_size {config.hidden_size} / {config.num_heads} heads is "
-            f"{config.hidden_size / config.num_heads:g}: vLLM ignores head_dim for qwen2 and would compute something else without saying so",
+            f"this qwen2 policy has head_dim {config.head_dim}, but hidden_size {config.hidden_size} / "
+            f"{config.num_heads} heads is "
+            f"{config.hidden_size / config.num_heads:g}: vLLM ignores head_dim for qwen2 and would compute "
+            "something else without saying so",
             stacklevel=3,
         )
 

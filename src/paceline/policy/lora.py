@@ -225,7 +225,8 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
     for name, factor in wanted.items():
         if tensors[name].shape != factor.shape:
             raise ConfigError(
-                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs {tuple(factor.shape)}"
+                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs "
+                f"{tuple(factor.shape)}"
             )
         factor.copy_(tensors[name])
     merge_adapters(policy)
@@ -238,12 +239,14 @@ def _check_settings(
     for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
         if theirs != ours:
             raise ConfigError(
-                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set policy.lora.{key}={theirs:g}"
+                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set "
+                f"policy.lora.{key}={theirs:g}"
             )
     used = [key for key, plain in PLAIN.items() if settings.get(key) and settings[key] != plain]
     if used:
         raise ConfigError(
-            f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the merged folder"
+            f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the "
+            "merged folder"
         )
 
 
@@ -259,7 +262,8 @@ def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Sli
     missing = [target for target in targets if target not in available]
     if missing:
         raise ConfigError(
-            f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has {', '.join(available)}"
+            f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has "
+            f"{', '.join(available)}"
         )
     return [(name, piece) for name, piece in dense.items() if name.rsplit(".", 1)[-1] in targets]
 

@@ -31,8 +31,10 @@ class RouterReplay:
         recorded = tuple(self.recorded_TLK.shape[1:])
         if recorded != (layers, choices):
             raise ValueError(
-                f"this policy chooses {choices} experts in each of {layers} layers; the samples' routing was recorded for "
-                f"{recorded[1]} in {recorded[0]}: learn from samples that this policy made, or from samples without routing"
+                f"this policy chooses {choices} experts in each of {layers} layers; the samples' routing was "
+                "recorded for "
+                f"{recorded[1]} in {recorded[0]}: learn from samples that this policy made, or from samples "
+                "without routing"
             )
 
     def choose(self, layer: int, own_TK: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Scales of the FP8 KV cache, measured where the numbers are made: after QK-norm and RoPE, in a forward pass
 at full precision.
 
-    amax per micro-batch, layer, K or V, kv head  ──▶  99.9th percentile over the micro-batches x 1.05 / 448  ──▶  scales on the device
+    amax per micro-batch, layer, K or V, kv head ──▶ 99.9th percentile over them x 1.05 / 448 ──▶ scales
 
 `observe` is handed to the learner, whose forward pass over the batch just trained on measures for nothing;
 the scales it gives are one update old when they are used, hence the margin (recipe: FP8-RL, arXiv

@@ -1,6 +1,6 @@
 """What a rollout's precision means for the engine: which weights it multiplies by and what its cache holds.
 
-    bf16       the policy's own weights and type (float32 on a CPU): nothing here does anything
+    base       the policy's own weights and type: nothing here does anything
     fp8        projections in blockwise FP8
     fp8+kv     and keys and values in FP8
 
@@ -9,40 +9,44 @@ with a warning: a layer's keys and values after a failed validation, everything 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.backend import BASE_PRECISION
 from paceline.kernels.fp8_format import E4M3
 from paceline.policy.attention import AttentionObserver, PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.precision.kv_scales import MAX_ERROR, KVScales
 from paceline.precision.weights import QuantisedWeights
 from paceline.stats import PrecisionStats
+from paceline.types import Precision
 
-PRECISIONS = (BASE_PRECISION, "fp8", "fp8+kv")
-# In a checkpoint, beside what drafters keep.
-SCALES_KEY, BASE_LAYERS_KEY, ERRORS_KEY = (
-    "precision.kv_scales",
-    "precision.kv_base_layers",
-    "precision.kv_errors",
-)
-CALIBRATION_TOKENS = 4096  # of prompts, before there was an update to measure
+# Names in a checkpoint.
+SCALES_KEY = "precision.kv_scales"
+BASE_LAYERS_KEY = "precision.kv_base_layers"
+ERRORS_KEY = "precision.kv_errors"
+# Prompt tokens that scales are measured on before there was an update to measure them on.
+CALIBRATION_TOKENS = 4096
 
 
 class RolloutPrecision:
-    def __init__(self, policy: Decoder, name: str, base_layers: int = 0, per_head: bool = False) -> None:
-        assert name in PRECISIONS, name
-        self.policy, self.name = policy, name
-        self.weights = QuantisedWeights(policy, base_layers) if name != BASE_PRECISION else None
-        self.kv = KVScales(policy.config, policy.device, per_head) if name == "fp8+kv" else None
+    """One engine's precision: FP8 copies of the weights and scales of the KV cache, or nothing."""
+
+    def __init__(
+        self, policy: Decoder, precision: Precision, base_layers: int = 0, per_head: bool = False
+    ) -> None:
+        precision = Precision(precision)
+        self.policy = policy
+        self.precision = precision
+        self.weights = QuantisedWeights(policy, base_layers) if precision.fp8_weights else None
+        self.kv = KVScales(policy.config, policy.device, per_head) if precision.fp8_kv else None
         self.kv_base_layers: set[int] = set()
 
-    # -- what the engine builds with --------------------------------------------------------------------------------
+    # -- what the engine builds with --------------------------------------------------------------
 
     @property
     def cache_dtypes(self) -> list[torch.dtype]:
+        """The type of each layer's keys and values."""
         own = self.policy.dtype
         return [
             own if self.kv is None or layer in self.kv_base_layers else E4M3
@@ -51,22 +55,22 @@ class RolloutPrecision:
 
     @property
     def cache_scales_L2H(self) -> torch.Tensor | None:
+        """The scales of an FP8 cache by layer, for keys and values; None where it has none."""
         return self.kv.scales_L2H if self.kv is not None else None
 
     @property
     def observer(self) -> AttentionObserver | None:
+        """Measures what the learner's forward passes compute, for the next scales; None without FP8 KV."""
         return self._observe if self.kv is not None else None
 
     def _observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
         if self.kv is not None:  # not after falling back, which whoever holds the observer does not notice
             self.kv.observe(layer, q_THD, k_THD, v_THD)
 
-    # -- what changes with the policy -------------------------------------------------------------------------------
+    # -- what changes with the policy -------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """After a weight update; True if the cache must be built anew, because other layers are in FP8
-        now.
-        """
+        """Follows a weight update; returns whether the cache must be rebuilt for layers that left FP8."""
         if self.weights is not None:
             self.weights.sync()
         return self._calibrate() if self.kv is not None and self.kv.has_measurements else False
@@ -78,15 +82,12 @@ class RolloutPrecision:
 
     @torch.no_grad()
     def calibrate_from(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """Measures on prompts, at the policy's own precision; True if the cache must be built anew. Without
-        prompts nothing happens.
-        """
+        """Measures scales on prompts in the policy's own type; returns whether the cache must be rebuilt."""
         if not prompts:
             return False
         chosen, budget = [], CALIBRATION_TOKENS
-        for prompt in sorted(
-            {tuple(p) for p in prompts}
-        ):  # the scales must not depend on the order of requests
+        # Sorted: the scales must not depend on the order of requests.
+        for prompt in sorted({tuple(p) for p in prompts}):
             chosen.append(prompt[:budget])
             budget -= len(chosen[-1])
             if budget <= 0:
@@ -104,7 +105,8 @@ class RolloutPrecision:
         self.kv_base_layers |= unfit
         worst = max(unfit, key=lambda layer: self.kv.errors[layer])
         warnings.warn(
-            f"FP8 KV changes attention by more than {MAX_ERROR:.0%} in {_layers(unfit)} (layer {worst}: {self.kv.errors[worst]:.0%}); "
+            f"FP8 KV changes attention by more than {MAX_ERROR:.0%} in {_layers(unfit)} "
+            f"(layer {worst}: {self.kv.errors[worst]:.0%}); "
             f"their keys and values stay in {self.policy.dtype} for the rest of the run",
             RuntimeWarning,
             stacklevel=3,
@@ -112,41 +114,40 @@ class RolloutPrecision:
         return True
 
     def fall_back(self) -> None:
-        """Everything in the policy's own type from here on; the cache must be built anew."""
-        self.name, self.weights, self.kv = BASE_PRECISION, None, None
+        """Returns to the policy's own type for good; the cache must be rebuilt."""
+        self.precision = Precision.BASE
+        self.weights = None
+        self.kv = None
 
-    # -- what is kept and reported ----------------------------------------------------------------------------------
+    # -- what is kept and reported ----------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The scales of the cache, and what their calibration found: a resumed run must sample with them, and
-        report the same.
-        """
+        """Returns the cache's scales and what their calibration found, for a checkpoint."""
         if self.kv is None or not self.kv.calibrated:
             return {}
         base_layers = torch.tensor(sorted(self.kv_base_layers), dtype=torch.int64)
-        errors = torch.tensor(
-            self.kv.errors, dtype=torch.float64
-        )  # as wide as Python's own, so that the metric is the same to the last digit
+        # As wide as Python's own numbers, so that the metric of a resumed run is the same to the last digit.
+        errors = torch.tensor(self.kv.errors, dtype=torch.float64)
         return {
             SCALES_KEY: self.kv.scales_L2H.cpu().clone(),
             BASE_LAYERS_KEY: base_layers,
             ERRORS_KEY: errors,
         }
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Takes its own out of what a checkpoint kept; True if the cache must be built anew."""
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Restores what `state` returned; returns whether the cache must be rebuilt."""
         if self.kv is None or SCALES_KEY not in tensors:
             return False
-        errors = (
-            tensors[ERRORS_KEY].tolist() if ERRORS_KEY in tensors else []
-        )  # checkpoints had none at first
+        errors = tensors[ERRORS_KEY].tolist() if ERRORS_KEY in tensors else []  # early checkpoints had none
         self.kv.load(tensors[SCALES_KEY], errors)
-        before, self.kv_base_layers = self.kv_base_layers, set(tensors[BASE_LAYERS_KEY].tolist())
+        before = self.kv_base_layers
+        self.kv_base_layers = set(tensors[BASE_LAYERS_KEY].tolist())
         return before != self.kv_base_layers
 
     def stats(self) -> PrecisionStats:
+        """Returns what the last weight update and calibration found."""
         return PrecisionStats(
-            precision=self.name,
+            precision=self.precision,
             quantise_seconds=self.weights.sync_seconds if self.weights is not None else 0.0,
             kv_error=max(self.kv.errors, default=0.0) if self.kv is not None else 0.0,
             kv_base_layers=len(self.kv_base_layers) if self.kv is not None else 0,

@@ -61,10 +61,12 @@ class QuantisedWeights:
             harmed = [name for name, parameter in bad if not parameter.isfinite().all()]
             if harmed:
                 raise WeightsNotFinite(
-                    f"the weights of {len(harmed)} of {len(self.sources)} projections are not finite, first {harmed[0]}"
+                    f"the weights of {len(harmed)} of {len(self.sources)} projections are not finite, first "
+                    f"{harmed[0]}"
                 )
             raise RuntimeError(
-                f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first {bad[0][0]}: a bug in paceline"
+                f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first "
+                f"{bad[0][0]}: a bug in paceline"
             )
 
     def _quantise_all(self) -> None:
@@ -83,8 +85,10 @@ def quantised_parameters(policy: Decoder, base_layers: int = 0) -> list[tuple[st
     ):  # nothing would be in FP8, and figures would be called FP8's all the same
         most = (len(policy.layers) - 1) // 2
         raise ValueError(
-            f"rollout.base_precision_layers = {base_layers}: the first and last {base_layers} of {len(policy.layers)} layers are all of them, "
-            f"and no projection would be in FP8; the most is {most} (rollout.base_precision_layers={most}), or use rollout.precision=bf16"
+            f"rollout.base_precision_layers = {base_layers}: the first and last {base_layers} of "
+            f"{len(policy.layers)} layers are all of them, "
+            f"and no projection would be in FP8; the most is {most} (rollout.base_precision_layers={most}), "
+            "or use rollout.precision=base"
         )
     parameters = dict(policy.named_parameters())
     names = []

@@ -35,6 +35,10 @@ class Console:
                 f"memory plan for {plan.machine.name}: {used}, KV pool of {plan.kv_tokens} tokens{asleep}"
             )
 
+    def start_of_run(self, policy: str, task: str, device: str, run: Path) -> None:
+        """Says what is about to happen, and where it is written."""
+        self.out.print(f"training {policy} on {task}; {device}; run directory {run}", markup=False)
+
     def resumed(self, run: Path, step: int) -> None:
         """Prints where a resumed run continues."""
         self.out.print(f"resuming {run} after step {step}")

@@ -1,42 +1,42 @@
-"""What a policy wrote, for a drafter to learn from or to be measured on: generated now, or saved by `paceline
-rollout --save`.
-"""
+"""What a policy wrote, for a drafter to learn from or to be measured on: sampled now, or saved earlier."""
 
 from pathlib import Path
 
+from paceline.config import Config
+from paceline.rollout.sampler import GroupSampler
 from paceline.rollout.samples import read_groups
-from paceline.rollout.sources import SavedRollouts
-from paceline.session import Session
+from paceline.rollout.sources import SavedRollouts, training_params
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Completion, Group, Purpose, SamplingParams
 
 
-def training_responses(session: Session, count: int) -> list[Completion]:
-    """`count` responses to the task's training problems, as a run would sample them."""
-    rollout, order = session.config.rollout, ProblemOrder(session.task.train, session.config.run.seed)
+def training_responses(sampler: GroupSampler, config: Config, count: int) -> list[Completion]:
+    """Samples `count` responses to the task's training problems, as a run would."""
+    rollout = config.rollout
+    order = ProblemOrder(sampler.task.train, config.run.seed)
     responses: list[Completion] = []
     step = 0
     while len(responses) < count:
         step += 1
-        problems = order.take(
-            min(rollout.prompts_per_step, -(-(count - len(responses)) // rollout.samples_per_prompt))
-        )
-        groups = session.sampler.sample(
-            problems, Purpose.TRAIN, step, rollout.samples_per_prompt, session.train_sampling()
+        missing = -(-(count - len(responses)) // rollout.samples_per_prompt)
+        problems = order.take(min(rollout.prompts_per_step, missing))
+        groups = sampler.sample(
+            problems, Purpose.TRAIN, step, rollout.samples_per_prompt, training_params(rollout)
         )
         responses += _completions(groups)
     return responses[:count]
 
 
-def held_out_responses(session: Session, problems: int, temperature: float) -> list[Completion]:
-    """One response to each of the first held-out problems."""
-    sampling = SamplingParams(temperature, session.config.eval.max_tokens)
-    return _completions(
-        session.sampler.sample(session.task.held_out[:problems], Purpose.EVAL, 0, 1, sampling)
-    )
+def held_out_responses(
+    sampler: GroupSampler, config: Config, problems: int, temperature: float
+) -> list[Completion]:
+    """Samples one response to each of the first held-out problems."""
+    sampling = SamplingParams(temperature, config.eval.max_tokens)
+    return _completions(sampler.sample(sampler.task.held_out[:problems], Purpose.EVAL, 0, 1, sampling))
 
 
 def saved_responses(folder: Path) -> list[Completion]:
+    """Returns the responses that `paceline rollout --save` wrote to a folder."""
     return [
         completion for file in SavedRollouts(folder).files for completion in _completions(read_groups(file))
     ]

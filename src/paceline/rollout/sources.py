@@ -7,6 +7,7 @@ wrote. The loop cannot tell them apart.
 from pathlib import Path
 from typing import Protocol
 
+from paceline.config import RolloutConfig
 from paceline.rollout.sampler import GroupSampler
 from paceline.rollout.samples import read_groups
 from paceline.stats import RolloutStats
@@ -59,3 +60,8 @@ class SavedRollouts:
 
     def take_stats(self) -> RolloutStats:
         return RolloutStats()
+
+
+def training_params(rollout: RolloutConfig) -> SamplingParams:
+    """Returns the sampling parameters of a run's training responses."""
+    return SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens)

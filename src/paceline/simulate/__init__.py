@@ -5,7 +5,6 @@
     engine, precision ───┘    (operators)   (a batch     (RL steps: sync
     workload, speculation ──────────────▶   over time)    to async)
 
-Numbers only: numpy, no torch, except in `measure.py`, which times this machine's kernels for `calibrate`.
-Knows nothing of the engine's internals; what it says about the engine was measured from outside
-(`measurements/`).
+Simulating needs numpy and no torch. What it says about engines was measured (`measurements/`), and measuring
+does run them: `measure.py` times the native engine's kernels, `measure_steps.py` its steps and rollouts.
 """

@@ -5,6 +5,8 @@ two steps; so a part that was never measured alone is visible as such in the pro
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,6 +42,11 @@ from paceline.simulate.predict import (
 )
 
 CUBLAS_ROWS = 65  # the native engine's own kernel below, cuBLAS from here on (kernels/linear.py)
+VERIFY_QUERIES = 4  # attention to more queries than this shows an arithmetic rate
+MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
+
+Fitted = TypeVar("Fitted")
+Point = TypeVar("Point")
 
 
 def fit_hardware(
@@ -50,129 +57,112 @@ def fit_hardware(
     training: Training,
     row_tile: int = 1,
 ) -> Hardware:
-    gemm = fit_gemm(
-        _gemms(measurements, "bf16"), GemmCurve(4e-6, sheet.bandwidth, sheet.bf16_flops, 30.0, 2.5, row_tile)
-    )
+    """Fits every part that has points; the rest is borrowed, and the provenance says so."""
+    start = GemmCurve(4e-6, sheet.bandwidth, sheet.bf16_flops, 30.0, 2.5, row_tile)
+    gemm = fit_gemm(_gemms(measurements, "bf16"), start)
     fp8_points = _gemms(measurements, "fp8")
-    fp8 = fit_fp8(fp8_points, gemm, sheet) if fp8_points else None
-    attention = fit_attention(
-        [p for p in measurements.attention if p.use == FIT],
-        AttentionCurve(8e-6, sheet.bandwidth, 1e-10, 1e14, 3e14),
-        gemm,
-    )
+    attention = _seen(measurements.attention)
+    rest = _seen(measurements.rest)
+    experts = _seen(measurements.experts)
     other = OtherCurve(5e-6, gemm.bandwidth, 1e12)
-    rest = [p for p in measurements.rest if p.use == FIT]
-    expert_points = [p for p in measurements.experts if p.use == FIT]
-    experts = (
-        fit_experts(expert_points, gemm)
-        if expert_points
-        else ExpertCurve(gemm.launch_seconds, gemm.bandwidth, gemm.flops)
+    kernels = Kernels(
+        gemm,
+        fit_fp8(fp8_points, gemm, sheet) if fp8_points else None,
+        fit_attention(attention, AttentionCurve(8e-6, sheet.bandwidth, 1e-10, 1e14, 3e14)),
+        fit_rest(rest, other) if rest else other,
+        fit_experts(experts, gemm)
+        if experts
+        else ExpertCurve(gemm.launch_seconds, gemm.bandwidth, gemm.flops),
     )
-    if rest:
-        other = fit_rest(rest, other)
-    hardware = Hardware(name, sheet, Kernels(gemm, fp8, attention, other, experts), links, training, {})
+    hardware = Hardware(name, sheet, kernels, links, training, {})
     steps = [
         p
-        for p in measurements.steps
-        if p.use == FIT and p.engine == "paceline" and p.layer == "engine" and not p.prefill
+        for p in _seen(measurements.steps)
+        if p.engine == "paceline" and p.layer == "engine" and not p.prefill
     ]
     if steps:
         hardware = fit_other_on_steps(steps, hardware, sampler_known=bool(rest))
-    origin = f"{measurements.device}, {measurements.software}, {measurements.date}"
-    fitted = Origin(Source.MEASURED, f"curve through measured points: {origin}")
-    on_steps = Origin(Source.FITTED, f"what {len(steps)} whole decode steps leave over: {origin}")
-    provenance = {
+    provenance = _provenance(measurements, bool(fp8_points), bool(experts), len(steps))
+    return dataclasses.replace(hardware, provenance=provenance)
+
+
+def _provenance(measurements: Measurements, fp8: bool, experts: bool, steps: int) -> dict[str, Origin]:
+    where = f"{measurements.device}, {measurements.software}, {measurements.date}"
+    fitted = Origin(Source.MEASURED, f"curve through measured points: {where}")
+    on_steps = Origin(Source.FITTED, f"what {steps} whole decode steps leave over: {where}")
+    borrowed = Origin(Source.ASSUMED, "the dense product's launch, bandwidth and rate; never timed")
+    links = "one device was measured; data-sheet bandwidth x 0.7, latencies of published collectives"
+    return {
         "data_sheet": Origin(Source.ASSUMED, "the vendor's figures"),
         "gemm_bf16": fitted,
         "gemm_fp8": fitted if fp8 else Origin(Source.ASSUMED, "none"),
         "attention": fitted,
         "other": on_steps if steps else fitted,
-        "experts": fitted
-        if expert_points
-        else Origin(Source.ASSUMED, "the dense product's launch, bandwidth and rate; never timed"),
-        "links": Origin(
-            Source.ASSUMED,
-            "one device was measured; data-sheet bandwidth x 0.7, latencies of published collectives",
-        ),
+        "experts": fitted if experts else borrowed,
+        "links": Origin(Source.ASSUMED, links),
         "training": Origin(Source.ASSUMED, "share of the data sheet's rate; never measured"),
     }
-    return dataclasses.replace(hardware, provenance=provenance)
+
+
+def _seen(points: Sequence[Point]) -> list[Point]:
+    return [p for p in points if p.use == FIT]
 
 
 def _gemms(measurements: Measurements, precision: str) -> list[GemmPoint]:
     return [
         p
-        for p in measurements.gemms
-        if p.use == FIT and p.precision == precision and (p.kernel != "cublas" or p.rows >= CUBLAS_ROWS)
+        for p in _seen(measurements.gemms)
+        if p.precision == precision and (p.kernel != "cublas" or p.rows >= CUBLAS_ROWS)
     ]
 
 
-def _with_gemm(curve: GemmCurve) -> Kernels:
-    nothing = AttentionCurve(1e-6, 1e12, 1e-12, 1e14, 1e14)
-    return Kernels(curve, curve, nothing, OtherCurve(0, 1e12, 1e12), ExpertCurve(1e-6, 1e12, 1e14))
+def _fit(
+    points: Sequence[Point],
+    make: Callable[[np.ndarray], Fitted],
+    predict: Callable[[Fitted, Point], float],
+    start: Sequence[float],
+) -> Fitted:
+    """Returns `make` of the positive parameters with which `predict` comes closest to the points."""
+
+    def seconds(x: np.ndarray) -> np.ndarray:
+        made = make(x)
+        return np.array([predict(made, p) for p in points])
+
+    return make(fit_positive(seconds, np.array([p.seconds for p in points]), np.array(start)))
 
 
 def fit_gemm(points: list[GemmPoint], start: GemmCurve) -> GemmCurve:
-    def curve(x: np.ndarray) -> GemmCurve:
-        return dataclasses.replace(
-            start, launch_seconds=x[0], bandwidth=x[1], flops=x[2], half_rows=x[3], sharpness=1 + x[4]
-        )
+    """Fits everything but the row tile."""
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        return np.array([predict_gemm(_with_gemm(curve(x)), p) for p in points])
+    def make(x: np.ndarray) -> GemmCurve:
+        return GemmCurve(x[0], x[1], x[2], x[3], 1 + x[4], start.row_tile)
 
-    first = np.array(
-        [start.launch_seconds, start.bandwidth, start.flops, start.half_rows, start.sharpness - 1]
-    )
-    return curve(fit_positive(predict, np.array([p.seconds for p in points]), first))
+    first = [start.launch_seconds, start.bandwidth, start.flops, start.half_rows, start.sharpness - 1]
+    return _fit(points, make, predict_gemm, first)
 
 
 def fit_fp8(points: list[GemmPoint], bf16: GemmCurve, sheet: DataSheet) -> GemmCurve:
-    """Bandwidth and knee of the 16-bit product: the memory is the same."""
+    """Fits launch and rate; bandwidth and knee are the 16-bit product's, because the memory is the same."""
 
-    def curve(x: np.ndarray) -> GemmCurve:
+    def make(x: np.ndarray) -> GemmCurve:
         return dataclasses.replace(bf16, launch_seconds=x[0], flops=x[1])
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        return np.array([predict_gemm(_with_gemm(curve(x)), p) for p in points])
-
-    return curve(
-        fit_positive(predict, np.array([p.seconds for p in points]), np.array([1e-5, sheet.fp8_flops]))
-    )
+    return _fit(points, make, predict_gemm, [1e-5, sheet.fp8_flops])
 
 
-def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: GemmCurve) -> AttentionCurve:
-    """Prefill gives an arithmetic rate; decoding, which hardly shows one, borrows it unless deep verification
+def fit_attention(points: list[AttentionPoint], start: AttentionCurve) -> AttentionCurve:
+    """Fits decode and prefill attention.
+
+    Prefill gives an arithmetic rate; decoding, which hardly shows one, borrows it unless deep verification
     was measured.
     """
-    decode, prefill = [p for p in points if not p.new], [p for p in points if p.new]
-    kernels = _with_gemm(gemm)
-    verify, many = (
-        any(p.queries > 4 for p in decode),
-        len(decode) >= 8,
-    )  # few points cannot tell a row's cost from its keys'
+    decode = [p for p in points if not p.new]
+    prefill = [p for p in points if p.new]
+    verify = any(p.queries > VERIFY_QUERIES for p in decode)
+    many = len(decode) >= MANY_POINTS
+    start = _fit_prefill(prefill, start, verify)
 
-    def with_rate(curve: AttentionCurve) -> AttentionCurve:
-        def predict(x: np.ndarray) -> np.ndarray:
-            attention = dataclasses.replace(curve, prefill_flops=x[0])
-            return np.array(
-                [predict_attention(dataclasses.replace(kernels, attention=attention), p) for p in prefill]
-            )
-
-        rate = (
-            float(
-                fit_positive(
-                    predict, np.array([p.seconds for p in prefill]), np.array([curve.prefill_flops])
-                )[0]
-            )
-            if prefill
-            else curve.flops
-        )
-        return dataclasses.replace(curve, prefill_flops=rate, flops=curve.flops if verify else rate)
-
-    start = with_rate(start)
-
-    def curve(x: np.ndarray) -> AttentionCurve:
+    def make(x: np.ndarray) -> AttentionCurve:
         return dataclasses.replace(
             start,
             launch_seconds=x[0],
@@ -182,66 +172,53 @@ def fit_attention(points: list[AttentionPoint], start: AttentionCurve, gemm: Gem
             row_seconds=x[-1] if many else 0.0,
         )
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        return np.array(
-            [predict_attention(dataclasses.replace(kernels, attention=curve(x)), p) for p in decode]
-        )
+    first = [start.launch_seconds, start.bandwidth, start.serial_seconds_per_key]
+    first += [start.flops] * verify + [start.launch_seconds / 100] * many
+    decoding = _fit(decode, make, predict_attention, first)
+    return _fit_prefill(prefill, decoding, verify)  # now with the launch that decoding has
 
-    first = (
-        [start.launch_seconds, start.bandwidth, start.serial_seconds_per_key]
-        + [start.flops] * verify
-        + [start.launch_seconds / 100] * many
-    )
-    return with_rate(
-        curve(fit_positive(predict, np.array([p.seconds for p in decode]), np.array(first)))
-    )  # now with the launch it found
+
+def _fit_prefill(points: list[AttentionPoint], curve: AttentionCurve, verify: bool) -> AttentionCurve:
+    """Fits prefill's rate, which is decoding's too unless verification has shown one."""
+    rate = curve.flops
+    if points:
+
+        def make(x: np.ndarray) -> AttentionCurve:
+            return dataclasses.replace(curve, prefill_flops=float(x[0]))
+
+        rate = _fit(points, make, predict_attention, [curve.prefill_flops]).prefill_flops
+    return dataclasses.replace(curve, prefill_flops=rate, flops=curve.flops if verify else rate)
 
 
 def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
-    def curve(x: np.ndarray) -> ExpertCurve:
+    """Fits launch, bandwidth and rate, starting from the dense product's."""
+
+    def make(x: np.ndarray) -> ExpertCurve:
         return ExpertCurve(x[0], x[1], x[2])
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        return np.array(
-            [predict_experts(dataclasses.replace(_with_gemm(gemm), experts=curve(x)), p) for p in points]
-        )
-
-    return curve(
-        fit_positive(
-            predict,
-            np.array([p.seconds for p in points]),
-            np.array([gemm.launch_seconds, gemm.bandwidth, gemm.flops]),
-        )
-    )
+    return _fit(points, make, predict_experts, [gemm.launch_seconds, gemm.bandwidth, gemm.flops])
 
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
-    def curve(x: np.ndarray) -> OtherCurve:
+    """Fits everything, from points of layers and of the sampler."""
+
+    def make(x: np.ndarray) -> OtherCurve:
         return OtherCurve(x[0], x[1], x[2], x[3])
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        kernels = _with_gemm(GemmCurve(1e-6, 1e12, 1e14, 1.0, 2.0))
-        return np.array([predict_rest(dataclasses.replace(kernels, other=curve(x)), p) for p in points])
-
-    first = np.array(
-        [start.layer_seconds, start.bandwidth, start.sampler_elements_per_second, start.layer_seconds]
-    )
-    return curve(fit_positive(predict, np.array([p.seconds for p in points]), first))
+    first = [start.layer_seconds, start.bandwidth, start.sampler_elements_per_second, start.layer_seconds]
+    return _fit(points, make, predict_rest, first)
 
 
 def fit_other_on_steps(points: list[StepPoint], hardware: Hardware, sampler_known: bool) -> Hardware:
-    """What whole steps cost beyond their operators: the fixed part of a layer and, where it was not timed
-    alone, the sampler's rate.
+    """Fits what whole steps cost beyond their operators.
+
+    That is the fixed part of a layer and, where it was not timed alone, the sampler's rate.
     """
     known = hardware.kernels.other
 
-    def curve(x: np.ndarray) -> Hardware:
+    def make(x: np.ndarray) -> Hardware:
         rate = known.sampler_elements_per_second if sampler_known else x[1]
         other = dataclasses.replace(known, layer_seconds=x[0], sampler_elements_per_second=rate)
         return dataclasses.replace(hardware, kernels=dataclasses.replace(hardware.kernels, other=other))
 
-    def predict(x: np.ndarray) -> np.ndarray:
-        return np.array([predict_step(curve(x), p) for p in points])
-
-    first = [known.layer_seconds] if sampler_known else [5e-6, 1e11]
-    return curve(fit_positive(predict, np.array([p.seconds for p in points]), np.array(first)))
+    return _fit(points, make, predict_step, [known.layer_seconds] if sampler_known else [5e-6, 1e11])

@@ -22,10 +22,14 @@ from paceline.simulate.speculation import Acceptance
 from paceline.simulate.workload import Lengths
 
 FEW_SAMPLES = 32  # below this many lengths the metrics' mean and 95th percentile are better than the samples
+DEFAULT_PROMPT_TOKENS = 128  # of a run without samples
+Z95 = 1.645  # the standard normal's 95th percentile
 
 
 @dataclass(frozen=True)
 class RunFacts:
+    """What the later half of a run's steps say."""
+
     name: str
     config: Config
     steps: int
@@ -39,47 +43,51 @@ class RunFacts:
 
 
 def read_run(path: Path) -> RunFacts:
+    """Reads a run directory."""
     run = RunDirectory.open(path)
     config = run.config()
     trained = [record for record in run.read_metrics() if record["kind"] == "train"]
     if not trained:
         raise ValueError(f"{path} holds no finished training step yet: let the run make at least one")
     late = trained[len(trained) // 2 :]  # the first steps compile, and lengths drift
-    observed, prompts = _samples(run, {int(record["step"]) for record in late})
+    steps = [int(record["step"]) for record in late]
+    observed, prompts = _samples(run, set(steps))
     if len(observed) >= FEW_SAMPLES:
-        origin = Origin(
-            Source.MEASURED,
-            f"{len(observed)} responses in {path}/samples, steps {late[0]['step']} to {late[-1]['step']}",
-        )
+        note = f"{len(observed)} responses in {path}/samples, steps {steps[0]} to {steps[-1]}"
+        origin = Origin(Source.MEASURED, note)
         lengths = Lengths(mean(observed), 0.0, min(observed), max(observed), tuple(observed), origin)
     else:
-        lengths = _from_metrics(late, config.rollout.max_tokens)
-    accept = [record["speculation/accept_length"] for record in late if "speculation/accept_length" in record]
-    acceptance = None
-    if accept and config.rollout.speculation.drafters:
-        tokens = (
-            _proposal_length(run, {int(record["step"]) for record in late})
-            or config.rollout.speculation.tokens
-        )
-        origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {path}")
-        acceptance = Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
+        lengths = _lengths_from_metrics(late, config.rollout.max_tokens)
     return RunFacts(
-        path.name,
-        config,
-        len(late),
-        lengths,
-        round(mean(prompts)) if prompts else 128,
-        median(record["time/rollout"] for record in late),
-        median(record["time/learn"] for record in late),
-        median(record["time/sync"] for record in late),
-        mean(record["rollout/tokens"] for record in late),
-        acceptance,
+        name=path.name,
+        config=config,
+        steps=len(late),
+        lengths=lengths,
+        prompt_tokens=round(mean(prompts)) if prompts else DEFAULT_PROMPT_TOKENS,
+        rollout_seconds=median(record["time/rollout"] for record in late),
+        learn_seconds=median(record["time/learn"] for record in late),
+        sync_seconds=median(record["time/sync"] for record in late),
+        tokens=mean(record["rollout/tokens"] for record in late),
+        acceptance=_acceptance(run, config, late),
     )
 
 
+def _acceptance(run: RunDirectory, config: Config, records: list[dict]) -> Acceptance | None:
+    """Returns what the run's drafters reached, where it had any."""
+    key = "speculation/accept_length"
+    accept = [record[key] for record in records if key in record]
+    if not accept or not config.rollout.speculation.drafters:
+        return None
+    steps = {int(record["step"]) for record in records}
+    tokens = _proposal_length(run, steps) or config.rollout.speculation.tokens
+    origin = Origin(Source.MEASURED, f"accept length {mean(accept):.2f} at k = {tokens} in {run.path}")
+    return Acceptance.from_accept_length(min(mean(accept), tokens + 1.0), tokens, origin)
+
+
 def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
-    """Tokens that a row was verified with in the steps that speculated, which adaptive pacing varies; 0 where
-    there is no trace.
+    """Returns the mean number of draft tokens where there were any; 0 without a trace.
+
+    Adaptive pacing varies it.
     """
     rows = [
         row
@@ -93,6 +101,7 @@ def _proposal_length(run: RunDirectory, steps: set[int]) -> int:
 
 
 def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
+    """Returns the lengths of the responses and of their prompts."""
     lengths, prompts = [], []
     for file in sorted(run.samples_path.glob("step_*.jsonl")):
         if int(file.stem.removeprefix("step_")) not in steps:
@@ -104,42 +113,17 @@ def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
     return lengths, prompts
 
 
-def _from_metrics(records: list[dict], limit: int) -> Lengths:
-    """A log-normal with the recorded mean and 95th percentile: ln p95 = mu + 1.645 sigma, ln mean = mu +
-    sigma^2 / 2.
+def _lengths_from_metrics(records: list[dict], limit: int) -> Lengths:
+    """Returns the log-normal with the recorded mean and 95th percentile.
+
+    ln p95 = mu + 1.645 sigma, ln mean = mu + sigma^2 / 2.
     """
     average = mean(record["rollout/length_mean"] for record in records)
     p95 = max(average, mean(record["rollout/length_p95"] for record in records))
-    excess = 1.645**2 - 2 * math.log(p95 / average)
-    sigma = 1.645 - math.sqrt(excess) if excess > 0 else 1.645
-    return Lengths(
-        average,
-        sigma,
-        1,
-        limit,
-        origin=Origin(Source.FITTED, "log-normal through the recorded mean and 95th percentile"),
-    )
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """Changes to a run; None: as it was."""
-
-    gpus: int | None = None
-    length_scale: float = 1.0
-    model: str | None = None
-    hardware: str | None = None  # to move to; the run's own is a separate argument
-    tp: int | None = None
-    ep: int | None = None
-    weights: str | None = None
-    kv: str | None = None
-    k: str | None = None
-    accept: str | None = None
-    drafter: str | None = None
-    mode: str | None = None
-    samples: int | None = None
-    prompts: int | None = None
-    max_running: int | None = None
+    excess = Z95**2 - 2 * math.log(p95 / average)
+    sigma = Z95 - math.sqrt(excess) if excess > 0 else Z95
+    origin = Origin(Source.FITTED, "log-normal through the recorded mean and 95th percentile")
+    return Lengths(average, sigma, 1, limit, origin=origin)
 
 
 def scenario_of(
@@ -149,22 +133,12 @@ def scenario_of(
     stages: GivenStages | None = None,
     own_acceptance: bool = True,
 ) -> Scenario:
-    """`own_acceptance`: what the run's drafter reached, where it had one; otherwise what the flags say."""
+    """Returns the flags' scenario with the run's lengths and, with `own_acceptance`, its acceptance."""
     scenario = build(flags)
-    lengths = facts.lengths
-    if length_scale != 1.0:
-        observed = tuple(max(1, round(n * length_scale)) for n in lengths.observed)
-        origin = Origin(Source.ASSUMED, f"the run's lengths x {length_scale:g}")
-        lengths = dataclasses.replace(
-            lengths,
-            mean=lengths.mean * length_scale,
-            high=round(lengths.high * length_scale),
-            observed=observed,
-            origin=origin,
-        )
     speculation = scenario.speculation
     if facts.acceptance is not None and own_acceptance:
         speculation = dataclasses.replace(speculation, acceptance=facts.acceptance)
+    lengths = facts.lengths if length_scale == 1.0 else _scaled(facts.lengths, length_scale)
     return dataclasses.replace(
         scenario,
         workload=dataclasses.replace(scenario.workload, lengths=lengths, prompt_tokens=facts.prompt_tokens),
@@ -173,68 +147,94 @@ def scenario_of(
     )
 
 
+def _scaled(lengths: Lengths, factor: float) -> Lengths:
+    return dataclasses.replace(
+        lengths,
+        mean=lengths.mean * factor,
+        high=round(lengths.high * factor),
+        observed=tuple(max(1, round(n * factor)) for n in lengths.observed),
+        origin=Origin(Source.ASSUMED, f"the run's lengths x {factor:g}"),
+    )
+
+
 @dataclass(frozen=True)
 class RunAnswer:
+    """A run, simulated as it was and as it would be with some changes."""
+
     facts: RunFacts
     base: Answer  # the run itself, simulated
     changed: Answer
-    correction: float  # measured over simulated rollout seconds of the run
+
+    @property
+    def correction(self) -> float:
+        """Returns the measured over the simulated rollout seconds of the run itself."""
+        return self.changed.correction
 
     @property
     def rollout_seconds(self) -> float:
+        """Returns the corrected seconds of a rollout after the changes."""
         return self.correction * self.changed.outcome.rollout_seconds
 
     @property
     def step_seconds(self) -> float:
+        """Returns the corrected seconds of a step after the changes."""
         stages = self.changed.outcome.stages
-        return (
-            self.correction * self.changed.outcome.exposed_generation_seconds
-            + stages.logprob
-            + stages.train
-            + stages.sync
-        )
+        generation = self.correction * self.changed.outcome.exposed_generation_seconds
+        return generation + stages.logprob + stages.train + stages.sync
 
 
-def what_if(facts: RunFacts, hardware: str, change: WhatIf) -> RunAnswer:
+def what_if(
+    facts: RunFacts,
+    hardware: str,
+    length_scale: float = 1.0,
+    move_to: str | None = None,
+    **changes: object,
+) -> RunAnswer:
+    """Simulates a run that `hardware` made, as it was and with changes.
+
+    Responses become `length_scale` times as long, the run moves to other hardware, and any of `Flags` may
+    change.
+    """
     flags = dataclasses.replace(flags_from_recipe(facts.config), hardware=hardware)
     origin = Origin(Source.MEASURED, f"stage times of {facts.name}, scaled by tokens over devices")
     measured = GivenStages(0.0, facts.learn_seconds, facts.sync_seconds, origin)
     base = ask(scenario_of(facts, flags, stages=measured))
-    given = {
-        field.name: getattr(change, field.name)
-        for field in dataclasses.fields(change)
-        if field.name != "length_scale" and getattr(change, field.name) is not None
-    }
-    flags = dataclasses.replace(flags, **given)
-    unchanged = scenario_of(facts, flags, change.length_scale)  # to count its devices and tokens
-    work = change.length_scale * unchanged.workload.responses / base.scenario.workload.responses
-    learn = facts.learn_seconds * work * base.scenario.train_devices / unchanged.train_devices
-    scaled = dataclasses.replace(measured, train=learn)
-    if change.model is not None or change.hardware is not None:
-        scaled = GivenStages()  # another model or device: nothing of the run's learning carries over
-    changed = ask(
-        scenario_of(facts, flags, change.length_scale, scaled, own_acceptance=change.accept is None)
-    )
-    return RunAnswer(facts, base, changed, facts.rollout_seconds / base.outcome.rollout_seconds)
+    flags = dataclasses.replace(flags, hardware=move_to or hardware, **changes)
+    unscaled = scenario_of(facts, flags, length_scale)  # to count its devices and tokens
+    work = length_scale * unscaled.workload.responses / base.scenario.workload.responses
+    learn = facts.learn_seconds * work * base.scenario.train_devices / unscaled.train_devices
+    stages = dataclasses.replace(measured, train=learn)
+    if "model" in changes or move_to is not None:
+        stages = GivenStages()  # another model or device: nothing of the run's learning carries over
+    scenario = scenario_of(facts, flags, length_scale, stages, own_acceptance="accept" not in changes)
+    correction = facts.rollout_seconds / base.outcome.rollout_seconds
+    return RunAnswer(facts, base, dataclasses.replace(ask(scenario), correction=correction))
 
 
 def text(answer: RunAnswer) -> str:
-    facts, base, changed = answer.facts, answer.base.outcome, answer.changed.outcome
-    off = base.rollout_seconds / facts.rollout_seconds - 1
+    """Returns the figures of the run and of the changed one, for a person."""
+    facts, simulated, changed = answer.facts, answer.base.outcome.rollout_seconds, answer.changed.outcome
+    off = simulated / facts.rollout_seconds - 1
     plain = answer.correction * answer.changed.plain.rollout_seconds
     before = facts.rollout_seconds + facts.learn_seconds + facts.sync_seconds
-    simulated = f"{base.rollout_seconds:.2f} s simulated ({100 * off:+.0f}%)"
+    learning = changed.stages.logprob + changed.stages.train
     tokens = changed.tokens / answer.changed.scenario.schedule.steps
+    rows = [
+        f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{answer.rollout_seconds:>12.2f}"
+        f"   ({plain:.2f} without speculation)",
+        f"{'learning':<34}{facts.learn_seconds:>12.2f}{learning:>12.2f}",
+        f"{'weight sync':<34}{facts.sync_seconds:>12.2f}{changed.stages.sync:>12.2f}",
+        f"{'step':<34}{before:>12.2f}{answer.step_seconds:>12.2f}",
+        f"{'generated tokens per step':<34}{facts.tokens:>12.0f}{tokens:>12.0f}",
+    ]
     return "\n".join(
         [
-            f"{facts.name}: rollout {facts.rollout_seconds:.2f} s measured (median of {facts.steps} steps), {simulated}",
-            f"every simulated generation time below is multiplied by {answer.correction:.2f}, measured over simulated",
+            f"{facts.name}: rollout {facts.rollout_seconds:.2f} s measured (median of {facts.steps} steps), "
+            f"{simulated:.2f} s simulated ({100 * off:+.0f}%)",
+            f"every simulated generation time below is multiplied by {answer.correction:.2f}, "
+            "measured over simulated",
             "",
             f"{'seconds':<34}{'the run':>12}{'what if':>12}",
-            f"{'rollout':<34}{facts.rollout_seconds:>12.2f}{answer.rollout_seconds:>12.2f}   ({plain:.2f} without speculation)",
-            f"{'learning':<34}{facts.learn_seconds:>12.2f}{changed.stages.logprob + changed.stages.train:>12.2f}",
-            f"{'weight sync':<34}{facts.sync_seconds:>12.2f}{changed.stages.sync:>12.2f}",
-            f"{'step':<34}{before:>12.2f}{answer.step_seconds:>12.2f}",
-            f"{'generated tokens per step':<34}{facts.tokens:>12.0f}{tokens:>12.0f}",
+            *rows,
         ]
     )

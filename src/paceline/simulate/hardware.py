@@ -11,12 +11,15 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PROFILES = Path(__file__).parent / "profiles"
+Curve = TypeVar("Curve", "GemmCurve", "AttentionCurve", "OtherCurve", "ExpertCurve")
 
 
 class Source(StrEnum):
+    """How a figure is known."""
+
     MEASURED = "measured"
     FITTED = "fitted"
     ASSUMED = "assumed"
@@ -42,9 +45,7 @@ class DataSheet:
 
 @dataclass(frozen=True)
 class GemmCurve:
-    """Seconds of one product: launch + the two limits of a roofline, joined by a p-norm
-    (`operators.gemm`).
-    """
+    """A matrix product: launch, and the two limits of a roofline, joined by a p-norm (`operators.gemm`)."""
 
     launch_seconds: float
     bandwidth: float
@@ -56,7 +57,7 @@ class GemmCurve:
 
 @dataclass(frozen=True)
 class AttentionCurve:
-    """One layer of decode or verify attention over a paged cache, and prefill's."""
+    """One layer of attention over a paged cache: decode or verify, and prefill."""
 
     launch_seconds: float
     bandwidth: float
@@ -69,9 +70,7 @@ class AttentionCurve:
 
 @dataclass(frozen=True)
 class OtherCurve:
-    """Norms, RoPE, activations, sampling: a fixed cost per layer, bytes per token, elements of the vocabulary
-    per token.
-    """
+    """Norms, RoPE, activations and sampling: a cost per layer, per byte and per logit."""
 
     layer_seconds: float
     bandwidth: float
@@ -92,6 +91,8 @@ class ExpertCurve:
 
 @dataclass(frozen=True)
 class Kernels:
+    """The efficiency curves of one device."""
+
     gemm_bf16: GemmCurve
     gemm_fp8: GemmCurve | None
     attention: AttentionCurve
@@ -101,7 +102,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Links:
-    """Between devices: `domain` of them share the fast link, beyond it the network."""
+    """Links between devices: `domain` of them share the fast one, beyond it is the network."""
 
     domain: int
     link_bandwidth: float  # one direction, per device
@@ -122,26 +123,29 @@ class Training:
 
 @dataclass(frozen=True)
 class Hardware:
+    """A device's profile."""
+
     name: str
     data_sheet: DataSheet
     kernels: Kernels
     links: Links
     training: Training
-    provenance: dict[
-        str, Origin
-    ]  # by part: data_sheet, gemm_bf16, gemm_fp8, attention, other, experts, links, training
+    # By part: data_sheet, gemm_bf16, gemm_fp8, attention, other, experts, links, training.
+    provenance: dict[str, Origin]
 
     @property
     def has_fp8(self) -> bool:
+        """Returns whether the device multiplies in FP8."""
         return self.kernels.gemm_fp8 is not None and self.data_sheet.fp8_flops > 0
 
 
 def shipped_profiles() -> dict[str, Path]:
+    """Returns the profiles that come with the package, by name."""
     return {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
 
 
 def load_hardware(name: str) -> Hardware:
-    """A shipped profile's name, or a JSON file such as `paceline simulate calibrate` writes."""
+    """Loads a shipped profile by its name, or a JSON file such as `paceline simulate calibrate` writes."""
     path = shipped_profiles().get(name) or Path(name)
     if not path.is_file():
         known = ", ".join(shipped_profiles())
@@ -151,14 +155,18 @@ def load_hardware(name: str) -> Hardware:
         record = json.loads(path.read_text())
         if "scaled_from" in record:
             return _scaled(record, load_hardware(record["scaled_from"]))
-        return parse_hardware(record)
+        return _parsed(record)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a hardware profile: {error!r}. `paceline simulate calibrate --out {path}` writes one"
-        ) from None
+        hint = f"`paceline simulate calibrate --out {path}` writes one"
+        raise ValueError(f"{path} is not a hardware profile: {error!r}. {hint}") from None
 
 
-def parse_hardware(record: dict[str, Any]) -> Hardware:
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """Writes a profile that `load_hardware` reads."""
+    path.write_text(json.dumps(_rounded(dataclasses.asdict(hardware)), indent=2) + "\n")
+
+
+def _parsed(record: dict[str, Any]) -> Hardware:
     kernels = record["kernels"]
     return Hardware(
         name=record["name"],
@@ -176,63 +184,48 @@ def parse_hardware(record: dict[str, Any]) -> Hardware:
     )
 
 
-def hardware_record(hardware: Hardware) -> dict[str, Any]:
-    return dataclasses.asdict(hardware)
-
-
-def write_hardware(hardware: Hardware, path: Path) -> None:
-    path.write_text(json.dumps(_rounded(hardware_record(hardware)), indent=2) + "\n")
-
-
 def _origins(record: dict[str, Any]) -> dict[str, Origin]:
     return {part: Origin(Source(origin["source"]), origin["note"]) for part, origin in record.items()}
 
 
 def _rounded(tree: Any) -> Any:
-    """Five digits: more would suggest more than was measured."""
+    """Rounds to five digits: more would suggest more than was measured."""
     if isinstance(tree, dict):
         return {key: _rounded(value) for key, value in tree.items()}
     return float(f"{tree:.5g}") if isinstance(tree, float) else tree
 
 
 def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:
-    """The base's curves with rates multiplied by the ratio of the data sheets; launch times stay."""
+    """Returns the base's curves with rates multiplied by the ratio of the data sheets; launch times stay."""
     sheet = DataSheet(**record["data_sheet"])
     bandwidth = sheet.bandwidth / base.data_sheet.bandwidth
     flops = sheet.bf16_flops / base.data_sheet.bf16_flops
-    kernels = base.kernels
     fp8 = None
-    if kernels.gemm_fp8 is not None and sheet.fp8_flops:
-        ratio = sheet.fp8_flops / base.data_sheet.fp8_flops
-        fp8 = dataclasses.replace(
-            kernels.gemm_fp8,
-            bandwidth=kernels.gemm_fp8.bandwidth * bandwidth,
-            flops=kernels.gemm_fp8.flops * ratio,
-        )
-    attention, other, experts, gemm = kernels.attention, kernels.other, kernels.experts, kernels.gemm_bf16
-    scaled = Kernels(
-        dataclasses.replace(gemm, bandwidth=gemm.bandwidth * bandwidth, flops=gemm.flops * flops),
+    if base.kernels.gemm_fp8 is not None and sheet.fp8_flops:
+        fp8_flops = sheet.fp8_flops / base.data_sheet.fp8_flops
+        fp8 = _faster(base.kernels.gemm_fp8, bandwidth, fp8_flops)
+    kernels = Kernels(
+        _faster(base.kernels.gemm_bf16, bandwidth, flops),
         fp8,
-        dataclasses.replace(
-            attention,
-            bandwidth=attention.bandwidth * bandwidth,
-            flops=attention.flops * flops,
-            prefill_flops=attention.prefill_flops * flops,
-        ),
-        dataclasses.replace(other, bandwidth=other.bandwidth * bandwidth),
-        dataclasses.replace(experts, bandwidth=experts.bandwidth * bandwidth, flops=experts.flops * flops),
+        _faster(base.kernels.attention, bandwidth, flops),
+        _faster(base.kernels.other, bandwidth, flops),
+        _faster(base.kernels.experts, bandwidth, flops),
     )
     note = f"{base.name}'s curve x ratio of the data sheets (bandwidth {bandwidth:.2f}, bf16 {flops:.2f})"
-    provenance = dict.fromkeys(
-        ("gemm_bf16", "gemm_fp8", "attention", "other", "experts"), Origin(Source.ASSUMED, note)
-    )
+    provenance = dict.fromkeys((f.name for f in dataclasses.fields(Kernels)), Origin(Source.ASSUMED, note))
+    provenance["training"] = Origin(Source.ASSUMED, "as for the base profile")
     return Hardware(
         record["name"],
         sheet,
-        scaled,
+        kernels,
         Links(**record["links"]),
         Training(**record.get("training") or dataclasses.asdict(base.training)),
-        provenance
-        | {"training": Origin(Source.ASSUMED, "as for the base profile")}
-        | _origins(record["provenance"]),
+        provenance | _origins(record["provenance"]),
     )
+
+
+def _faster(curve: Curve, bandwidth: float, flops: float) -> Curve:
+    """Returns the curve with its bandwidth and its arithmetic rates, where it has any, multiplied."""
+    factors = {"bandwidth": bandwidth, "flops": flops, "prefill_flops": flops}
+    rates = {name: getattr(curve, name) * x for name, x in factors.items() if hasattr(curve, name)}
+    return dataclasses.replace(curve, **rates)

@@ -1,10 +1,16 @@
-"""Levenberg-Marquardt over the logarithms of positive parameters, on relative errors. Small on purpose: numpy
-is all it needs.
+"""Levenberg-Marquardt over the logarithms of positive parameters, on relative errors.
+
+scipy has a general one, but it is no dependency of the package, and this needs only numpy.
 """
 
 from collections.abc import Callable
 
 import numpy as np
+
+DIFFERENCE = 1e-5  # step of the numerical derivatives, in logarithms
+FIRST_DAMPING = 1e-2
+MAX_DAMPING = 1e8  # beyond this no step helps
+CONVERGED = 1e-12  # an improvement of the sum of squares that ends the search
 
 
 def fit_positive(
@@ -13,30 +19,31 @@ def fit_positive(
     start: np.ndarray,
     iterations: int = 200,
 ) -> np.ndarray:
-    """Parameters > 0 that minimise sum(log(predict / measured)^2)."""
+    """Returns the parameters > 0 that minimise sum(log(predict / measured)^2)."""
     theta = np.log(np.asarray(start, dtype=float))
     target = np.log(np.asarray(measured, dtype=float))
+    identity = np.eye(len(theta))
 
     def residual(t: np.ndarray) -> np.ndarray:
         return np.log(np.maximum(predict(np.exp(t)), 1e-30)) - target
 
-    damping, current = 1e-2, residual(theta)
+    current = residual(theta)
+    damping = FIRST_DAMPING
     for _ in range(iterations):
-        jacobian = np.stack(
-            [(residual(theta + step) - current) / 1e-5 for step in 1e-5 * np.eye(len(theta))], axis=1
-        )
-        normal, gradient = jacobian.T @ jacobian, jacobian.T @ current
-        move = np.linalg.solve(
-            normal + damping * (np.diag(np.diag(normal)) + 1e-9 * np.eye(len(theta))), -gradient
-        )
+        columns = [(residual(theta + step) - current) / DIFFERENCE for step in DIFFERENCE * identity]
+        jacobian = np.stack(columns, axis=1)
+        normal = jacobian.T @ jacobian
+        damped = normal + damping * (np.diag(np.diag(normal)) + 1e-9 * identity)
+        move = np.linalg.solve(damped, -(jacobian.T @ current))
         tried = theta + np.clip(move, -1.0, 1.0)
         new = residual(tried)
         if new @ new < current @ current:
-            if current @ current - new @ new < 1e-12:
+            if current @ current - new @ new < CONVERGED:
                 return np.exp(tried)
-            theta, current, damping = tried, new, damping / 3
+            theta, current = tried, new
+            damping /= 3
         else:
             damping *= 4
-            if damping > 1e8:
+            if damping > MAX_DAMPING:
                 break
     return np.exp(theta)

@@ -1,147 +1,140 @@
 """The shape of a model as far as time and memory go, from a name or any Hugging Face `config.json`.
 
-More tolerant than `policy/config.py`: a model that the engine cannot run can still be planned for, if it is a
-decoder with gated feed-forwards, grouped-query attention and, perhaps, routed experts.
+It takes more models than the engine runs: any decoder with gated feed-forwards, grouped-query attention and,
+perhaps, routed experts. Their keys are translated to those of a family that `policy/config.py` reads.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.policy import config as policy_config
 from paceline.policy.config import DecoderConfig
+from paceline.policy.files import read_json
 from paceline.policy.shapes import SHAPES
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feed_forward: int  # of a dense layer
-    vocab: int
-    tied: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_feed_forward: int = 0
-    shared_feed_forward: int = 0  # width of experts that every token uses
-    dense_layers: int = 0  # layers without experts in a model that has them
+class ModelShape(DecoderConfig):
+    """A decoder's sizes, with a name and the width of the experts that every token uses."""
+
+    name: str = ""
+    shared_intermediate_size: int = 0
 
     @property
-    def expert_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
+    def num_expert_layers(self) -> int:
+        """Returns how many layers have routed experts."""
+        return self.num_layers - len(self.dense_layers) if self.num_experts else 0
+
+    @property
+    def query_width(self) -> int:
+        """Returns the width of all query heads together."""
+        return self.num_heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def attention_parameters(self) -> int:
-        """Per layer."""
-        return self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
+        """Returns the width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
-        return 3 * self.hidden * self.expert_feed_forward
+        """Returns the parameters of one expert."""
+        return 3 * self.hidden_size * self.expert_intermediate_size
 
     @property
-    def parameters(self) -> int:
-        """Matrices only; norms and biases are below a thousandth."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self._body(self.experts) + embeddings
+    def embedding_parameters(self) -> int:
+        """Returns the parameters of the embedding and of the head, which may be one matrix."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Returns the parameters in matrices; norms and biases are below a thousandth."""
+        return self._layer_parameters(self.num_experts) + self.embedding_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Those that multiply one token's activations; the embedding is a lookup."""
-        return self._body(self.experts_per_token) + self.vocab * self.hidden
+        """Returns the parameters that multiply one token's activations; the embedding is a lookup."""
+        return self._layer_parameters(self.num_experts_per_token) + self.vocab_size * self.hidden_size
 
-    def _body(self, experts: int) -> int:
-        dense = (self.layers - self.expert_layers) * 3 * self.hidden * self.feed_forward
-        sparse = self.expert_layers * (
-            experts * self.expert_parameters
-            + self.hidden * self.experts
-            + 3 * self.hidden * self.shared_feed_forward
-        )
-        return self.layers * self.attention_parameters + dense + sparse
+    def _layer_parameters(self, experts: int) -> int:
+        hidden = self.hidden_size
+        attention = hidden * self.qkv_width + self.query_width * hidden
+        dense = 3 * hidden * self.intermediate_size
+        router = hidden * self.num_experts
+        sparse = experts * self.expert_parameters + router + 3 * hidden * self.shared_intermediate_size
+        num_dense = self.num_layers - self.num_expert_layers
+        return self.num_layers * attention + num_dense * dense + self.num_expert_layers * sparse
 
     def kv_bytes_per_token(self, bytes_per_value: float) -> float:
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
+        """Returns the bytes of cache that one token takes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 def load_model(name: str) -> ModelShape:
-    """A built-in shape's name, a Hugging Face folder, or a `config.json`."""
+    """Loads a built-in shape by its name, a Hugging Face folder, or a `config.json`."""
     if name in SHAPES:
         return from_decoder_config(name, SHAPES[name])
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(
-            f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a folder or file with a Hugging Face config.json"
+            f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) "
+            "nor a folder or file with a Hugging Face config.json"
         )
-    return from_huggingface(path.parent.name or name, json.loads(path.read_text()))
+    return from_huggingface(path.parent.name or name, read_json(path))
 
 
-def from_decoder_config(name: str, config: DecoderConfig) -> ModelShape:
-    return ModelShape(
-        name,
-        config.hidden_size,
-        config.num_layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.vocab_size,
-        config.tie_embeddings,
-        config.num_experts,
-        config.num_experts_per_token,
-        config.expert_intermediate_size,
-        dense_layers=len(config.dense_layers),
-    )
+def from_decoder_config(name: str, config: DecoderConfig, shared_intermediate_size: int = 0) -> ModelShape:
+    """Returns a policy's shape under a name."""
+    return ModelShape(**vars(config), name=name, shared_intermediate_size=shared_intermediate_size)
 
 
 def from_huggingface(name: str, config: dict[str, Any]) -> ModelShape:
+    """Reads the content of a `config.json`, whatever its family."""
     config = config.get("text_config") or config  # multimodal models keep the decoder's shape here
     if config.get("kv_lora_rank"):
         raise ValueError(
-            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, only grouped-query attention is"
+            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, "
+            "only grouped-query attention is"
         )
-    missing = [
-        key
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if key not in config
-    ]
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in required if key not in config]
     if missing:
         raise ValueError(
-            f"{name}: config.json has no {', '.join(missing)}; supported are decoders described like Llama, Qwen or Mixtral"
+            f"{name}: config.json has no {', '.join(missing)}; "
+            "supported are decoders described like Llama, Qwen or Mixtral"
         )
+    known = _known_family(config)
+    shared = 0
+    if known["model_type"] == "qwen3_moe":
+        expert_width = known["moe_intermediate_size"]
+        shared = config.get("shared_expert_intermediate_size")
+        shared = shared or config.get("n_shared_experts", 0) * expert_width
+    return from_decoder_config(name, policy_config.from_huggingface(known), shared)
+
+
+def _known_family(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same sizes in the keys of a family that the policy's reader knows."""
+    sizes = (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("vocab_size", "tie_word_embeddings"),
+    )
+    known = {key: config[key] for key in sizes if key in config}
+    known["intermediate_size"] = config.get("intermediate_size") or 4 * config["hidden_size"]
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-    expert_width = _first(config, "moe_intermediate_size", "intermediate_size") if experts else 0
-    shared = config.get("shared_expert_intermediate_size") or config.get("n_shared_experts", 0) * expert_width
-    layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step") or 1
-    listed, first_dense = config.get("mlp_only_layers") or (), config.get("first_k_dense_replace") or 0
-    dense = (
-        sum(i in listed or (i + 1) % step != 0 or i < first_dense for i in range(layers)) if experts else 0
-    )
-    return ModelShape(
-        name=name,
-        hidden=config["hidden_size"],
-        layers=layers,
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        feed_forward=config.get("intermediate_size") or 4 * config["hidden_size"],
-        vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        experts_per_token=_first(config, "num_experts_per_tok", "top_k_experts") if experts else 0,
-        expert_feed_forward=expert_width,
-        shared_feed_forward=shared if experts else 0,
-        dense_layers=dense,
-    )
+    if not experts:
+        return known | {"model_type": "llama"}
+    return known | {
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": _first(config, "num_experts_per_tok", "top_k_experts"),
+        "moe_intermediate_size": _first(config, "moe_intermediate_size", "intermediate_size"),
+        "decoder_sparse_step": config.get("decoder_sparse_step"),
+        "mlp_only_layers": [
+            *(config.get("mlp_only_layers") or ()),
+            *range(config.get("first_k_dense_replace") or 0),
+        ],
+    }
 
 
 def _first(config: dict[str, Any], *keys: str) -> int:

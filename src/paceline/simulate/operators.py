@@ -19,7 +19,7 @@ def gemm(
     weight_bytes: float,
     activation_bytes: float = 2.0,
 ) -> np.ndarray:
-    """rows x depth times a depth x width weight matrix.
+    """Returns the seconds of rows x depth times a depth x width weight matrix.
 
     launch + ||(bytes / bandwidth, operations / rate)||_p. The norm is a roofline whose knee is as round as
     measured: near the knee loads and arithmetic overlap only in part. The rate grows with the rows as rows /
@@ -42,32 +42,31 @@ def decode_attention(
     head_dim: int,
     kv_bytes: float,
 ) -> np.ndarray:
-    """One layer, `keys` in total over all rows. Linear in `keys` for given rows: the event simulation
-    integrates it in closed form.
+    """Returns the seconds of one layer, with `keys` in total over all rows.
+
+    It is linear in `keys` for given rows, so the event simulation integrates it in closed form.
     """
     per_key = decode_attention_per_key(curve, queries, heads, kv_heads, head_dim, kv_bytes)
-    return (
-        decode_attention_fixed(curve, rows, queries)
-        + np.asarray(longest) * curve.serial_seconds_per_key
-        + keys * per_key
-    )
+    serial = np.asarray(longest) * curve.serial_seconds_per_key
+    return decode_attention_fixed(curve, rows, queries) + serial + keys * per_key
 
 
 def decode_attention_fixed(curve: AttentionCurve, rows: Array, queries: int) -> np.ndarray:
+    """Returns the seconds of one layer that do not grow with the context."""
     return curve.launch_seconds + np.asarray(rows) * queries * curve.row_seconds
 
 
 def decode_attention_per_key(
     curve: AttentionCurve, queries: int, heads: float, kv_heads: float, head_dim: int, kv_bytes: float
 ) -> float:
-    """Seconds that one more cached key of one row adds: reading it, or multiplying by it."""
+    """Returns what one more cached key of one row adds: reading it, or multiplying by it."""
     read = 2 * kv_heads * head_dim * kv_bytes / curve.bandwidth
     pairs = kv_heads * _padded(queries * heads / kv_heads, curve.query_tile)
     return float(_norm(read, 4 * pairs * head_dim / curve.flops, 3.0))
 
 
 def prefill_attention(curve: AttentionCurve, pairs: Array, heads: float, head_dim: int) -> np.ndarray:
-    """One layer; `pairs` counts (query, key) pairs below the diagonal."""
+    """Returns the seconds of one layer; `pairs` counts (query, key) pairs below the diagonal."""
     return curve.launch_seconds + 4 * np.asarray(pairs) * heads * head_dim / curve.prefill_flops
 
 
@@ -80,11 +79,11 @@ def expert_products(
     width: float,
     weight_bytes: float,
 ) -> np.ndarray:
-    """The three products of all experts on one device. Each of `rows` tokens goes to a given expert with
-    probability `share`.
+    """Returns the seconds of the three products of all experts on one device.
 
-    Expected distinct experts: n (1 - (1 - share)^rows), as in "MoE" analyses of decoding; each reads its
-    weights once, and pads its tokens to a tile. `busiest_share` scales work to the busiest device's.
+    Each of `rows` tokens goes to a given expert with probability `share`, so n (1 - (1 - share)^rows)
+    distinct experts are expected; each reads its weights once, and pads its tokens to a tile.
+    `busiest_share` scales the work to the busiest device's.
     """
     rows = np.asarray(rows, dtype=float)
     active = experts_here * (1 - (1 - share) ** rows)
@@ -98,22 +97,23 @@ def expert_products(
 def layer_rest(
     curve: OtherCurve, tokens: Array, hidden: int, qkv_width: float, feed_forward: float
 ) -> np.ndarray:
-    """Two residual norms, RoPE with the cache write, the activation: bytes in and out at 16 bits."""
+    """Returns the seconds of two residual norms, RoPE with the cache write, and the activation at 16 bits."""
     values = 2 * 4 * hidden + 2 * qkv_width + 3 * feed_forward
     return curve.layer_seconds + np.asarray(tokens) * values * 2 / curve.bandwidth
 
 
 def sampler(curve: OtherCurve, tokens: Array, vocab: float) -> np.ndarray:
+    """Returns the seconds of sampling one token from each row of logits."""
     return curve.sampler_seconds + np.asarray(tokens) * vocab / curve.sampler_elements_per_second
 
 
 def all_reduce(links: Links, group: int, message_bytes: Array) -> np.ndarray:
-    """2 (n - 1) / n of the message crosses each device's link (ring or in-network), plus a latency."""
+    """Returns the seconds of a sum: 2 (n - 1) / n of the message crosses each device's link."""
     return _collective(links, group, 2 * np.asarray(message_bytes))
 
 
 def all_to_all(links: Links, group: int, message_bytes: Array) -> np.ndarray:
-    """Every device sends (n - 1) / n of its message."""
+    """Returns the seconds of an exchange: every device sends (n - 1) / n of its message."""
     return _collective(links, group, np.asarray(message_bytes))
 
 
@@ -126,7 +126,7 @@ def _collective(links: Links, group: int, sent: np.ndarray) -> np.ndarray:
 
 
 def _norm(a: Array, b: Array, p: float) -> np.ndarray:
-    """(a^p + b^p)^(1/p), scaled by the larger so that small numbers do not underflow."""
+    """Returns (a^p + b^p)^(1/p), scaled by the larger so that small numbers do not underflow."""
     high, low = np.maximum(a, b), np.minimum(a, b)
     ratio = np.divide(low, high, out=np.zeros_like(np.asarray(high, dtype=float)), where=np.asarray(high) > 0)
     return high * (1 + ratio**p) ** (1 / p)

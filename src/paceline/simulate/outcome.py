@@ -5,17 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.simulate.hardware import Origin
-from paceline.simulate.pipeline import Schedule, StageSeconds, StepRecord
-from paceline.simulate.replica import Replica
+from paceline.simulate.pipeline import Pipeline, StageSeconds
+from paceline.simulate.replica import Stretch
 
 TAIL_SHARE = 8  # the tail begins when at most an eighth of a step's responses still run
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Over the simulated time: requests running on all replicas, and draft tokens per step, averaged over
-    rows.
-    """
+    """Requests running on all replicas, and draft tokens per step averaged over rows, over time."""
 
     seconds: tuple[float, ...]
     running: tuple[float, ...]
@@ -24,6 +22,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Outcome:
+    """The figures of one simulation."""
+
     step_seconds: float  # mean over steps, without the first ones of an asynchronous pipeline
     rollout_seconds: float  # first request to last response of a step
     exposed_generation_seconds: float  # the learner waits
@@ -45,43 +45,32 @@ class Outcome:
 
     @property
     def drafter_trains_for_free(self) -> bool:
+        """Returns whether training the drafter fits into idle time."""
         return self.drafter_training_seconds <= self.idle_device_seconds
 
 
 def summarise(
-    records: list[StepRecord],
-    replicas: list[Replica],
-    response_times: list[list[float]],
-    stages: StageSeconds,
-    schedule: Schedule,
-    devices: int,
-    drafter_seconds: float,
-    provenance: dict[str, Origin],
+    pipeline: Pipeline, devices: int, drafter_seconds: float, provenance: dict[str, Origin]
 ) -> Outcome:
+    """Returns the outcome of a pipeline that has run; `devices` are those of one replica."""
+    records, replicas, schedule = pipeline.records, pipeline.replicas, pipeline.schedule
     warm = records[schedule.lag + 1 :] if schedule.lag and len(records) > schedule.lag + 1 else records
-    end = records[-1].stop
-    rollouts, tails = [], []
-    for record, times in zip(records, response_times, strict=False):
-        if not times:
-            continue
-        ordered = np.sort(np.array(times))
-        rollouts.append(
-            ordered[-1] - record.first_request if schedule.take == "batch" else ordered[-1] - ordered[0]
-        )
-        tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
+    rollouts, tails = _rollouts_and_tails(pipeline)
     busy = sum(replica.totals.busy_seconds for replica in replicas)
-    generating = sum(rollouts) if schedule.take == "batch" and schedule.lag == 0 else end
+    synchronous = schedule.take == "batch" and schedule.lag == 0
+    generating = sum(rollouts) if synchronous else records[-1].stop
     generated = sum(replica.totals.tokens for replica in replicas)
     idle = max(0.0, generating * len(replicas) - busy)
-    rows = sum(s.rows * s.steps for replica in replicas for s in replica.totals.stretches)
-    advanced = sum(s.tokens for replica in replicas for s in replica.totals.stretches)
+    stretches = [s for replica in replicas for s in replica.totals.stretches]
+    rows = sum(s.rows * s.steps for s in stretches)
+    advanced = sum(s.tokens for s in stretches)
     lags = [lag for record in records for lag in record.lags]
     return Outcome(
         step_seconds=float(np.mean([record.seconds for record in warm])),
         rollout_seconds=float(np.mean(rollouts)),
         exposed_generation_seconds=float(np.mean([record.exposed_generation for record in warm])),
         tail_seconds=float(np.mean(tails)),
-        stages=stages,
+        stages=pipeline.stages,
         tokens=sum(record.tokens for record in records),
         generated_tokens=sum(record.generated_tokens for record in records),
         decode_steps=max(replica.totals.steps for replica in replicas),
@@ -93,17 +82,30 @@ def summarise(
         mean_lag=float(np.mean(lags)) if lags else 0.0,
         drafter_training_seconds=drafter_seconds,
         idle_device_seconds=idle * devices / max(1, len(records)),
-        timeline=timeline(replicas),
+        timeline=timeline(stretches),
         provenance=provenance,
     )
 
 
-def timeline(replicas: list[Replica], points: int = 240) -> Timeline:
+def _rollouts_and_tails(pipeline: Pipeline) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each step's rollout, and those of its tail."""
+    rollouts, tails = [], []
+    for record, times in zip(pipeline.records, pipeline.response_times, strict=False):
+        if not times:
+            continue
+        ordered = np.sort(np.array(times))
+        start = record.first_request if pipeline.schedule.take == "batch" else ordered[0]
+        rollouts.append(ordered[-1] - start)
+        tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
+    return rollouts, tails
+
+
+def timeline(stretches: list[Stretch], points: int = 240) -> Timeline:
     """Sums the stretches of all replicas on an even grid, by differences at their ends."""
-    stretches = [s for replica in replicas for s in replica.totals.stretches]
     if not stretches:
         return Timeline((0.0,), (0.0,), (0.0,))
-    starts, stops = np.array([s.start for s in stretches]), np.array([s.stop for s in stretches])
+    starts = np.array([s.start for s in stretches])
+    stops = np.array([s.stop for s in stretches])
     rows = np.array([s.rows for s in stretches], dtype=float)
     drafts = rows * np.array([s.draft_tokens for s in stretches])
     grid = np.linspace(0.0, stops.max(), points)

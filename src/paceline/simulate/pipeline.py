@@ -1,12 +1,13 @@
-"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag. One event
-loop for all.
+"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag.
+
+One event loop serves all three.
 
 The requests of RL step n are released when the weights have version n - lag or later (version = updates made
 so far). Update n starts when its samples are there and the learner is free:
 
     take "batch"   all responses of step n: synchronous with lag 0, one-step-off with lag 1
-    take "any"     as many finished responses as a step has, oldest weights first; but an update waits for whoever would
-                   otherwise be older than the lag allows
+    take "any"     as many finished responses as a step has, oldest weights first; but an update waits for
+                   responses that would otherwise be older than the lag allows
 
 Events are finishing requests, ends of updates, rewards that arrive. Between them every replica runs on its
 own.
@@ -14,17 +15,17 @@ own.
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.simulate.replica import Replica, Request
+from paceline.simulate.replica import Replica, SimulatedRequest
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a step needs besides generation."""
+    """The seconds that a step needs besides generation."""
 
     reward: float = 0.0  # after each response, overlapped with the rest
     logprob: float = 0.0
@@ -34,6 +35,8 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Schedule:
+    """When requests are released and which responses an update takes."""
+
     lag: int = 0
     take: str = "batch"
     steps: int = 1
@@ -42,11 +45,10 @@ class Schedule:
 
 @dataclass
 class StepRecord:
-    """One RL step: when its update ended, and what it was made of."""
+    """One RL step: when its update ran, and what it learned from."""
 
     start: float  # end of the update before
     first_request: float
-    last_response: float
     update_start: float
     stop: float
     lags: list[int] = field(default_factory=list)
@@ -55,15 +57,18 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
+        """Returns the time from the update before to this one."""
         return self.stop - self.start
 
     @property
     def exposed_generation(self) -> float:
-        """Time in which the learner had nothing to do but wait."""
+        """Returns the time in which the learner had nothing to do but wait."""
         return max(0.0, self.update_start - self.start)
 
 
 class Pipeline:
+    """Generation on replicas and learning from it, over a number of RL steps."""
+
     def __init__(
         self,
         replicas: list[Replica],
@@ -73,21 +78,19 @@ class Pipeline:
         stages: StageSeconds,
         schedule: Schedule,
     ) -> None:
-        self.replicas, self.stages, self.schedule = replicas, stages, schedule
-        self.batches = [
-            self._requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)
-        ]
+        self.replicas = replicas
+        self.stages = stages
+        self.schedule = schedule
+        self.batches = [_requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)]
         self.batch_size = len(batches[0])
         self.version = 0
         self.released = 0
-        self.queue: deque[Request] = deque()  # released, but no replica had a slot
-        self.outstanding_versions: dict[
-            int, int
-        ] = {}  # requests that have begun and are not scored yet, by version
-        self.ready: list[
-            tuple[int, int, Request]
-        ] = []  # finished and scored, not learned from: by batch, or oldest version first
-        self.ready_by_key: dict[int, int] = {}
+        self.queue: deque[SimulatedRequest] = deque()  # released, but no replica had a slot
+        # How many requests have begun and are not scored yet, by version.
+        self.outstanding: Counter[int] = Counter()
+        # Finished and scored, not learned from: a heap by batch, or oldest version first, and its counts.
+        self.ready: list[tuple[int, int, SimulatedRequest]] = []
+        self.ready_counts: Counter[int] = Counter()
         self.updating = False
         self.records: list[StepRecord] = []
         self.release_times: list[float] = []
@@ -96,13 +99,8 @@ class Pipeline:
         self.events: list[tuple[float, int, str, object]] = []
         self.event_number = 0
 
-    def _requests(self, index: int, lengths: np.ndarray, group: int, prompt: int) -> list[Request]:
-        first = index * len(lengths)
-        return [
-            Request(first + i, prompt, int(n), (first + i) // group, index) for i, n in enumerate(lengths)
-        ]
-
     def run(self) -> list[StepRecord]:
+        """Simulates the scheduled steps."""
         self._release(0.0)
         planned = [(replica.next_event(), i) for i, replica in enumerate(self.replicas)]
         heapq.heapify(planned)
@@ -128,20 +126,20 @@ class Pipeline:
                     heapq.heappush(planned, (stop, i))
         return self.records
 
-    # -- events -----------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------
 
     def _at(self, time: float, kind: str, payload: object = None) -> None:
         self.event_number += 1
         heapq.heappush(self.events, (time, self.event_number, kind, payload))
 
     def _handle(self, time: float, kind: str, payload: object) -> list[int]:
-        """Returns the replicas whose plans changed."""
+        """Takes one event in, and returns the replicas whose plans changed."""
         if kind == "scored":
-            assert isinstance(payload, Request)
-            self._count(payload.version, -1)
-            key = payload.batch if self.schedule.take == "batch" else payload.version
+            assert isinstance(payload, SimulatedRequest)
+            self.outstanding[payload.version] -= 1
+            key = self._ready_key(payload)
             heapq.heappush(self.ready, (key, payload.id, payload))
-            self._note_ready(key, +1)
+            self.ready_counts[key] += 1
             self._try_update(time)
             return []
         if kind == "trained":
@@ -160,35 +158,27 @@ class Pipeline:
             self._try_update(time)
         return list(range(len(self.replicas)))
 
-    def _note_ready(self, key: int, count: int) -> None:
-        self.ready_by_key[key] = self.ready_by_key.get(key, 0) + count
-        if not self.ready_by_key[key]:
-            del self.ready_by_key[key]
+    def _ready_key(self, request: SimulatedRequest) -> int:
+        return request.batch if self.schedule.take == "batch" else request.version
 
-    def _finished(self, requests: list[Request], time: float) -> None:
+    def _finished(self, requests: list[SimulatedRequest], time: float) -> None:
         for request in requests:
             self.response_times[request.batch].append(time)
             self._at(time + self.stages.reward, "scored", request)
 
-    def _count(self, version: int, change: int) -> None:
-        self.outstanding_versions[version] = self.outstanding_versions.get(version, 0) + change
-        if not self.outstanding_versions[version]:
-            del self.outstanding_versions[version]
-
     def _try_update(self, time: float) -> None:
         if self.updating:
             return
-        if not (self._batch_is_ready() if self.schedule.take == "batch" else self._nobody_becomes_too_old()):
+        ready = self._batch_is_ready() if self.schedule.take == "batch" else self._lag_stays_bounded()
+        if not ready:
             return
         taken = [heapq.heappop(self.ready)[2] for _ in range(self.batch_size)]
-        for request in taken:
-            self._note_ready(request.batch if self.schedule.take == "batch" else request.version, -1)
+        self.ready_counts.subtract(self._ready_key(request) for request in taken)
         self.updating = True
         trained = time + self.stages.logprob + self.stages.train
         record = StepRecord(
             start=self.last_update,
             first_request=self.release_times[min(request.batch for request in taken)],
-            last_response=time,
             update_start=time,
             stop=trained + self.stages.sync,
             lags=[self.version - request.version for request in taken],
@@ -198,31 +188,31 @@ class Pipeline:
         self._at(trained, "trained", record)
 
     def _batch_is_ready(self) -> bool:
-        return self.ready_by_key.get(self.version, 0) == self.batch_size
+        return self.ready_counts[self.version] == self.batch_size
 
-    def _nobody_becomes_too_old(self) -> bool:
-        """May update u = `version` take the oldest ready responses now?
+    def _lag_stays_bounded(self) -> bool:
+        """Returns whether update u = `version` may take the oldest ready responses now.
 
         A response that began at version v must be learned from in update v + lag at the latest. So once this
         update has taken its share, those due by update u + i must fit into the i updates left, for every i:
-        the feasibility of an earliest- deadline-first schedule. If they do not, the update waits for old
+        the feasibility of an earliest-deadline-first schedule. If they do not, the update waits for stale
         responses that still run.
         """
         if len(self.ready) < self.batch_size:
             return False
-        left = dict(self.outstanding_versions)
+        left = Counter(self.outstanding)
         share = self.batch_size
-        for version in sorted(self.ready_by_key):
-            taken = min(share, self.ready_by_key[version])
+        for version, count in sorted(self.ready_counts.items()):
+            taken = min(share, count)
             share -= taken
-            left[version] = left.get(version, 0) + self.ready_by_key[version] - taken
+            left[version] += count - taken
         lag = self.schedule.lag
         return all(
             sum(n for version, n in left.items() if version + lag <= self.version + i) <= i * self.batch_size
             for i in range(lag + 1)
         )
 
-    # -- requests to replicas ---------------------------------------------------------------------------------------
+    # -- requests to replicas -----------------------------------------------------------------------------
 
     def _release(self, time: float) -> None:
         while self.released < len(self.batches) and self.released <= self.version + self.schedule.lag:
@@ -234,22 +224,19 @@ class Pipeline:
             self._admit(replica)
 
     def _deal(self) -> None:
-        """Whole groups to whoever has least to do, while there are slots: members share their prompt's
-        cache.
-        """
+        """Deals whole groups, which share their prompt's cache, to the replicas with the fewest requests."""
         load = [(replica.outstanding, i) for i, replica in enumerate(self.replicas)]
         heapq.heapify(load)
         spread = len(self.queue) < len(self.replicas) * 2 * max(1, self._group_size())
         while self.queue and load:
             count, i = heapq.heappop(load)
             replica = self.replicas[i]
-            room = replica.max_running - count
-            if room <= 0:
+            if count >= replica.max_running:
                 break
             group = self.queue[0].group
-            while self.queue and room > 0 and self.queue[0].group == group:
+            while self.queue and count < replica.max_running and self.queue[0].group == group:
                 replica.waiting.append(self.queue.popleft())
-                count, room = count + 1, room - 1
+                count += 1
                 if spread:
                     break
             heapq.heappush(load, (count, i))
@@ -265,6 +252,12 @@ class Pipeline:
 
     def _admit(self, replica: Replica) -> None:
         if replica.waiting:
-            fresh = replica.admit(self.version)
-            if fresh:
-                self._count(self.version, fresh)
+            self.outstanding[self.version] += replica.admit(self.version)
+
+
+def _requests(index: int, lengths: np.ndarray, group: int, prompt: int) -> list[SimulatedRequest]:
+    first = index * len(lengths)
+    return [
+        SimulatedRequest(first + i, prompt, int(n), (first + i) // group, index)
+        for i, n in enumerate(lengths)
+    ]

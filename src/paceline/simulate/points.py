@@ -1,21 +1,21 @@
-"""Measured points: what `calibrate` fits and what the validation page compares with. One JSON file is one
-machine.
+"""Measured points: what `calibrate` fits and what the validation page compares with.
 
-Each point says how long something took; `use` says whether a fit may see it.
+One JSON file is one machine. Each point says how long something took; `use` says whether a fit may see it.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
-FIT, HELD_OUT = "fit", "held-out"
+FIT = "fit"
+HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
 class GemmPoint:
-    """Products with these weights ([width, depth, how many times]) at `rows` rows, in seconds together."""
+    """Products with these weights (width, depth, how many times) at `rows` rows, in seconds together."""
 
     rows: int
     weights: tuple[tuple[int, int, int], ...]
@@ -27,9 +27,7 @@ class GemmPoint:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """One layer. `new` > 0: prefill of `new` tokens a row after `context`; else a decode step of `queries`
-    tokens a row.
-    """
+    """One layer's attention: prefill of `new` tokens a row, or a decode step of `queries` tokens a row."""
 
     heads: int
     kv_heads: int
@@ -37,7 +35,7 @@ class AttentionPoint:
     contexts: tuple[int, ...]  # one per row
     seconds: float
     queries: int = 1
-    new: int = 0
+    new: int = 0  # 0: a decode step
     use: str = FIT
 
 
@@ -69,9 +67,7 @@ class RestPoint:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """A whole decode (queries = 1), verify or prefill step. `layer`: engine, or kernels for the same step
-    without one.
-    """
+    """A whole decode (queries = 1), verify or prefill step."""
 
     model: str
     rows: int
@@ -79,7 +75,7 @@ class StepPoint:
     seconds: float
     queries: int = 1
     prefill: int = 0  # tokens a row
-    layer: str = "engine"
+    layer: str = "engine"  # or kernels: the same step without an engine
     engine: str = "paceline"
     use: str = HELD_OUT
 
@@ -99,7 +95,7 @@ class RatioPoint:
 
 @dataclass(frozen=True)
 class RolloutPoint:
-    """`paceline bench rollout`: its log-normal lengths from Python's generator, seed 0."""
+    """A whole rollout of `paceline bench rollout`, with its log-normal lengths."""
 
     model: str
     requests: int
@@ -107,15 +103,16 @@ class RolloutPoint:
     lengths: tuple[float, float, int, int]  # mean, sigma, low, high
     seconds: float
     tail_seconds: float = 0.0
-    step_seconds_by_running: tuple[
-        tuple[int, float], ...
-    ] = ()  # at most this many running, more than half of it
+    # Mean step with at most this many running, and more than half of it.
+    step_seconds_by_running: tuple[tuple[int, float], ...] = ()
     engine: str = "paceline"
     use: str = HELD_OUT
 
 
 @dataclass(frozen=True)
 class Measurements:
+    """All points of one machine, with what they were measured on."""
+
     device: str
     software: str
     date: str
@@ -126,9 +123,10 @@ class Measurements:
     steps: tuple[StepPoint, ...] = ()
     ratios: tuple[RatioPoint, ...] = ()
     rollouts: tuple[RolloutPoint, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
+KernelPoint = GemmPoint | AttentionPoint | ExpertPoint | RestPoint
 KINDS = {
     "gemms": GemmPoint,
     "attention": AttentionPoint,
@@ -141,6 +139,7 @@ KINDS = {
 
 
 def load_measurements(path: Path) -> Measurements:
+    """Reads a file of points."""
     record: dict[str, Any] = json.loads(path.read_text())
     points = {
         name: tuple(kind(**_tupled(entry)) for entry in record.pop(name, ())) for name, kind in KINDS.items()
@@ -149,7 +148,7 @@ def load_measurements(path: Path) -> Measurements:
 
 
 def merged(parts: list[Measurements]) -> Measurements:
-    """All points of several files of one kind of device; the first one's description."""
+    """Returns the points of several files of one kind of device, with the first one's description."""
     points = {
         name: tuple(point for part in parts for point in getattr(part, name)) for name in (*KINDS, "notes")
     }
@@ -157,7 +156,7 @@ def merged(parts: list[Measurements]) -> Measurements:
 
 
 def write_measurements(measurements: Measurements, path: Path) -> None:
-    """One line a point, so that a change can be read."""
+    """Writes a file of points, a line for each, so that a change can be read."""
     parts = []
     for key, value in asdict(measurements).items():
         lines = ",\n  ".join(json.dumps(entry) for entry in value) if isinstance(value, tuple) else ""

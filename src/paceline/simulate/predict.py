@@ -1,16 +1,18 @@
-"""What the model says a measured point should have taken."""
+"""What the model says a measured point should have taken, in seconds."""
 
 import numpy as np
 
 from paceline.simulate import operators as op
-from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment, Parallelism, Precision
-from paceline.simulate.hardware import Hardware, Kernels
+from paceline.simulate.deployment import ENGINES, KERNELS_ALONE, Deployment
+from paceline.simulate.hardware import AttentionCurve, ExpertCurve, GemmCurve, Hardware, Kernels, OtherCurve
 from paceline.simulate.model_shape import load_model
+from paceline.simulate.outcome import TAIL_SHARE
 from paceline.simulate.pipeline import Pipeline, Schedule, StageSeconds
 from paceline.simulate.points import (
     AttentionPoint,
     ExpertPoint,
     GemmPoint,
+    KernelPoint,
     RatioPoint,
     RestPoint,
     RolloutPoint,
@@ -22,103 +24,101 @@ from paceline.simulate.step_cost import StepCost
 from paceline.simulate.workload import Lengths
 
 
-def predict_gemm(kernels: Kernels, point: GemmPoint) -> float:
-    curve, width_bytes = (kernels.gemm_fp8, 1.0) if point.precision == "fp8" else (kernels.gemm_bf16, 2.0)
-    assert curve is not None
-    return float(
-        sum(
-            count * op.gemm(curve, point.rows, width, depth, width_bytes)
-            for width, depth, count in point.weights
-        )
+def predict_gemm(curve: GemmCurve, point: GemmPoint) -> float:
+    """Returns the seconds of all products of a point."""
+    weight_bytes = 1.0 if point.precision == "fp8" else 2.0
+    products = (
+        count * op.gemm(curve, point.rows, width, depth, weight_bytes)
+        for width, depth, count in point.weights
     )
+    return float(sum(products))
 
 
-def predict_attention(kernels: Kernels, point: AttentionPoint) -> float:
+def predict_attention(curve: AttentionCurve, point: AttentionPoint) -> float:
+    """Returns the seconds of one layer's attention, prefill or decode."""
     contexts = np.array(point.contexts, dtype=float)
     if point.new:
         pairs = float(np.sum(point.new * contexts + point.new**2 / 2))
-        return float(op.prefill_attention(kernels.attention, pairs, point.heads, point.head_dim))
-    keys, longest = contexts.sum() + len(contexts), contexts.max()
+        return float(op.prefill_attention(curve, pairs, point.heads, point.head_dim))
     rows = len(contexts)
-    return float(
-        op.decode_attention(
-            kernels.attention,
-            rows,
-            point.queries,
-            keys,
-            longest,
-            point.heads,
-            point.kv_heads,
-            point.head_dim,
-            2.0,
-        )
-    )
+    keys, longest = contexts.sum() + rows, contexts.max()
+    shape = (point.heads, point.kv_heads, point.head_dim)
+    return float(op.decode_attention(curve, rows, point.queries, keys, longest, *shape, kv_bytes=2.0))
 
 
-def predict_experts(kernels: Kernels, point: ExpertPoint) -> float:
+def predict_experts(curve: ExpertCurve, point: ExpertPoint) -> float:
+    """Returns the seconds of one layer's experts."""
     share = point.experts_per_token / point.experts
-    return float(
-        op.expert_products(kernels.experts, point.rows, point.experts, share, point.hidden, point.width, 2.0)
+    seconds = op.expert_products(
+        curve, point.rows, point.experts, share, point.hidden, point.width, weight_bytes=2.0
     )
+    return float(seconds)
 
 
-def predict_rest(kernels: Kernels, point: RestPoint) -> float:
+def predict_rest(curve: OtherCurve, point: RestPoint) -> float:
+    """Returns the seconds of the sampler, or of what else a layer does."""
     if point.vocab:
-        return float(op.sampler(kernels.other, point.tokens, point.vocab))
-    return float(
-        op.layer_rest(kernels.other, point.tokens, point.hidden, point.qkv_width, point.feed_forward)
-    )
+        return float(op.sampler(curve, point.tokens, point.vocab))
+    return float(op.layer_rest(curve, point.tokens, point.hidden, point.qkv_width, point.feed_forward))
+
+
+def predict_kernel(kernels: Kernels, point: KernelPoint) -> float:
+    """Returns the seconds of a point of any kind, on its kind's curve."""
+    match point:
+        case GemmPoint():
+            curve = kernels.gemm_fp8 if point.precision == "fp8" else kernels.gemm_bf16
+            assert curve is not None
+            return predict_gemm(curve, point)
+        case AttentionPoint():
+            return predict_attention(kernels.attention, point)
+        case ExpertPoint():
+            return predict_experts(kernels.experts, point)
+        case RestPoint():
+            return predict_rest(kernels.other, point)
 
 
 def step_cost(hardware: Hardware, model: str, engine: str) -> StepCost:
+    """Returns the steps of a model on one device; the engine `kernels` has no overhead."""
     shape = load_model(model)
-    chosen = KERNELS_ALONE if engine == "kernels" else ENGINES[engine]
-    return StepCost(Deployment(hardware, shape, chosen, Precision(), Parallelism()), eagle(shape))
+    profile = KERNELS_ALONE if engine == "kernels" else ENGINES[engine]
+    return StepCost(Deployment(hardware, shape, profile), eagle(shape))
 
 
 def predict_step(hardware: Hardware, point: StepPoint) -> float:
+    """Returns the seconds of a whole decode, verify or prefill step."""
     cost = step_cost(hardware, point.model, "kernels" if point.layer == "kernels" else point.engine)
     if point.prefill:
-        new = point.rows * point.prefill
-        return cost.prefill(new, new * (point.context + point.prefill / 2)) + cost.step(
-            point.rows, 0, point.prefill
-        )
-    return verify_seconds(cost, point.rows, point.queries, point.context)
-
-
-def verify_seconds(cost: StepCost, rows: int, queries: int, context: float) -> float:
-    """A target step alone, without the drafter's passes."""
-    parts = cost.breakdown(np.array([rows]), queries - 1)
-    linear = cost.linear(rows, queries - 1)
-    drafting = float(parts.draft[0]) + (queries - 1) * cost.draft_per_key * rows * context
-    return linear.seconds(rows, rows * context, context) - drafting
+        tokens = point.rows * point.prefill
+        filling = cost.prefill(tokens, tokens * (point.context + point.prefill / 2))
+        return filling + cost.step(point.rows, 0, point.prefill)
+    return cost.verify(point.rows, point.queries, point.context)
 
 
 def predict_ratio(hardware: Hardware, point: RatioPoint) -> float:
+    """Returns a verify step's seconds over a plain step's."""
     cost = step_cost(hardware, point.model, "kernels")
-    return verify_seconds(cost, point.rows, point.queries, point.context) / verify_seconds(
-        cost, point.rows, 1, point.context
-    )
+    plain = cost.verify(point.rows, 1, point.context)
+    return cost.verify(point.rows, point.queries, point.context) / plain
 
 
 def simulate_rollout(hardware: Hardware, point: RolloutPoint) -> Replica:
-    """The replica after the rollout."""
+    """Returns the replica after the rollout."""
     cost = step_cost(hardware, point.model, point.engine)
-    mean, sigma, low, high = point.lengths
-    lengths = Lengths(mean, sigma, low, high).draw_as_bench(point.requests)
+    lengths = np.array(Lengths(*point.lengths).bench_values(point.requests))
     replica = Replica(cost, Speculation(), point.requests, cost.deployment.kv_tokens)
     Pipeline([replica], [lengths], 1, point.prompt, StageSeconds(), Schedule()).run()
     return replica
 
 
 def tail_seconds(replica: Replica, requests: int) -> float:
-    """With at most an eighth of the requests running, as `paceline bench rollout` counts it."""
-    return sum(s.stop - s.start for s in replica.totals.stretches if s.rows * 8 <= requests)
+    """Returns the seconds of the tail, as `paceline bench rollout` counts it."""
+    return sum(s.stop - s.start for s in replica.totals.stretches if s.rows * TAIL_SHARE <= requests)
 
 
 def step_seconds_by_running(replica: Replica, bound: int) -> float:
-    """Mean step with at most `bound` running and more than half of it, from outcome to outcome: a prefill
-    counts to the step after it.
+    """Returns the mean step with at most `bound` running and more than half of it.
+
+    A step lasts from outcome to outcome: a prefill counts to the step after it.
     """
     stretches = replica.totals.stretches
     before = [0.0, *(s.stop for s in stretches[:-1])]

@@ -47,6 +47,7 @@ class Flags:
 
 
 def build(flags: Flags) -> Scenario:
+    """Returns the scenario that the flags describe."""
     for name, value in (("--weights", flags.weights), ("--kv", flags.kv)):
         if value not in ("bf16", "fp8"):
             raise ValueError(f"{name} {value!r}: must be bf16 or fp8")
@@ -74,13 +75,14 @@ def build(flags: Flags) -> Scenario:
 
 
 def flags_from_recipe(config: Config) -> Flags:
-    """What a recipe says about a run; lengths, acceptance and hardware it does not say."""
-    from paceline.session import BUILTIN_POLICIES
+    """Returns what a recipe says about a run; lengths, acceptance and hardware stay at their defaults."""
+    from paceline.models.source import BUILTIN_POLICIES
 
     rollout = config.rollout
     speculation = rollout.speculation
-    drafter = speculation.drafters[0] if speculation.drafters else "none"
     k = f"paced:{speculation.tokens}" if speculation.pacing == "adaptive" else str(speculation.tokens)
+    drafter = speculation.drafters[0] if speculation.drafters else "none"
+    shapes = {"draft_model": speculation.draft_model_path, "history": "history"}
     return Flags(
         model=str(BUILTIN_POLICIES.get(config.policy.path, config.policy.path)),
         gpus=1,
@@ -89,55 +91,38 @@ def flags_from_recipe(config: Config) -> Flags:
         prompt_tokens=config.task.max_prompt_tokens or 128,
         lengths=f"lognormal:{max(16, rollout.max_tokens // 4)},1.0,1,{rollout.max_tokens}",
         k="0" if drafter == "none" else k,
-        drafter=speculation.draft_model_path
-        if drafter == "draft_model"
-        else "history"
-        if drafter == "history"
-        else "eagle",
+        drafter=shapes.get(drafter, "eagle"),
         spec_max_running=speculation.max_running,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
     )
 
 
-def ask(scenario: Scenario, correction: float = 1.0) -> Answer:
+def ask(scenario: Scenario) -> Answer:
+    """Simulates the scenario, and the same one without speculation beside it."""
     outcome = simulate(scenario)
     plain = outcome if scenario.speculation.off else simulate(scenario.plain())
-    return Answer(scenario, outcome, plain, correction)
+    return Answer(scenario, outcome, plain)
 
 
+NOT_SWEPT = ("lengths", "spec_max_running", "reward_seconds", "train_drafter", "steps", "seed")
+# What reads a value of each key. `mean_length` is no flag, but a part of `lengths`.
 SWEEPABLE: dict[str, Callable[[str], object]] = {
-    "model": str,
-    "hardware": str,
-    "gpus": int,
-    "tp": int,
-    "ep": int,
-    "weights": str,
-    "kv": str,
-    "engine": str,
-    "prompts": int,
-    "samples": int,
-    "prompt_tokens": int,
-    "k": str,
-    "accept": str,
-    "drafter": str,
-    "mode": str,
-    "lag": int,
-    "train_share": float,
-    "max_running": int,
-    "kv_tokens": int,
+    **{field.name: field.type for field in dataclasses.fields(Flags) if field.name not in NOT_SWEPT},
     "mean_length": float,
 }
 
 
 @dataclass(frozen=True)
 class Sweep:
+    """Every combination of some values of some flags."""
+
     keys: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
 
     @classmethod
     def parse(cls, texts: list[str]) -> "Sweep":
-        """`k=0,1,3 gpus=64,512`; values of `accept` by depth are joined with `/`."""
+        """Reads `k=0,1,3 gpus=64,512`; values of `accept` by depth are joined with `/`."""
         keys, values = [], []
         for text in (part for given in texts for part in given.split()):
             key, equals, listed = text.partition("=")
@@ -150,9 +135,11 @@ class Sweep:
         return cls(tuple(keys), tuple(values))
 
     def combinations(self) -> list[tuple[str, ...]]:
+        """Returns the combinations, each with one value of every key."""
         return list(itertools.product(*self.values))
 
     def apply(self, flags: Flags, values: tuple[str, ...]) -> Flags:
+        """Returns the flags with one combination's values."""
         changes: dict[str, object] = {}
         for key, value in zip(self.keys, values, strict=True):
             try:
@@ -160,12 +147,14 @@ class Sweep:
             except ValueError:
                 raise ValueError(f"--sweep {key}={value}: not a number") from None
             if key == "mean_length":
-                kind, _, numbers = flags.lengths.partition(":")
-                if kind != "lognormal":
-                    raise ValueError(
-                        f"--sweep mean_length needs log-normal lengths, not --lengths {flags.lengths!r}"
-                    )
-                changes["lengths"] = f"lognormal:{converted},{numbers.partition(',')[2]}"
+                changes["lengths"] = _with_mean(flags.lengths, converted)
             else:
                 changes[key] = converted
         return dataclasses.replace(flags, **changes)
+
+
+def _with_mean(lengths: str, mean: object) -> str:
+    kind, _, numbers = lengths.partition(":")
+    if kind != "lognormal":
+        raise ValueError(f"--sweep mean_length needs log-normal lengths, not --lengths {lengths!r}")
+    return f"lognormal:{mean},{numbers.partition(',')[2]}"

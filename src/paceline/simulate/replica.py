@@ -20,13 +20,17 @@ from dataclasses import dataclass, field
 from paceline.simulate.speculation import Speculation
 from paceline.simulate.step_cost import LinearCost, StepCost
 
-LOOKAHEAD = 16  # tokens of room beyond its length that a request starts with, as in the native engine
-REPACE_GROWTH = 0.1  # the choice of k is looked at again when the context has grown by this share
-MIN_STRETCH = 64  # steps
+# Tokens of cache beyond its length that a request needs to start, as in the native engine.
+LOOKAHEAD = 16
+# The choice of k is looked at again when the context has grown by this share, but not before so many steps.
+REPACE_GROWTH = 0.1
+MIN_STRETCH = 64
 
 
 @dataclass(eq=False)
-class Request:
+class SimulatedRequest:
+    """One response to generate, and how far it has come."""
+
     id: int
     prompt: int  # tokens
     length: int  # response tokens to generate
@@ -38,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps in a row with the same batch."""
+    """Consecutive steps with the same batch."""
 
     start: float
     stop: float
@@ -50,7 +54,7 @@ class Stretch:
 
 @dataclass
 class Plan:
-    """The next stretch, worked out but not yet done."""
+    """The next stretch, worked out but not yet run."""
 
     steps: int
     stop: float
@@ -59,6 +63,8 @@ class Plan:
 
 @dataclass
 class ReplicaTotals:
+    """What a replica has done so far."""
+
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     tokens: float = 0.0  # emitted, by the lengths of finished requests
@@ -69,6 +75,8 @@ class ReplicaTotals:
 
 
 class Replica:
+    """An engine that runs a batch of requests, and the requests that wait for it."""
+
     def __init__(
         self,
         cost: StepCost,
@@ -77,22 +85,19 @@ class Replica:
         kv_tokens: int,
         costs: dict[int, LinearCost] | None = None,
     ) -> None:
-        self.cost, self.speculation, self.max_running, self.kv_tokens = (
-            cost,
-            speculation,
-            max_running,
-            kv_tokens,
-        )
+        self.cost = cost
+        self.speculation = speculation
+        self.max_running = max_running
+        self.kv_tokens = kv_tokens
         self.costs = costs or {k: cost.linear(max_running, k) for k in sorted({0, *speculation.draft_tokens})}
         self.clock = 0.0
         self.progress = 0.0
-        self.rows: dict[int, Request] = {}
+        self.rows: dict[int, SimulatedRequest] = {}
         self.entered: dict[int, float] = {}  # progress at which a row entered
-        self.waiting: deque[Request] = deque()
-        self.finish_marks: list[
-            tuple[float, int, int]
-        ] = []  # (progress, id, entry number): stale ones are skipped
-        self.oldest: list[tuple[float, int, int]] = []  # (-(context offset), id, entry number)
+        self.waiting: deque[SimulatedRequest] = deque()
+        # Heaps of (progress, id, entry number) and (-context offset, id, entry number).
+        self.finish_marks: list[tuple[float, int, int]] = []
+        self.by_context: list[tuple[float, int, int]] = []
         self.entry_number: dict[int, int] = {}
         self.entries = 0
         self.offset_sum = 0.0  # context of all rows = offset_sum + rows x progress
@@ -101,47 +106,55 @@ class Replica:
         self.totals = ReplicaTotals()
         self.plan: Plan | None = None
 
-    def twin(self) -> "Replica":
-        """Another one like it, with nothing running; shares the tables of step times."""
+    def empty_copy(self) -> "Replica":
+        """Returns another one like it with nothing running, which shares the tables of step times."""
         return Replica(self.cost, self.speculation, self.max_running, self.kv_tokens, self.costs)
 
-    # -- state ------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
+        """Returns the number of requests that run or wait here."""
         return len(self.rows) + len(self.waiting)
 
     @property
     def context(self) -> float:
+        """Returns the tokens of all running requests, prompts included."""
         return self.offset_sum + len(self.rows) * self.progress
 
     @property
     def kv_used(self) -> float:
+        """Returns the tokens in the cache."""
         return self.context - self.shared_tokens
 
     @property
     def longest(self) -> float:
-        while self.oldest and self.entry_number.get(self.oldest[0][1]) != self.oldest[0][2]:
-            heapq.heappop(self.oldest)
-        return -self.oldest[0][0] + self.progress if self.oldest else 0.0
+        """Returns the longest running request's tokens."""
+        self._drop_stale(self.by_context)
+        return -self.by_context[0][0] + self.progress if self.by_context else 0.0
 
-    # -- events -----------------------------------------------------------------------------------------------------
+    def _drop_stale(self, heap: list[tuple[float, int, int]]) -> None:
+        """Removes heads that belong to rows that have left; what the heap stands for does not change."""
+        while heap and self.entry_number.get(heap[0][1]) != heap[0][2]:
+            heapq.heappop(heap)
+
+    # -- events -------------------------------------------------------------------------------------------
 
     def next_event(self) -> float:
-        """When the batch will change; infinity if nothing runs."""
+        """Returns when the batch will change; infinity if nothing runs."""
         if self.plan is None:
             self.plan = self._make_plan()
         return self.plan.stop if self.plan is not None else math.inf
 
-    def run_to_event(self) -> list[Request]:
-        """Carries out the plan; returns what finished."""
+    def run_to_event(self) -> list[SimulatedRequest]:
+        """Carries out the plan and returns what finished."""
         plan = self.plan
         assert plan is not None
         self._advance(plan.steps, plan.draft_tokens)
         return self._leave_finished()
 
-    def run_until(self, time: float) -> list[Request]:
-        """Does the steps that begin before `time`, an event from outside."""
+    def run_until(self, time: float) -> list[SimulatedRequest]:
+        """Runs the steps that begin before `time`, an event from outside, and returns what finished."""
         if self.plan is None or self.clock >= time:
             return []
         if self.plan.stop <= time:
@@ -151,10 +164,14 @@ class Replica:
         return self._leave_finished()
 
     def admit(self, version: int) -> int:
-        """Starts waiting requests while there are slots and cache, and computes their prompts; returns how
-        many never ran before.
+        """Starts waiting requests while slots and cache last, and returns how many never ran before.
+
+        Their prompts are computed, together with what a preempted request had generated.
         """
-        entering, fresh, tokens, pairs = 0, 0, 0.0, 0.0
+        entering = 0
+        fresh = 0
+        tokens = 0.0
+        pairs = 0.0
         while self.waiting and len(self.rows) < self.max_running:
             request = self.waiting[0]
             cached = self.groups[request.group] > 0
@@ -175,13 +192,13 @@ class Replica:
         return fresh
 
     def pause(self, until: float, recompute: bool) -> None:
-        """New weights: nobody runs until then, and the cache may have to be computed again."""
+        """Waits for new weights until then; the cache may have to be computed again."""
         self.clock = max(self.clock, until)
         if recompute and self.rows:
             self._prefill(self.kv_used, self.context**2 / len(self.rows) / 2)
         self.plan = None
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- rows enter and leave -----------------------------------------------------------------------------
 
     def _prefill(self, tokens: float, pairs: float) -> None:
         seconds = self.cost.prefill(tokens, pairs)
@@ -190,7 +207,7 @@ class Replica:
         self.totals.prefill_seconds += seconds
         self.totals.prefill_tokens += tokens
 
-    def _enter(self, request: Request, version: int) -> None:
+    def _enter(self, request: SimulatedRequest, version: int) -> None:
         if request.version < 0:
             request.version = version
         self.entries += 1
@@ -199,15 +216,14 @@ class Replica:
         self.entry_number[request.id] = self.entries
         offset = request.prompt + request.done - self.progress
         self.offset_sum += offset
-        heapq.heappush(
-            self.finish_marks, (self.progress + request.length - request.done, request.id, self.entries)
-        )
-        heapq.heappush(self.oldest, (-offset, request.id, self.entries))
+        finish = self.progress + request.length - request.done
+        heapq.heappush(self.finish_marks, (finish, request.id, self.entries))
+        heapq.heappush(self.by_context, (-offset, request.id, self.entries))
         if self.groups[request.group]:
             self.shared_tokens += request.prompt
         self.groups[request.group] += 1
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimulatedRequest) -> None:
         entered = self.entered.pop(request.id)
         self.offset_sum -= request.prompt + request.done - entered
         request.done = min(float(request.length), request.done + self.progress - entered)
@@ -218,7 +234,7 @@ class Replica:
         if not self.rows:
             self.offset_sum = self.shared_tokens = 0.0
 
-    def _leave_finished(self) -> list[Request]:
+    def _leave_finished(self) -> list[SimulatedRequest]:
         finished = []
         while self._next_finish() <= self.progress + 1e-9:
             _, id, _ = heapq.heappop(self.finish_marks)
@@ -234,29 +250,28 @@ class Replica:
         return finished
 
     def _next_finish(self) -> float:
-        while self.finish_marks and self.entry_number.get(self.finish_marks[0][1]) != self.finish_marks[0][2]:
-            heapq.heappop(self.finish_marks)
+        self._drop_stale(self.finish_marks)
         return self.finish_marks[0][0] if self.finish_marks else math.inf
 
-    def _choose(self, rows: int) -> int:
-        """The number of draft tokens with the most tokens per second at this batch and context."""
+    # -- stretches ----------------------------------------------------------------------------------------
+
+    def _choose_draft_tokens(self, rows: int) -> int:
+        """Returns the number of draft tokens with the most tokens per second at this batch and context."""
         allowed = self.speculation.allowed(rows)
         if len(allowed) == 1:
             return allowed[0]
         keys, longest = self.context, self.longest
-        return max(
-            allowed,
-            key=lambda k: (
-                self.speculation.accept_lengths[k] / self.costs[k].seconds(rows, keys, longest),
-                -k,
-            ),
-        )
+
+        def rate(k: int) -> float:
+            return self.speculation.accept_lengths[k] / self.costs[k].seconds(rows, keys, longest)
+
+        return max(allowed, key=lambda k: (rate(k), -k))
 
     def _make_plan(self) -> Plan | None:
         rows = len(self.rows)
         if not rows:
             return None
-        k = self._choose(rows)
+        k = self._choose_draft_tokens(rows)
         gain = self.speculation.accept_lengths[k]
         steps = max(1, math.ceil((self._next_finish() - self.progress) / gain - 1e-9))
         if rows > 1:
@@ -274,7 +289,7 @@ class Replica:
         return cost.seconds(rows, self.context, self.longest), (cost.per_key * rows + cost.per_longest) * gain
 
     def _steps_within(self, plan: Plan, seconds: float) -> int:
-        """The largest number of steps that takes at most this long, from the quadratic formula."""
+        """Returns the largest number of steps that takes at most this long, from the quadratic formula."""
         first, growth = self._first_and_growth(plan.draft_tokens)
         if growth <= 0:
             return min(plan.steps, int(seconds / first))
@@ -282,7 +297,8 @@ class Replica:
         return min(plan.steps, int((-b + math.sqrt(b * b + 2 * growth * seconds)) / growth))
 
     def _advance(self, steps: int, k: int) -> None:
-        rows, start = len(self.rows), self.clock
+        rows = len(self.rows)
+        start = self.clock
         seconds = self._seconds(steps, k)
         gain = steps * self.speculation.accept_lengths[k]
         self.clock += seconds

@@ -1,18 +1,27 @@
-"""Line charts as SVG text: two dozen lines instead of a plotting library. Colours work on light and dark
-pages.
-"""
+"""Line charts as SVG text, in place of a plotting library. The colours work on light and dark pages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
 COLOURS = ("#2a78d6", "#d1495b", "#2e9e6b", "#b7791f", "#7a5cc0", "#5b6770")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 800, 320, 58, 44, 34, 190  # the legend stands in the right margin
+WIDTH = 800
+HEIGHT = 320
+# Margins; the legend stands in the right one.
+LEFT = 58
+RIGHT = 190
+TOP = 34
+BOTTOM = 44
+
+Coordinate = Callable[[float], float]  # from a value to a place on the page
 
 
 @dataclass(frozen=True)
 class Line:
+    """One series of a chart."""
+
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -23,6 +32,7 @@ class Line:
 def line_chart(
     title: str, x_label: str, y_label: str, lines: list[Line], log_x: bool = False, level: float | None = None
 ) -> str:
+    """Returns a chart of the lines, with a dotted line at `level`."""
     xs = np.concatenate([np.asarray(line.x, dtype=float) for line in lines])
     ys = np.concatenate([np.asarray(line.y, dtype=float) for line in lines])
     x_low, x_high = float(xs.min()), float(xs.max())
@@ -37,43 +47,46 @@ def line_chart(
         return HEIGHT - BOTTOM - y / y_high * (HEIGHT - BOTTOM - TOP)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12" fill="#6b7280">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12" fill="#6b7280">',
         f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>',
     ]
     for tick in _ticks(0.0, y_high):
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}" stroke="#9ca3af" stroke-opacity="0.3"/>'
-        )
+        parts.append(_level(py(tick), 'stroke="#9ca3af" stroke-opacity="0.3"'))
         parts.append(f'<text x="{LEFT - 6}" y="{py(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in _log_ticks(x_low, x_high) if log_x else _ticks(x_low, x_high):
-        parts.append(
-            f'<text x="{px(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>'
-        )
+        parts.append(_centred(f"{px(tick):.1f}", HEIGHT - BOTTOM + 16, f"{tick:g}"))
     if level is not None:
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(level):.1f}" y2="{py(level):.1f}" stroke="#6b7280" stroke-dasharray="2 3"/>'
-        )
+        parts.append(_level(py(level), 'stroke="#6b7280" stroke-dasharray="2 3"'))
     for number, line in enumerate(lines):
-        colour = COLOURS[number % len(COLOURS)]
-        if line.points:
-            parts += [
-                f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5" fill="{colour}"/>'
-                for x, y in zip(line.x, line.y, strict=True)
-            ]
-        else:
-            path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(line.x, line.y, strict=True))
-            dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        row = TOP + 8 + 18 * number
-        parts.append(f'<text x="{WIDTH - RIGHT + 10}" y="{row}" fill="{colour}">{escape(line.label)}</text>')
-    parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-    )
+        parts += _series(line, number, px, py)
+    parts.append(_centred((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, escape(x_label)))
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{escape(y_label)}</text></svg>'
-    )
+    turned = f' transform="rotate(-90 14 {middle})"'
+    parts.append(_centred(14, middle, escape(y_label), turned) + "</svg>")
     return "\n".join(parts)
+
+
+def _level(y: float, stroke: str) -> str:
+    return f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {stroke}/>'
+
+
+def _centred(x: object, y: object, text: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="middle"{more}>{text}</text>'
+
+
+def _series(line: Line, number: int, px: Coordinate, py: Coordinate) -> list[str]:
+    """Returns a line or its markers, and its place in the legend."""
+    colour = COLOURS[number % len(COLOURS)]
+    places = [(f"{px(x):.1f}", f"{py(y):.1f}") for x, y in zip(line.x, line.y, strict=True)]
+    if line.points:
+        parts = [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in places]
+    else:
+        path = " ".join(f"{x},{y}" for x, y in places)
+        dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+        parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+    row = TOP + 8 + 18 * number
+    return [*parts, f'<text x="{WIDTH - RIGHT + 10}" y="{row}" fill="{colour}">{escape(line.label)}</text>']
 
 
 def _ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -88,9 +101,7 @@ def _ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    power_of_two = [
-        float(2**i)
-        for i in range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 2)))) + 1)
-    ]
-    ticks = [t for t in power_of_two if low <= t <= high]
+    first = int(np.floor(np.log2(max(low, 1))))
+    last = int(np.ceil(np.log2(max(high, 2))))
+    ticks = [t for t in (float(2**i) for i in range(first, last + 1)) if low <= t <= high]
     return ticks[:: max(1, len(ticks) // 8)] or [low]

@@ -1,16 +1,18 @@
 """What is to be generated in a step: prompts x samples, with response lengths that have a long tail."""
 
-import random
+import dataclasses
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
+from paceline.bench.lengths import LengthDistribution
 from paceline.simulate.hardware import Origin, Source
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """A distribution of response lengths: log-normal, fixed, or values drawn from a run."""
+class Lengths(LengthDistribution):
+    """A distribution of response lengths that says where it comes from: log-normal, fixed, or observed."""
 
     mean: float = 2048.0
     sigma: float = 1.0
@@ -20,44 +22,28 @@ class Lengths:
     origin: Origin = Origin(Source.ASSUMED, "log-normal lengths")
 
     @classmethod
-    def parse(cls, text: str) -> "Lengths":
-        kind, _, numbers = text.partition(":")
-        try:
-            if kind == "fixed":
-                return cls(
-                    float(numbers), 0.0, 1, int(numbers), origin=Origin(Source.ASSUMED, f"lengths {text}")
-                )
-            if kind == "lognormal":
-                mean, sigma, low, high = (float(x) for x in numbers.split(","))
-                if mean > 0 and sigma >= 0 and 1 <= low <= high:
-                    return cls(
-                        mean, sigma, int(low), int(high), origin=Origin(Source.ASSUMED, f"lengths {text}")
-                    )
-        except ValueError:
-            pass
-        raise ValueError(
-            f"--lengths {text!r}: use fixed:N or lognormal:MEAN,SIGMA,MIN,MAX, such as lognormal:4096,1.0,16,32768"
-        )
+    def parse(cls, text: str) -> Self:
+        """Reads `fixed:N` or `lognormal:MEAN,SIGMA,MIN,MAX`."""
+        return dataclasses.replace(super().parse(text), origin=Origin(Source.ASSUMED, f"lengths {text}"))
+
+    @property
+    def longest(self) -> int:
+        """Returns the longest response that may be drawn."""
+        return max(self.observed, default=0) or self.high
 
     def draw(self, count: int, seed: int) -> np.ndarray:
-        """MEAN is that of the log-normal before it is cut to [low, high], as in `paceline bench rollout`."""
+        """Draws that many lengths."""
         rng = np.random.default_rng(seed)
         if self.observed:
             return rng.choice(np.array(self.observed), size=count)
-        drawn = rng.lognormal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, size=count)
+        drawn = rng.lognormal(self.mu, self.sigma, size=count)
         return np.clip(np.floor(drawn + 1e-9), self.low, self.high).astype(np.int64)
-
-    def draw_as_bench(self, count: int) -> np.ndarray:
-        """The very lengths of `paceline bench rollout` and of the vLLM measurement: Python's generator, seed
-        0, in order.
-        """
-        rng = random.Random(0)
-        drawn = (rng.lognormvariate(np.log(self.mean) - self.sigma**2 / 2, self.sigma) for _ in range(count))
-        return np.array([max(self.low, min(self.high, int(x))) for x in drawn])
 
 
 @dataclass(frozen=True)
 class Workload:
+    """The prompts of one RL step and the responses to them."""
+
     prompts: int = 256
     samples_per_prompt: int = 16
     prompt_tokens: int = 256
@@ -65,8 +51,9 @@ class Workload:
 
     @property
     def responses(self) -> int:
+        """Returns how many responses a step has."""
         return self.prompts * self.samples_per_prompt
 
     def draw(self, seed: int) -> np.ndarray:
-        """Response lengths in order; samples of one prompt are neighbours."""
+        """Draws the response lengths in order; samples of one prompt are neighbours."""
         return self.lengths.draw(self.responses, seed)

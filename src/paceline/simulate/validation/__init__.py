@@ -1,3 +1,1 @@
-"""Prediction against measurement: what `docs/simulator.md` is made of. Nothing here is used by a
-simulation.
-"""
+"""Prediction against measurement: what `docs/simulator.md` is made of. No simulation uses it."""

@@ -1,26 +1,33 @@
 """One figure predicted, one measured; sections of them with what is to be said about them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-FIT, PREDICTION = "fit", "prediction"
+FIT = "fit"  # the model has seen the figure
+PREDICTION = "prediction"  # it has not
 
 
 @dataclass(frozen=True)
 class Check:
+    """A measured or published figure beside the model's."""
+
     what: str
     measured: float
     predicted: float
-    unit: str
-    kind: str  # `fit`: the model has seen this figure; `prediction`: it has not
+    unit: str = "x"
+    kind: str = PREDICTION
 
     @property
     def error(self) -> float:
+        """Returns the relative error."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Section:
+    """One part of the page."""
+
     title: str
     source: str
     checks: tuple[Check, ...]
@@ -28,17 +35,22 @@ class Section:
     charts: dict[str, str] = field(default_factory=dict)  # file name: SVG
 
 
-def predictions(checks: tuple[Check, ...] | list[Check]) -> list[Check]:
+def predictions(checks: Sequence[Check]) -> list[Check]:
+    """Returns the checks of figures that the model has not seen."""
     return [check for check in checks if check.kind == PREDICTION]
 
 
-def median_error(checks: list[Check]) -> float:
+def median_error(checks: Sequence[Check]) -> float:
+    """Returns the median of the errors' sizes."""
     return median(abs(check.error) for check in checks)
 
 
-def worst_error(checks: list[Check]) -> float:
+def worst_error(checks: Sequence[Check]) -> float:
+    """Returns the largest of the errors' sizes."""
     return max(abs(check.error) for check in checks)
 
 
-def summary(checks: list[Check]) -> str:
-    return f"{len(checks)} points, median {100 * median_error(checks):.1f}%, worst {100 * worst_error(checks):.1f}%"
+def summary(checks: Sequence[Check]) -> str:
+    """Returns how many checks there are and their errors, in words."""
+    errors = f"median {100 * median_error(checks):.1f}%, worst {100 * worst_error(checks):.1f}%"
+    return f"{len(checks)} points, {errors}"

@@ -1,20 +1,28 @@
 """Our own measurements on one H200, and vLLM's on the same kind of machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from paceline.simulate import points as measured
 from paceline.simulate.deployment import ENGINES
+from paceline.simulate.fit import CUBLAS_ROWS
 from paceline.simulate.hardware import Hardware
 from paceline.simulate.least_squares import fit_positive
-from paceline.simulate.points import FIT as SEEN
-from paceline.simulate.points import MEASUREMENTS, Measurements, load_measurements, merged
+from paceline.simulate.points import (
+    AttentionPoint,
+    ExpertPoint,
+    GemmPoint,
+    KernelPoint,
+    Measurements,
+    RestPoint,
+    RolloutPoint,
+    StepPoint,
+)
 from paceline.simulate.predict import (
-    predict_attention,
-    predict_experts,
-    predict_gemm,
+    predict_kernel,
     predict_ratio,
-    predict_rest,
     predict_step,
     simulate_rollout,
     step_cost,
@@ -23,136 +31,104 @@ from paceline.simulate.predict import (
 )
 from paceline.simulate.validation.check import FIT, PREDICTION, Check, Section
 
-
-def shipped_measurements(extra: list[Path] | None = None) -> Measurements:
-    """Every shipped file of H200 points, oldest first, and further ones."""
-    return merged(
-        [load_measurements(path) for path in [*sorted(MEASUREMENTS.glob("h200-*.json")), *(extra or [])]]
-    )
+TITLES = {"paceline": "Paceline's steps and rollouts", "vllm": "vLLM 0.26 on the same shape"}
+SCALES = {"µs": 1e6, "ms": 1e3, "s": 1.0, "x": 1.0}
 
 
-def kind_of(use: str) -> str:
-    return FIT if use == SEEN else PREDICTION
+def shipped_measurements(extra: Sequence[Path] = ()) -> Measurements:
+    """Loads every shipped file of H200 points, oldest first, and further ones."""
+    shipped = sorted(measured.MEASUREMENTS.glob("h200-*.json"))
+    return measured.merged([measured.load_measurements(path) for path in [*shipped, *extra]])
+
+
+def _check(what: str, seconds: float, predicted: float, unit: str, use: str) -> Check:
+    kind = FIT if use == measured.FIT else PREDICTION
+    return Check(what, seconds * SCALES[unit], predicted * SCALES[unit], unit, kind)
 
 
 def kernel_section(hardware: Hardware, points: Measurements) -> Section:
-    checks = []
-    for p in points.gemms:
-        if p.kernel == "cublas" and p.rows < 65:
-            continue  # the engine does not use it there
-        name = "all products of Qwen3-8B" if len(p.weights) > 1 else f"{p.weights[0][0]} x {p.weights[0][1]}"
-        predicted = predict_gemm(hardware.kernels, p)
-        checks.append(
-            Check(
-                f"GEMM {p.precision} {name}, {p.rows} rows",
-                p.seconds * 1e6,
-                predicted * 1e6,
-                "µs",
-                kind_of(p.use),
-            )
-        )
-    for a in points.attention:
-        rows, context = len(a.contexts), max(a.contexts)
-        what = (
-            f"prefill of {a.new} after {context}"
-            if a.new
-            else f"{rows} rows x {'up to ' if len(set(a.contexts)) > 1 else ''}{context} keys"
-        )
-        what += f", {a.queries} queries" if a.queries > 1 else ""
-        checks.append(
-            Check(
-                f"attention, {what}",
-                a.seconds * 1e6,
-                predict_attention(hardware.kernels, a) * 1e6,
-                "µs",
-                kind_of(a.use),
-            )
-        )
-    for e in points.experts:
-        what = f"experts {e.experts_per_token} of {e.experts}, {e.hidden} x {e.width}, {e.rows} tokens"
-        checks.append(
-            Check(what, e.seconds * 1e6, predict_experts(hardware.kernels, e) * 1e6, "µs", kind_of(e.use))
-        )
-    for r in points.rest:
-        what = (
-            f"sampler, {r.tokens} x {r.vocab}" if r.vocab else f"norms, RoPE, activation, {r.tokens} tokens"
-        )
-        checks.append(
-            Check(what, r.seconds * 1e6, predict_rest(hardware.kernels, r) * 1e6, "µs", kind_of(r.use))
-        )
+    """Compares the operators, one by one."""
+    # The engine does not use cuBLAS for fewer rows.
+    gemms = [p for p in points.gemms if p.kernel != "cublas" or p.rows >= CUBLAS_ROWS]
+    checks = [
+        _check(_kernel_name(p), p.seconds, predict_kernel(hardware.kernels, p), "µs", p.use)
+        for p in (*gemms, *points.attention, *points.experts, *points.rest)
+    ]
     return Section("Kernels", f"{points.device}, {points.software}, {points.date}", tuple(checks))
 
 
+def _kernel_name(p: KernelPoint) -> str:
+    match p:
+        case GemmPoint():
+            (width, depth, _), *more = p.weights
+            name = "all products of Qwen3-8B" if more else f"{width} x {depth}"
+            return f"GEMM {p.precision} {name}, {p.rows} rows"
+        case AttentionPoint():
+            return f"attention, {_attention_name(p)}" + (f", {p.queries} queries" if p.queries > 1 else "")
+        case ExpertPoint():
+            chosen = f"{p.experts_per_token} of {p.experts}"
+            return f"experts {chosen}, {p.hidden} x {p.width}, {p.rows} tokens"
+        case RestPoint():
+            if p.vocab:
+                return f"sampler, {p.tokens} x {p.vocab}"
+            return f"norms, RoPE, activation, {p.tokens} tokens"
+
+
+def _attention_name(p: AttentionPoint) -> str:
+    context = max(p.contexts)
+    if p.new:
+        return f"prefill of {p.new} after {context}"
+    up_to = "up to " if len(set(p.contexts)) > 1 else ""
+    return f"{len(p.contexts)} rows x {up_to}{context} keys"
+
+
 def step_section(hardware: Hardware, points: Measurements, engine: str) -> Section:
-    checks = []
-    for p in points.steps:
-        if p.engine != engine:
-            continue
-        where = "" if p.layer == "engine" else ", kernels alone"
-        what = (
-            f"prefill of {p.rows} x {p.prefill} and a first token"
-            if p.prefill
-            else f"batch {p.rows}, context {p.context}"
-        )
-        what = (
-            f"verify {what}, {p.queries} tokens a row"
-            if p.queries > 1
-            else f"decode {what}"
-            if not p.prefill
-            else what
-        )
-        checks.append(
-            Check(
-                f"{p.model}: {what}{where}",
-                p.seconds * 1e3,
-                predict_step(hardware, p) * 1e3,
-                "ms",
-                kind_of(p.use),
-            )
-        )
+    """Compares whole steps and rollouts of one engine."""
+    checks = [
+        _check(_step_name(p), p.seconds, predict_step(hardware, p), "ms", p.use)
+        for p in points.steps
+        if p.engine == engine
+    ]
     if engine == "paceline":
-        for r in points.ratios:
-            what = f"{r.model}: verify over decode, batch {r.rows} x {r.queries} tokens"
-            checks.append(Check(what, r.ratio, predict_ratio(hardware, r), "x", kind_of(r.use)))
-    for o in points.rollouts:
-        if o.engine != engine:
-            continue
-        replica = simulate_rollout(hardware, o)
-        what = f"{o.model}: rollout of {o.requests} requests, log-normal {o.lengths[0]:g}"
-        checks.append(Check(what, o.seconds, replica.clock, "s", kind_of(o.use)))
-        if o.tail_seconds:
-            checks.append(
-                Check(f"{what}: tail", o.tail_seconds, tail_seconds(replica, o.requests), "s", kind_of(o.use))
-            )
-        for bound, seconds in o.step_seconds_by_running:
-            name = (
-                f"{what}: mean step, {bound // 2 + 1}-{bound} running"
-                if bound > 1
-                else f"{what}: mean step, 1 running"
-            )
-            checks.append(
-                Check(
-                    name, seconds * 1e3, step_seconds_by_running(replica, bound) * 1e3, "ms", kind_of(o.use)
-                )
-            )
-    title = "Paceline's steps and rollouts" if engine == "paceline" else "vLLM 0.26 on the same shape"
-    return Section(title, f"{points.device}, {points.date}", tuple(checks))
+        for p in points.ratios:
+            what = f"{p.model}: verify over decode, batch {p.rows} x {p.queries} tokens"
+            checks.append(_check(what, p.ratio, predict_ratio(hardware, p), "x", p.use))
+    for p in points.rollouts:
+        if p.engine == engine:
+            checks += _rollout_checks(hardware, p)
+    return Section(TITLES[engine], f"{points.device}, {points.date}", tuple(checks))
+
+
+def _step_name(p: StepPoint) -> str:
+    if p.prefill:
+        what = f"prefill of {p.rows} x {p.prefill} and a first token"
+    else:
+        what = f"{'verify' if p.queries > 1 else 'decode'} batch {p.rows}, context {p.context}"
+        what += f", {p.queries} tokens a row" if p.queries > 1 else ""
+    return f"{p.model}: {what}" + ("" if p.layer == "engine" else ", kernels alone")
+
+
+def _rollout_checks(hardware: Hardware, p: RolloutPoint) -> list[Check]:
+    replica = simulate_rollout(hardware, p)
+    what = f"{p.model}: rollout of {p.requests} requests, log-normal {p.lengths[0]:g}"
+    checks = [_check(what, p.seconds, replica.clock, "s", p.use)]
+    if p.tail_seconds:
+        tail = tail_seconds(replica, p.requests)
+        checks.append(_check(f"{what}: tail", p.tail_seconds, tail, "s", p.use))
+    for bound, seconds in p.step_seconds_by_running:
+        running = f"{bound // 2 + 1}-{bound}" if bound > 1 else "1"
+        predicted = step_seconds_by_running(replica, bound)
+        checks.append(_check(f"{what}: mean step, {running} running", seconds, predicted, "ms", p.use))
+    return checks
 
 
 def fit_engine(hardware: Hardware, points: Measurements, name: str) -> tuple[float, float]:
-    """(seconds a step, seconds a row) beyond the kernels, from the decode steps marked `fit`: two points, two
-    unknowns.
-    """
-    seen = [
-        p
-        for p in points.steps
-        if p.engine == name and p.layer == "engine" and p.use == SEEN and not p.prefill
-    ]
+    """Returns (seconds a step, seconds a row) beyond the kernels: two points marked `fit`, two unknowns."""
+    steps = [p for p in points.steps if p.engine == name and p.layer == "engine" and not p.prefill]
+    seen = [p for p in steps if p.use == measured.FIT]
     kernels = np.array([step_cost(hardware, p.model, "kernels").step(p.rows, 0, p.context) for p in seen])
     rows = np.array([p.rows for p in seen])
-    start = ENGINES[name]
-    first = np.array([start.step_seconds, max(start.row_seconds, 1e-7)])
-    step, row = fit_positive(
-        lambda x: kernels + x[0] + rows * x[1], np.array([p.seconds for p in seen]), first
-    )
+    seconds = np.array([p.seconds for p in seen])
+    start = np.array([ENGINES[name].step_seconds, max(ENGINES[name].row_seconds, 1e-7)])
+    step, row = fit_positive(lambda x: kernels + x[0] + rows * x[1], seconds, start)
     return float(step), float(row)

@@ -2,30 +2,31 @@
 
 from pathlib import Path
 
-from paceline.simulate.hardware import Hardware, shipped_profiles
-from paceline.simulate.hardware import load_hardware as load
+from paceline.simulate.hardware import Hardware, load_hardware, shipped_profiles
 from paceline.simulate.points import Measurements
 from paceline.simulate.report import provenance_lines
-from paceline.simulate.validation import h200, projection, published
+from paceline.simulate.validation import h200, nvidia, projection, tlt
 from paceline.simulate.validation.check import FIT, Check, Section, predictions, summary, worst_error
 
 INTRODUCTION = Path(__file__).parent / "introduction.md"
 
 
 def sections(hardware: Hardware, points: Measurements) -> list[Section]:
+    """Computes every section, which takes a while."""
     return [
         h200.step_section(hardware, points, "paceline"),
         h200.step_section(hardware, points, "vllm"),
         h200.kernel_section(hardware, points),
-        published.nvidia_steps(),
-        published.nvidia_k_sweep(),
-        published.tlt_batch_table(),
-        published.tlt_nodes(),
+        nvidia.steps(),
+        nvidia.k_sweep(),
+        tlt.batch_table(),
+        tlt.nodes_table(),
         projection.projection(),
     ]
 
 
-def render(all_sections: list[Section], hardware: Hardware) -> str:
+def render(all_sections: list[Section]) -> str:
+    """Returns the page."""
     parts = [
         INTRODUCTION.read_text(),
         "## In short",
@@ -45,7 +46,7 @@ def render(all_sections: list[Section], hardware: Hardware) -> str:
         parts += ["", *(f"- {remark}" for remark in section.remarks), ""] if section.remarks else []
     parts += ["## Profiles", ""]
     for name in shipped_profiles():
-        parts += [f"**{name}**", "", "```", *provenance_lines(load(name).provenance), "```", ""]
+        parts += [f"**{name}**", "", "```", *provenance_lines(load_hardware(name).provenance), "```", ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -65,11 +66,11 @@ def _held_out_line(all_sections: list[Section]) -> list[str]:
 
 
 def table(checks: tuple[Check, ...]) -> list[str]:
+    """Returns the lines of a table with a row for each check."""
     lines = ["| | measured | predicted | error | |", "|---|---|---|---|---|"]
     for c in checks:
-        lines.append(
-            f"| {c.what} | {_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit} | {100 * c.error:+.1f}% | {c.kind} |"
-        )
+        figures = f"{_number(c.measured)} {c.unit} | {_number(c.predicted)} {c.unit}"
+        lines.append(f"| {c.what} | {figures} | {100 * c.error:+.1f}% | {c.kind} |")
     return lines
 
 
@@ -78,8 +79,9 @@ def _number(value: float) -> str:
 
 
 def write(folder: Path, hardware: Hardware, points: Measurements) -> list[Section]:
+    """Writes the page and its plots, and returns its sections."""
     made = sections(hardware, points)
-    (folder / "simulator.md").write_text(render(made, hardware))
+    (folder / "simulator.md").write_text(render(made))
     for section in made:
         for name, svg in section.charts.items():
             (folder / name).write_text(svg + "\n")

@@ -1,8 +1,10 @@
-"""vLLM on the workloads of `paceline bench`, for the peer's column of docs/benchmarks.md. Needs vLLM, not
-Paceline.
+"""vLLM on the workloads of `paceline bench`, for vLLM's column of docs/benchmarks.md.
 
-    VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --json vllm.json
-    VLLM_USE_FLASHINFER_SAMPLER=0 python bench/peer_vllm.py --model qwen3-30b-a3b --precision fp8 --tables decode
+Needs vLLM, not Paceline:
+
+    export VLLM_USE_FLASHINFER_SAMPLER=0
+    python benchmarks/peer_vllm.py --json vllm.json
+    python benchmarks/peer_vllm.py --model qwen3-30b-a3b --precision fp8 --tables decode
 
 A named shape with dummy weights, temperature 1, no stop token, no logprobs asked for (Paceline returns them
 always). One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the
@@ -21,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 QWEN3_8B = dict(
@@ -73,7 +76,7 @@ MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "tiny": TINY}
 
 
 def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
-    """As `paceline bench rollout --lengths lognormal:...` draws them."""
+    """Returns lengths as `paceline bench rollout --lengths lognormal:...` draws them."""
     rng = random.Random(0)
     return [
         max(low, min(high, int(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
@@ -82,10 +85,13 @@ def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    """Returns the median, the lowest and the highest value."""
     return dict(median=statistics.median(values), low=min(values), high=max(values))
 
 
 class Peer:
+    """One vLLM engine."""
+
     def __init__(
         self,
         config: dict,
@@ -130,7 +136,7 @@ class Peer:
             self.start_seconds = time.perf_counter() - start
 
     def seconds(self, lengths: list[int], prompt_tokens: int) -> float:
-        """How long it takes to give each request exactly its length."""
+        """Returns how long it takes to give each request exactly its length."""
         from vllm import SamplingParams
 
         rng = random.Random(0)
@@ -150,13 +156,16 @@ class Peer:
         return elapsed
 
     def preemptions(self) -> int:
+        """Returns how often requests have been preempted so far."""
         return int(
             sum(metric.value for metric in self.llm.get_metrics() if metric.name == "vllm:num_preemptions")
         )
 
 
 def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, repeats: int) -> dict:
-    shorts, steps = [], []
+    """Measures one decode step at a batch size."""
+    shorts = []
+    steps = []
     for _ in range(repeats):
         shorts.append(peer.seconds([1] * batch, prompt_tokens))
         steps.append((peer.seconds([new_tokens + 1] * batch, prompt_tokens) - shorts[-1]) / new_tokens * 1e3)
@@ -164,6 +173,7 @@ def decode_point(peer: Peer, batch: int, prompt_tokens: int, new_tokens: int, re
 
 
 def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: int) -> dict:
+    """Measures a whole rollout."""
     before = peer.preemptions()
     seconds = spread([peer.seconds(lengths, prompt_tokens) for _ in range(repeats)])
     preemptions = (peer.preemptions() - before) / repeats
@@ -176,7 +186,53 @@ def rollout_point(peer: Peer, lengths: list[int], prompt_tokens: int, repeats: i
     )
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Workload:
+    """What is measured, by the size of the model."""
+
+    batches: tuple[int, ...]
+    new_tokens: int
+    long_tail: list[int]  # output lengths of the rollout
+    pressed: list[int]  # output lengths of the rollout whose prompts outgrow the KV pool
+    pressed_prompt: int
+    max_length: int
+    block_size: int
+
+
+REAL = Workload(
+    batches=(1, 8, 32, 64, 128, 256),
+    new_tokens=256,
+    long_tail=lognormal_lengths(256, 512, 1.0, 16, 4096),
+    pressed=lognormal_lengths(12, 750, 0.6, 256, 2000),
+    pressed_prompt=28_000,
+    max_length=33_000,
+    block_size=16,
+)
+# A CPU build of vLLM, where the toy runs, wants blocks of 32.
+TOY = Workload(
+    batches=(1, 4),
+    new_tokens=16,
+    long_tail=lognormal_lengths(8, 30, 1.0, 4, 200),
+    pressed=lognormal_lengths(6, 60, 0.6, 16, 150),
+    pressed_prompt=400,
+    max_length=600,
+    block_size=32,
+)
+TABLES = ("decode", "rollout", "rollout_32k")
+PROMPT_TOKENS = 128
+SHORT_LENGTH = 4_400  # enough for everything but the rollout at 32k context
+
+
+def table_names(text: str) -> list[str]:
+    """Reads the names of tables with commas between."""
+    names = text.split(",")
+    if not set(names) <= set(TABLES):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be of {', '.join(TABLES)}, with commas between")
+    return names
+
+
+def parse_options() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model",
@@ -185,27 +241,61 @@ def main() -> None:
         help="tiny: a toy and toy workloads, to see whether the script runs",
     )
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8+kv"), default="bf16")
-    parser.add_argument("--tables", default="decode,rollout,rollout_32k")
+    parser.add_argument("--tables", type=table_names, default="decode,rollout,rollout_32k")
     parser.add_argument("--kv-tokens", type=int, default=170_000)
     parser.add_argument("--decode-repeats", type=int, default=2)
     parser.add_argument("--rollout-repeats", type=int, default=2)
     parser.add_argument("--gate", type=Path, help="wait for this file between starting and measuring")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def start_peer(options: argparse.Namespace, workload: Workload, tables: list[str]) -> Peer:
+    """Starts an engine that has what the tables need, and no more."""
+    long_context = "rollout_32k" in tables or options.model == "tiny"
+    # Decoding alone runs at these sizes only: the others need not be captured.
+    graphs = [*workload.batches] if tables == ["decode"] else None
+    return Peer(
+        MODELS[options.model],
+        options.precision,
+        options.kv_tokens,
+        workload.max_length if long_context else SHORT_LENGTH,
+        workload.block_size,
+        graphs,
+    )
+
+
+def warm_up(peer: Peer, workload: Workload, tables: list[str]) -> None:
+    """Runs everything once, so that nothing is compiled while it is measured."""
+    for batch in workload.batches:
+        decode_point(peer, batch, PROMPT_TOKENS, 16, 2)
+    if "rollout" in tables:
+        peer.seconds(workload.long_tail, PROMPT_TOKENS)
+
+
+def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namespace) -> list | dict:
+    """Returns one table's figures."""
+    if table == "decode":
+        points = []
+        for batch in workload.batches:
+            repeats = options.decode_repeats
+            points.append(decode_point(peer, batch, PROMPT_TOKENS, workload.new_tokens, repeats))
+            print(json.dumps(points[-1]), flush=True)  # in case there is no time for the others
+        return points
+    if table == "rollout":
+        return rollout_point(peer, workload.long_tail, PROMPT_TOKENS, options.rollout_repeats)
+    return rollout_point(peer, workload.pressed, workload.pressed_prompt, 1)
+
+
+def main() -> None:
+    """Starts vLLM, measures the tables that were asked for and writes them as they come."""
+    options = parse_options()
     import torch
     import vllm
 
-    tiny = options.model == "tiny"
-    long_context = "rollout_32k" in options.tables
-    max_length = 600 if tiny else 33_000 if long_context else 4_400
-    batches, new_tokens = ((1, 4), 16) if tiny else ((1, 8, 32, 64, 128, 256), 256)
-    graphs = (
-        [*batches] if options.tables == "decode" else None
-    )  # decoding alone runs at these sizes only: the others need not be captured
-    # A CPU build, where the toy runs, wants blocks of 32.
-    peer = Peer(
-        MODELS[options.model], options.precision, options.kv_tokens, max_length, 32 if tiny else 16, graphs
-    )
+    workload = TOY if options.model == "tiny" else REAL
+    tables = options.tables
+    peer = start_peer(options, workload, tables)
     figures = dict(
         model=options.model,
         precision=options.precision,
@@ -220,33 +310,13 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
-    long_tail = lognormal_lengths(8, 30, 1.0, 4, 200) if tiny else lognormal_lengths(256, 512, 1.0, 16, 4096)
-    pressed = lognormal_lengths(6, 60, 0.6, 16, 150) if tiny else lognormal_lengths(12, 750, 0.6, 256, 2000)
-
-    def said(point: dict) -> dict:
-        print(json.dumps(point), flush=True)  # in case there is no time for the others
-        return point
-
-    def warm_up() -> None:
-        for batch in batches:
-            decode_point(peer, batch, 128, 16, 2)
-        if "rollout" in options.tables.split(","):
-            peer.seconds(long_tail, 128)
-
     note("start_seconds", peer.start_seconds)
-    warm_up()
+    warm_up(peer, workload, tables)
     note("warm", True)
     while options.gate is not None and not options.gate.exists():
         time.sleep(0.2)
-    tables = dict(
-        decode=lambda: [
-            said(decode_point(peer, batch, 128, new_tokens, options.decode_repeats)) for batch in batches
-        ],
-        rollout=lambda: rollout_point(peer, long_tail, 128, options.rollout_repeats),
-        rollout_32k=lambda: rollout_point(peer, pressed, 400 if tiny else 28_000, 1),
-    )
-    for name in options.tables.split(","):
-        note(name, tables[name]())
+    for table in tables:
+        note(table, measure(peer, workload, table, options))
 
 
 if __name__ == "__main__":

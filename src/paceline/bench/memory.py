@@ -1,0 +1,137 @@
+"""`paceline bench memory`: the peaks that `paceline plan` promises of a recipe beside those of a GPU.
+
+Steps of rollout and learning run as in training, with random weights in the policy's shape and with every
+prompt and response as long as the recipe allows. What counts is what the run's tensors take: torch's peak of
+allocated bytes, and the KV pool while it is awake. An eagle head that learns during the run does not learn
+here.
+"""
+
+import random
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.backend import Backend
+from paceline.config import Config, ConfigError
+from paceline.engine.engine import Engine
+from paceline.engine.factory import make_engine
+from paceline.engine.lengths import Lengths
+from paceline.learning.learner import Learner
+from paceline.plan.machine import LIBRARY_BYTES, Machine, gpu_at_hand
+from paceline.plan.plan import make_plan
+from paceline.plan.suggestions import refusal, suggestions
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.lora import add_adapters
+from paceline.types import Group, Request, Sample, SamplingParams, Score
+
+
+@dataclass(frozen=True)
+class PhasePeaks:
+    """The most that each phase of a step held, in bytes."""
+
+    rollout: int
+    learning: int
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A plan and what came of it; sizes in bytes."""
+
+    planned: PhasePeaks
+    measured: PhasePeaks
+    kv_tokens: int
+    kv_pool_sleeps: bool
+    reserved: int  # what torch held of the device at most, beside the KV pool
+    outside_torch: int  # what libraries took meanwhile; the plan reckons with `plan.machine.LIBRARY_BYTES`
+    graphs: int
+    micro_batch_halvings: int  # because memory ran out: more than 0 means that the plan was wrong
+    update_seconds: float  # of the last update
+
+    def record(self) -> dict:
+        """Returns the point as JSON takes it."""
+        return asdict(self)
+
+
+def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps: int) -> MemoryPoint:
+    """Plans a run for the GPU at hand, makes it and measures it over some steps."""
+    machine = gpu_at_hand()
+    if machine is None:
+        raise ConfigError(
+            "bench memory needs a GPU, and torch sees none here; `paceline plan --gpu NAME` plans without one"
+        )
+    plan = make_plan(config, shape, dtype, machine)
+    if plan.problem:
+        raise refusal(plan, suggestions(config, shape, dtype, machine))
+    policy = Decoder(shape, dtype, "cuda").initialise(0)
+    if config.policy.lora.rank:
+        add_adapters(policy, config.policy.lora, config.run.seed)
+    engine = make_engine(policy, config.rollout, plan.kv_tokens, tokenizer=None)
+    learner = Learner(policy, config)
+    peaks, halvings, seconds = _run_steps(engine, learner, config, plan.sleeps, steps)
+    return MemoryPoint(
+        planned=PhasePeaks(plan.rollout_peak, plan.learning_peak),
+        measured=peaks,
+        kv_tokens=plan.kv_tokens,
+        kv_pool_sleeps=plan.sleeps,
+        reserved=torch.cuda.max_memory_reserved(),
+        outside_torch=_outside_torch(engine, plan.machine),
+        graphs=len(engine.runner.captured),
+        micro_batch_halvings=halvings,
+        update_seconds=seconds,
+    )
+
+
+def _run_steps(
+    engine: Engine, learner: Learner, config: Config, sleeps: bool, steps: int
+) -> tuple[PhasePeaks, int, float]:
+    rollout_peak = learning_peak = 0
+    for step in range(1, steps + 1):
+        torch.cuda.reset_peak_memory_stats()
+        groups = longest_groups(engine, config, engine.policy.config, step)
+        rollout_peak = max(rollout_peak, torch.cuda.max_memory_allocated() + engine.cache.num_bytes)
+        pool_bytes = 0 if sleeps else engine.cache.num_bytes
+        if sleeps:
+            engine.sleep()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        metrics = learner.update(groups)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        learning_peak = max(learning_peak, torch.cuda.max_memory_allocated() + pool_bytes)
+        if sleeps:
+            torch.cuda.empty_cache()
+            engine.wake()
+        engine.update_weights(step)
+    halvings = int(metrics["memory/micro_batch_halvings"])
+    return PhasePeaks(rollout_peak, learning_peak), halvings, seconds
+
+
+def longest_groups(backend: Backend, config: Config, shape: DecoderConfig, step: int) -> list[Group]:
+    """Samples a step's groups with random prompts and rewards, all as long as the recipe allows."""
+    rng = random.Random(step)
+    rollout = config.rollout
+    longest_response = max(rollout.max_tokens, config.eval.max_tokens)
+    prompt_tokens = max(1, Lengths.of(config, shape).request - longest_response)
+    sampling = SamplingParams(max_tokens=rollout.max_tokens, ignore_eos=True)
+    requests = []
+    for group in range(rollout.prompts_per_step):
+        prompt = tuple(rng.randrange(shape.vocab_size) for _ in range(prompt_tokens))
+        requests += [
+            Request(f"{group}/{sample}", prompt, rng.getrandbits(62), sampling, group=str(group))
+            for sample in range(rollout.samples_per_prompt)
+        ]
+    backend.submit(requests)
+    samples: dict[str, list[Sample]] = {}
+    for completion in backend.completions():
+        scored = Sample(completion, Score(rng.random(), correct=False))
+        samples.setdefault(completion.request.group, []).append(scored)
+    return [Group(name, tuple(members)) for name, members in samples.items()]
+
+
+def _outside_torch(engine: Engine, machine: Machine) -> int:
+    free, total = torch.cuda.mem_get_info()
+    taken_before = machine.taken_bytes - LIBRARY_BYTES
+    return total - free - torch.cuda.memory_reserved() - engine.cache.num_bytes - taken_before

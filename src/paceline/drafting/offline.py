@@ -1,0 +1,48 @@
+"""Trains an eagle head on responses that exist, from the head's making to a head that can be saved.
+
+`training.py` has the loss and the optimiser steps; here the head gets its shape, its vocabulary and its
+starting weights.
+"""
+
+from collections.abc import Callable, Sequence
+
+from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
+from paceline.learning.batch import TrainingSequence
+from paceline.policy.decoder import Decoder
+
+
+def open_head(policy: Decoder, start: str, layers: tuple[int, ...], draft_vocab: int) -> EagleHead:
+    """Returns the head in the folder `start`, or an empty one where there is none to go on from.
+
+    `layers` are those to capture (empty: the usual ones) and `draft_vocab` the number of tokens that a fresh
+    head can say (0: all).
+    """
+    if start:
+        return load_eagle(start, policy, policy.dtype, policy.device)
+    return EagleHead(config_for(policy.config, layers, draft_vocab), policy.dtype, policy.device)
+
+
+def initialise_head(
+    head: EagleHead, policy: Decoder, sequences: Sequence[TrainingSequence], seed: int
+) -> None:
+    """Gives a fresh head the tokens that the responses use most, and its starting weights."""
+    config = policy.config
+    ids = choose_vocabulary(sequences, config.vocab_size, config.eos_token_ids, head.config.draft_vocab)
+    head.draft_to_target.copy_(head.draft_to_target.new_tensor(ids))
+    head.initialise(policy, seed)
+
+
+def train_head(
+    policy: Decoder,
+    head: EagleHead,
+    fresh: bool,
+    sequences: Sequence[TrainingSequence],
+    settings: HeadTraining,
+    progress: Callable[[int, HeadStep], None],
+) -> None:
+    """Trains the head in place, after giving a fresh one its start."""
+    if fresh:
+        initialise_head(head, policy, sequences, settings.seed)
+    train_offline(policy, head, sequences, settings, progress)
