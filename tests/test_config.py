@@ -320,7 +320,7 @@ def test_a_backend_without_fp8_refuses_it():
     """Silently in base precision, the run's figures would be called FP8's."""
     with pytest.raises(ConfigError, match="precision = 'fp8[+]kv' needs backend: native"):
         load_config(None, ["rollout.backend=reference", "rollout.precision=fp8+kv"])
-    assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "bf16"
+    assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "base"
 
 
 def test_longest_first_admission_is_refused_while_nothing_knows_lengths():
