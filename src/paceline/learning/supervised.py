@@ -1,6 +1,4 @@
-"""Supervised warm-up: next-token training on prompt and response pairs, with the learner's own packing and
-optimiser.
-"""
+"""Supervised fine-tuning on prompt and response pairs, with the learner's own packing and optimiser."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ from paceline.policy.decoder import Decoder
 
 @dataclass(frozen=True)
 class Example:
+    """A prompt and the response to imitate, as tokens."""
+
     prompt: tuple[int, ...]
     response: tuple[int, ...]  # ends with the end token
 
@@ -25,7 +25,7 @@ def train_supervised(
     config: LearningConfig,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """`batches` yields one optimiser step's examples at a time; the loss is the mean over response tokens."""
+    """Trains on one batch per optimiser step; the loss is the mean over the batch's response tokens."""
     optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)
     for step, examples in enumerate(batches, start=1):
         sequences = [_sequence(example) for example in examples]

@@ -1,8 +1,8 @@
 """`paceline warmup`: makes a starting checkpoint by supervised training.
 
 Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts
-from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response` it warms
-up any policy.
+from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response` it
+fine-tunes any policy.
 """
 
 import json
@@ -21,13 +21,24 @@ from paceline.policy.huggingface import DTYPES, load_policy, save_policy
 from paceline.policy.tokenizer import character_tokenizer, load_tokenizer, save_tokenizer
 from paceline.tasks import running_sums
 
+# Share of careful answers in the mix that RL starts from.
 CAREFUL_SHARE = 0.3
+
+# Examples per optimiser step of the built-in policy.
 BATCH_SIZE = 64
+
+# Optimiser steps over which the learning rate rises.
+LR_WARMUP_STEPS = 20
+
+# Called with the step, the number of steps and the loss.
 Progress = Callable[[int, int, float], None]
 
 
 def builtin_config(family: str = "llama") -> DecoderConfig:
-    """Deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop."""
+    """Returns the built-in policy's shape for a family.
+
+    It is deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop.
+    """
     dense = DecoderConfig(
         family="llama",
         vocab_size=len(running_sums.ALPHABET) + 1,
@@ -43,7 +54,7 @@ def builtin_config(family: str = "llama") -> DecoderConfig:
     )
     if family == "llama":
         return dense
-    if family == "qwen3_moe":  # two experts of eight do a token's work of the dense one
+    if family == "qwen3_moe":  # two of eight experts take as much work per token as the dense feed-forward
         experts = dict(
             num_experts=8,
             num_experts_per_token=2,
@@ -57,11 +68,17 @@ def builtin_config(family: str = "llama") -> DecoderConfig:
 def make_builtin(
     folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama"
 ) -> None:
+    """Trains the built-in policy and writes it to `folder`."""
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
     settings = LearningConfig(
-        lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048
+        lr=3e-3,
+        lr_schedule="cosine",
+        warmup_steps=LR_WARMUP_STEPS,
+        beta2=0.98,
+        weight_decay=0.01,
+        micro_batch_tokens=2048,
     )
     batches = _builtin_batches(tokenizer, seed, careful_steps, total)
     train_supervised(policy, batches, total, settings, lambda step, loss: progress(step, total, loss))
@@ -98,7 +115,9 @@ def warm_up_on_file(
     seed: int,
     progress: Progress,
 ) -> None:
-    policy, tokenizer = load_policy(policy_folder, DTYPES["float32"]), load_tokenizer(policy_folder)
+    """Fine-tunes the policy of `policy_folder` on a file of prompts and responses, and writes it to `out`."""
+    policy = load_policy(policy_folder, DTYPES["float32"])
+    tokenizer = load_tokenizer(policy_folder)
     if not policy.config.eos_token_ids:
         raise ValueError(
             f"{policy_folder}/config.json names no eos_token_id, so a response has no end to learn"
@@ -113,7 +132,7 @@ def warm_up_on_file(
             random.Random(f"{seed}/{epoch}").shuffle(order)
             yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
 
-    settings = LearningConfig(lr=lr, lr_schedule="cosine", warmup_steps=min(20, total // 10))
+    settings = LearningConfig(lr=lr, lr_schedule="cosine", warmup_steps=min(LR_WARMUP_STEPS, total // 10))
     train_supervised(policy, batches(), total, settings, lambda step, loss: progress(step, total, loss))
     save_policy(policy, out, tokenizer_from=policy_folder)
 
