@@ -10,7 +10,9 @@ import sys
 import torch
 from gpu_probe_step import graph_of, time_graph
 
-from paceline.kernels.paged_attention import GROUP, Launch, default_launch, paged_attention_triton
+from paceline.kernels.attention_tiles import GROUP
+from paceline.kernels.paged_attention import paged_attention_triton
+from paceline.kernels.paged_launch import Launch, default_launch
 from paceline.kernels.triton_support import multiprocessors
 
 HEADS, KV_HEADS, DIM, BLOCK, WIDTH = 32, 8, 128, 16, 4096

@@ -16,7 +16,8 @@ from paceline.bench.setup import bench_policy
 from paceline.kernels import fp8_linear as products
 from paceline.kernels.fp8_linear import choose_parts
 from paceline.kernels.fp8_quantise import quantise_rows
-from paceline.kernels.paged_attention import Launch, paged_attention
+from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.paged_launch import Launch
 
 KERNELS = sys.argv[1:2] == ["kernels"]
 BATCHES = [

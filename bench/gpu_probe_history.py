@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from gpu_probe_step import graph_of, time_graph
 
-from paceline.kernels.history_index import HistoryIndex, propose_from_history
+from paceline.kernels.history_index import HistoryIndex
+from paceline.kernels.history_lookup import propose_from_history
 
 WIDTH, PERIOD, ACCEPTED, COUNT = 16384, 97, 3, 7
 STEPS = 20  # of a graph

@@ -12,7 +12,14 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from paceline.kernels import linear, moe, paged_attention, prefill_attention, triton_support  # noqa: E402
+from paceline.kernels import (  # noqa: E402
+    linear,
+    moe,
+    paged_attention,
+    paged_launch,
+    prefill_attention,
+    triton_support,
+)
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
 
 HEADS = dict(
@@ -96,7 +103,7 @@ def cases():
         constants = dict(K=2048, SLOTS_PER_ROW=8, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth)
         yield f"experts, {slots}", moe._expert_linear_kernel, constants, tile.stages, tile.options(itemsize=2)
     for tiles, rows in ((8, 8), (8, 64), (512, 8), (4096, 16)):
-        launch = paged_attention.default_launch(processors=132, tiles=tiles, max_groups=64)
+        launch = paged_launch.default_launch(processors=132, tiles=tiles, max_groups=64)
         constants, options = (
             HEADS | dict(ROWS=rows, SHARED=launch.programs > 1),
             launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2),

@@ -7,11 +7,11 @@ import torch
 
 from paceline.kernels import paged_attention as decode
 from paceline.kernels.paged_attention import (
-    Launch,
     paged_attention,
     paged_attention_reference,
     paged_attention_triton,
 )
+from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import (
     FLAT_TILE,
     prefill_attention,

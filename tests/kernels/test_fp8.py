@@ -25,7 +25,8 @@ from paceline.kernels.fp8_quantise import (
     quantise_rows_triton,
 )
 from paceline.kernels.linear import linear_reference
-from paceline.kernels.moe import expert_feed_forward_reference, route_reference
+from paceline.kernels.moe import expert_feed_forward_reference
+from paceline.kernels.moe_routing import route_reference
 from paceline.kernels.norm import rms_norm_residual_reference, rms_norm_triton
 from paceline.kernels.swiglu import silu_multiply_quantised_triton, silu_multiply_triton
 

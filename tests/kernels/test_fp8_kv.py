@@ -8,7 +8,8 @@ import torch
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.fp8_quantise import quantise_rows_reference
-from paceline.kernels.paged_attention import Launch, paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
 

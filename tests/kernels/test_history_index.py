@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels import history_index
+from paceline.kernels import history_index, history_lookup
 from paceline.kernels.history_index import END, LENGTHS, MAX_MATCH, MIN_MATCH, HistoryIndex
 
 SLOTS, WIDTH, BANK, COUNT = 5, 90, 160, 8
@@ -48,7 +48,7 @@ class Text:
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
         self.length[slot] = len(prompt)
         self.index.prompt_S[slot] = 1000003 * (1 + slot % 2)
-        self.index.filed_S[slot] = 0
+        self.index.indexed_S[slot] = 0
 
     def grow(self, slot: int) -> None:
         for _ in range(self.rng.randint(0, 4)):
@@ -78,7 +78,7 @@ class Dictionaries:
         self.text = text
         self.running: dict[tuple, tuple[int, int]] = {}  # slot and position
         self.finished: dict[tuple, tuple[int, list[int], int]] = {}  # number, text, position
-        self.filed = [0] * SLOTS
+        self.indexed = [0] * SLOTS
 
     def row(self, slot: int) -> list[int]:
         return self.text.tokens[slot, : self.text.length[slot]].tolist()
@@ -93,16 +93,16 @@ class Dictionaries:
                         row,
                         position,
                     )
-        self.filed[slot] = 0
+        self.indexed[slot] = 0
 
     def propose(self, slots: list[int], count: int) -> list[list[int]]:
         for slot in sorted(slots):
             row = self.row(slot)
-            for position in range(self.filed[slot], len(row) - 1):
+            for position in range(self.indexed[slot], len(row) - 1):
                 for n in LENGTHS:
                     if position + 1 >= n:
                         self.running[slot % 2, *row[position + 1 - n : position + 1]] = (slot, position)
-            self.filed[slot] = max(self.filed[slot], len(row) - 1)
+            self.indexed[slot] = max(self.indexed[slot], len(row) - 1)
         return [self.best(slot, count) for slot in slots]
 
     def best(self, slot: int, count: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_reference_is_a_dictionary():
             proposals = torch.full((SLOTS, COUNT + 1), 99)
             count = text.rng.randint(1, COUNT)
             expected = model.propose(slots, count)
-            history_index.propose_from_history(
+            history_lookup.propose_from_history(
                 torch.tensor(slots), text.tokens, text.length, text.index, count, proposals
             )
             assert [proposals[slot, :count].tolist() for slot in slots] == expected
@@ -172,7 +172,7 @@ def test_a_crowded_table_only_forgets(buckets):
             texts.append(text.tokens[int(text.length.argmax()), : text.length.max()].tolist())
             text.bank(int(text.length.argmax()), history_index.bank_row)
         proposals = torch.full((SLOTS, COUNT), 99)
-        history_index.propose_from_history(
+        history_lookup.propose_from_history(
             torch.arange(SLOTS), text.tokens, text.length, text.index, COUNT, proposals
         )
         rows = [text.tokens[slot, : text.length[slot]].tolist() for slot in range(SLOTS)]
@@ -213,16 +213,16 @@ def test_a_steps_work_does_not_grow_with_the_text():
             torch.zeros(2, COUNT, dtype=torch.int64),
         )
         history_index.bank_row(tokens, index, 1, 0, 1, length, 0, 1)
-        history_index.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
+        history_lookup.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         lengths += 3
         with Produced() as produced:
-            history_index.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
+            history_lookup.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         work.append(produced.numbers)
     assert work[0] == work[1] > 0
 
 
 def check_kernels(device: str, monkeypatch) -> None:
-    monkeypatch.setattr(history_index, "_FILED_AT_ONCE", 4)  # so that there are several rounds
+    monkeypatch.setattr(history_index, "_POSITIONS_AT_ONCE", 4)  # so that there are several rounds
     monkeypatch.setattr(history_index, "_BANKED_AT_ONCE", 16)
     for seed in range(2):
         for buckets in (64, 1 << 12):
@@ -241,8 +241,8 @@ def check_kernels(device: str, monkeypatch) -> None:
                     theirs.bank(slot, history_index.bank_row_reference)
                 proposals = [torch.full((SLOTS, COUNT), 99, device=device) for _ in range(2)]
                 rows = torch.tensor(slots, device=device)
-                history_index.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
-                history_index.propose_reference(
+                history_lookup.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
+                history_lookup.propose_reference(
                     rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1]
                 )
                 assert torch.equal(*proposals)

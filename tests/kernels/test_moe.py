@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels import moe
-from paceline.kernels.linear import Tile
+from paceline.kernels import moe, moe_routing
+from paceline.kernels.linear import Tile, linear
 from paceline.kernels.triton_support import INTERPRETED
 
 SMALL_TILE = Tile(16, 32, 32, 4, 2)
@@ -76,7 +76,7 @@ def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
 
 def test_equal_scores_take_the_lowest_expert():
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    _, experts = moe.route_reference(scores, 3, False, torch.float32)
+    _, experts = moe_routing.route_reference(scores, 3, False, torch.float32)
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2]]
 
 
@@ -85,8 +85,8 @@ def test_equal_scores_take_the_lowest_expert():
 def test_route(device, num_rows, experts, k, normalise):
     scores = torch.randn(num_rows, experts) * 3
     scores[0, : experts // 2] = scores[0, 0]  # ties
-    weights, chosen = moe.route_triton(scores.to(device), k, normalise, torch.float32)
-    expected_weights, expected = moe.route_reference(scores, k, normalise, torch.float32)
+    weights, chosen = moe_routing.route_triton(scores.to(device), k, normalise, torch.float32)
+    expected_weights, expected = moe_routing.route_reference(scores, k, normalise, torch.float32)
     assert torch.equal(chosen.cpu().long(), expected)
     torch.testing.assert_close(weights.cpu(), expected_weights)
 
@@ -94,7 +94,7 @@ def test_route(device, num_rows, experts, k, normalise):
 def test_a_row_of_nan_stays_inside(device):
     scores = torch.randn(3, 6)
     scores[1] = torch.nan
-    _, chosen = moe.route_triton(scores.to(device), 2, True, torch.float32)
+    _, chosen = moe_routing.route_triton(scores.to(device), 2, True, torch.float32)
     assert chosen.min() >= 0 and chosen.max() < 6
     assert torch.equal(chosen[0::2].cpu().long(), scores[0::2].topk(2).indices)
 
@@ -131,7 +131,7 @@ def test_kernels_interpreted(num_rows, experts, k, size, inner):
         pytest.skip("kernels are compiled here, not interpreted")
     weights = make_weights(experts, size, inner, torch.float32)
     x = torch.randn(num_rows, size)
-    routed = moe.route_triton(x @ weights[0].t(), k, True, torch.float32)
+    routed = moe_routing.route_triton(x @ weights[0].t(), k, True, torch.float32)
     out = moe.experts_triton(x, *routed, *weights[1:], SMALL_TILE)
     torch.testing.assert_close(
         out, moe.expert_feed_forward_reference(x, *weights, k, True), rtol=1e-5, atol=1e-5
@@ -169,7 +169,7 @@ def test_gpu_tokens_are_invariant(shape):
         rows = slice(first, first + num_rows)
         assert torch.equal(moe.expert_feed_forward(x[rows], *weights, k, True), whole[rows]), num_rows
     for tile in {moe.choose_expert_tile(slots, shape[0]) for slots in (1, 20 * shape[0], 500 * shape[0])}:
-        routed = moe.route_triton(moe.linear(x, weights[0], torch.float32, True), k, True, x.dtype)
+        routed = moe_routing.route_triton(linear(x, weights[0], torch.float32, True), k, True, x.dtype)
         assert torch.equal(moe.experts_triton(x, *routed, *weights[1:], tile), whole), tile
     crowd = x[:1].repeat(300, 1)
     assert torch.equal(moe.expert_feed_forward(crowd, *weights, k, True), whole[:1].repeat(300, 1))

@@ -20,9 +20,9 @@ from paceline.kernels.history_index import (
     MAX_MATCH,
     HistoryIndex,
     bank_row,
-    file_finished,
-    propose_from_history,
+    index_finished,
 )
+from paceline.kernels.history_lookup import propose_from_history
 from paceline.types import Purpose, Request
 
 BANK_RESPONSES = 2048  # of the longest that a request can be: enough for a small task, however long it runs
@@ -51,7 +51,7 @@ class HistoryDrafter(Drafter):
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.running[slot] = self.index.prompt_S[slot] = prompt_hash(request.prompt)
-        self.index.filed_S[slot] = 0
+        self.index.indexed_S[slot] = 0
 
     def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
         prompt, hashed = len(request.prompt), self.running.pop(slot)
@@ -122,7 +122,7 @@ class HistoryDrafter(Drafter):
         owner_N = torch.repeat_interleave(torch.arange(len(entries), device=count.device), count)
         step_N = torch.arange(len(owner_N), device=count.device) - (count.cumsum(0) - count)[owner_N]
         for owner, step in zip(owner_N.split(FILED_AT_ONCE), step_N.split(FILED_AT_ONCE), strict=True):
-            file_finished(
+            index_finished(
                 self.index, first[owner] + step, context[owner] + step, prompt[owner], number[owner]
             )
 

@@ -18,7 +18,7 @@ import torch
 from paceline.engine.sampling import SAMPLE_TOKENS
 from paceline.kernels.fp8_format import GROUP, ROW_MULTIPLE
 from paceline.kernels.fp8_linear import choose_parts
-from paceline.kernels.paged_attention import partial_bytes
+from paceline.kernels.paged_launch import partial_bytes
 from paceline.kernels.sampler import CHUNK, WIDE_ROWS
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig

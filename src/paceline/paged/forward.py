@@ -19,7 +19,8 @@ from paceline.kernels.fp8_linear import fp8_linear
 from paceline.kernels.fp8_moe import fp8_run_experts
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.linear import linear
-from paceline.kernels.moe import route, run_experts
+from paceline.kernels.moe import run_experts
+from paceline.kernels.moe_routing import route
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
