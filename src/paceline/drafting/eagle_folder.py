@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
-from paceline.policy.files import DamagedFile, blame, read_json
+from paceline.policy.files import DamagedFile, errors_name, read_json
 from paceline.policy.huggingface import Slice
 
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
@@ -170,7 +170,7 @@ def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
-    with blame(folder / "config.json"):
+    with errors_name(folder / "config.json"):
         config = _from_huggingface(read_json(folder / "config.json"), policy, captured_layers)
         config.check_against(policy)
     return config
@@ -241,7 +241,7 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
     """Finds a tensor under any of the names that are in use for it; None where there is none of them."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with blame(file):
+        with errors_name(file):
             tensors |= load_file(file)
     if not tensors and (folder / "pytorch_model.bin").is_file():
         try:
