@@ -1,5 +1,6 @@
-"""Compiles attention over an E4M3 cache for Hopper, which needs no GPU, and prints how each of its products
-runs. Run by test_compiled.py.
+"""Compiles attention over an E4M3 cache for Hopper and prints how each of its products runs.
+
+Compiling needs no GPU. Run by test_compiled.py.
 """
 
 import json

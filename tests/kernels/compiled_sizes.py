@@ -1,5 +1,7 @@
-"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory, and prints
-what each takes of it, how many stages it was meant to have and how many it has. Run by test_compiled.py.
+"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory.
+
+Prints what each takes of it, how many stages it was meant to have and how many it has. Run by
+test_compiled.py.
 """
 
 import json
@@ -104,10 +106,8 @@ def cases():
         yield f"experts, {slots}", moe._expert_linear_kernel, constants, tile.stages, tile.options(itemsize=2)
     for tiles, rows in ((8, 8), (8, 64), (512, 8), (4096, 16)):
         launch = paged_launch.default_launch(processors=132, tiles=tiles, max_groups=64)
-        constants, options = (
-            HEADS | dict(ROWS=rows, SHARED=launch.programs > 1),
-            launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2),
-        )
+        constants = HEADS | dict(ROWS=rows, SHARED=launch.programs > 1)
+        options = launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2)
         yield (
             f"decoding, {tiles} tiles of {rows} rows",
             paged_attention._paged_attention_kernel,
@@ -115,7 +115,9 @@ def cases():
             launch.stages,
             options,
         )
-    rows, stages, warps = prefill_attention.QUERY_ROWS, prefill_attention.STAGES, prefill_attention.WARPS
+    rows = prefill_attention.QUERY_ROWS
+    stages = prefill_attention.STAGES
+    warps = prefill_attention.WARPS
     for head_dim in (128, 256):
         options = triton_support.launch_options(
             warps, stages, stage_bytes=2 * TILE * head_dim * 2, held_bytes=rows * head_dim * 2

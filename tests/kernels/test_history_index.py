@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.kernels import history_index, history_lookup
 from paceline.kernels.history_index import END, LENGTHS, MAX_MATCH, MIN_MATCH, HistoryIndex
 
-SLOTS, WIDTH, BANK, COUNT = 5, 90, 160, 8
+SLOTS = 5
+WIDTH = 90
+BANK = 160
+COUNT = 8
 
 
 @dataclass
 class Text:
-    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index was told of
-    it.
-    """
+    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index knows of it."""
 
     seed: int
     buckets: int
@@ -62,7 +63,9 @@ class Text:
         if self.head + length - first + 1 > BANK:
             self.entries = [e for e in self.entries if e[1] < self.head]
             self.head = 0
-        start, self.head, self.number = self.head, self.head + length - first + 1, self.number + 1
+        start = self.head
+        self.head += length - first + 1
+        self.number += 1
         self.entries = [e for e in self.entries if e[2] < start or e[1] >= self.head] + [
             (self.number, start, self.head - 1)
         ]
@@ -106,7 +109,9 @@ class Dictionaries:
         return [self.best(slot, count) for slot in slots]
 
     def best(self, slot: int, count: int) -> list[int]:
-        own, best, answer = self.row(slot), (MIN_MATCH - 1,), []
+        own = self.row(slot)
+        best = (MIN_MATCH - 1,)
+        answer = []
         for rank, n in enumerate(LENGTHS * 2):
             key = (slot % 2, *own[-n:])
             found = (
@@ -160,9 +165,7 @@ def test_reference_is_a_dictionary():
 
 @pytest.mark.parametrize("buckets", [8, 256])
 def test_a_crowded_table_only_forgets(buckets):
-    """Whatever is proposed really followed an equal run of tokens somewhere, however often buckets were taken
-    by others.
-    """
+    """Whatever is proposed followed an equal run of tokens somewhere, however often buckets were taken."""
     text, said = Text(1, buckets, vocab=6), 0
     texts: list[list[int]] = []
     for step in range(80):
@@ -207,11 +210,9 @@ def test_a_steps_work_does_not_grow_with_the_text():
     work = []
     for length in (40, 4000):
         index = HistoryIndex.empty(2, 4096, 4096, 1 << 10, torch.device("cpu"))
-        tokens, lengths, proposals = (
-            torch.randint(0, 9, (2, 4096)),
-            torch.full((2,), length),
-            torch.zeros(2, COUNT, dtype=torch.int64),
-        )
+        tokens = torch.randint(0, 9, (2, 4096))
+        lengths = torch.full((2,), length)
+        proposals = torch.zeros(2, COUNT, dtype=torch.int64)
         history_index.bank_row(tokens, index, 1, 0, 1, length, 0, 1)
         history_lookup.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         lengths += 3
@@ -228,10 +229,9 @@ def check_kernels(device: str, monkeypatch) -> None:
         for buckets in (64, 1 << 12):
             ours, theirs = (Text(seed, buckets, device) for _ in range(2))
             for step in range(14):
-                count, slots = (
-                    1 + (step * 3) % COUNT,
-                    [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1],
-                )  # the last: a null row, twice
+                count = 1 + (step * 3) % COUNT
+                # The last: a null row, twice.
+                slots = [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1]
                 for text in (ours, theirs):
                     for slot in range(SLOTS - 1):
                         text.grow(slot)

@@ -1,6 +1,4 @@
-"""Experts: right against a token-by-token sum, and a token's bits depend on no other token, wherever those
-are sent.
-"""
+"""Experts are right against a token-by-token sum, and a token's bits depend on no other token."""
 
 import pytest
 import torch
@@ -52,9 +50,7 @@ def test_reference_is_right(experts, k, size, inner, normalise):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("experts, k, size, inner", [(8, 2, 128, 128), (8, 3, 48, 40), (64, 8, 64, 48)])
 def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
-    """Any number of tokens, any place among them, and neighbours who all choose a token's own expert or never
-    do.
-    """
+    """Any number of tokens, any place among them, neighbours that all choose the same expert or never do."""
     weights = make_weights(experts, size, inner, dtype)
     x = torch.randn(96, size, dtype=dtype)
     whole = moe.expert_feed_forward(x, *weights, k, True)
