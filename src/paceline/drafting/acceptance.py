@@ -92,14 +92,14 @@ def measure_acceptance(
 def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Completion]]:
     """Completions in batches, neighbours in length together: packed attention is laid out by the longest."""
     parts: list[list[Completion]] = []
-    room = 0
+    left = 0
     for completion in sorted(completions, key=lambda c: len(c.request.prompt) + len(c.tokens)):
         size = len(completion.request.prompt) + len(completion.tokens)
-        if size > room:
+        if size > left:
             parts.append([])
-            room = token_budget
+            left = token_budget
         parts[-1].append(completion)
-        room -= size
+        left -= size
     return parts
 
 

@@ -69,7 +69,9 @@ class StepRunner:
         self.forward = forward
         self.followers = [drafter for drafter in drafters if drafter.captured_layers]
         self.rows = rows
-        num_slots, device, policy = settings.max_running, rows.device, forward.policy
+        num_slots = settings.max_running
+        device = rows.device
+        policy = forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
         # What proposals were drawn from, where rejection needs it.
@@ -82,12 +84,12 @@ class StepRunner:
         needs = StepBytes(
             policy.config,
             policy.dtype,
-            rows.state.tokens.shape[1],
-            multiprocessors(device),
-            forward.quantised is not None,
-            len(forward.captured_layers),
-            forward.cache.routing is not None,
-            tuple(d.shape for d in drafters if d.shape is not None),
+            row_tokens=rows.state.tokens.shape[1],
+            processors=multiprocessors(device),
+            fp8=forward.quantised is not None,
+            captured_layers=len(forward.captured_layers),
+            records_routing=forward.cache.routing is not None,
+            drafters=tuple(d.shape for d in drafters if d.shape is not None),
         )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What an engine refuses to run, in words for whoever asked.
+"""Checks of requests before they run: what an engine refuses, in words for the caller.
 
 Everything is checked before a request meets others: on the device one bad row would end the batch it is in.
 """

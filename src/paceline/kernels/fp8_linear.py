@@ -153,7 +153,9 @@ def fp8_linear_triton(
     x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | None = None, parts: int = 1
 ) -> torch.Tensor:
     """Returns `[M, N]`, or `[parts, M, N]` in float32 whose sum over the parts in order is the product."""
-    num_rows, depth, width = x.num_rows, x.values_MK.shape[1], weight.values.shape[0]
+    num_rows = x.num_rows
+    depth = x.values_MK.shape[1]
+    width = weight.values.shape[0]
     tile = tile or choose_fp8_tile(num_rows, width)
     shape, dtype = ((num_rows, width), x.dtype) if parts == 1 else ((parts, num_rows, width), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.values_MK.device)

@@ -51,8 +51,11 @@ def propose_reference(
     """The reference of `propose_from_history`."""
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
-    device, width, kinds = slots_R.device, tokens_SW.shape[1], len(LENGTHS)
-    back_M, ahead_K = torch.arange(MAX_MATCH, device=device), torch.arange(count, device=device)
+    device = slots_R.device
+    width = tokens_SW.shape[1]
+    kinds = len(LENGTHS)
+    back_M = torch.arange(MAX_MATCH, device=device)
+    ahead_K = torch.arange(count, device=device)
     length_R = length_S[slots_R]
     own_RM = length_R.unsqueeze(1) - 1 - back_M
     suffix_RM = tokens_SW[slots_R.unsqueeze(1), own_RM.clamp(min=0)]
@@ -89,8 +92,8 @@ def propose_reference(
         .gather(1, best_RCK)
         .squeeze(1)
     )
-    said_RK = (key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
-    proposals_SK[slots_R, :count] = torch.where(said_RK, chosen_RK.long(), END)
+    exists_RK = (key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
+    proposals_SK[slots_R, :count] = torch.where(exists_RK, chosen_RK.long(), END)
 
 
 def _candidates(
