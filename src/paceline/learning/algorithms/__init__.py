@@ -6,6 +6,10 @@
 3. In config/learning.py, add the name to `LearningConfig.algorithm`, and to `ALGORITHM_DEFAULTS` the settings
    of its paper (clip range, mean, KL) where they differ from the defaults.
 4. In tests/learning/test_algorithms.py, add the paper's formula as a loop over samples and tokens.
+5. In docs/algorithms.md, add a row to the table.
+
+A loss that clips nothing returns zeros as `clipped_R`; keys such as `clip_low` that it ignores stay at their
+defaults, or the recipe is told so (`config/notes.py`).
 """
 
 from paceline.config import LearningConfig
