@@ -53,7 +53,7 @@ class PrecisionStats:
 
 @dataclass
 class DraftStats:
-    """What verification said of a drafter's proposals; a draft is one row's in one step, even an empty one."""
+    """What verification said of a drafter's proposals; a draft is one row's in one step, even if empty."""
 
     drafts: int = 0
     proposed: int = 0
