@@ -119,8 +119,8 @@ def quantise_cases(operands: Operands) -> Iterator[KernelCase]:
         out = BlockMatrix.poisoned(weights[0].shape, operands.device)
 
         def error(weights=weights, out=out) -> float:
-            # The reference on a CPU: on a GPU torch divides by a constant by multiplying with its inverse, which
-            # moves a scale by its last bit and some values across a rounding boundary.
+            # The reference on a CPU: on a GPU torch divides by a constant by multiplying with its inverse,
+            # which moves a scale by its last bit and some values across a rounding boundary.
             expected = BlockMatrix.poisoned(weights[0].shape, torch.device("cpu"))
             quantise_blocks(weights[0], out)
             quantise_blocks_reference(weights[0].cpu(), expected)
