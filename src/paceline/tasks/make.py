@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from paceline.config import ConfigError, RewardConfig, TaskConfig
+from paceline.config.extras import Extra, needs_package
 from paceline.tasks import calculator
 from paceline.tasks.base import ProblemSet
 from paceline.tasks.chat import ChatTemplate
@@ -30,7 +31,7 @@ TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}
 GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
 
 # Scorers that need a package which is not always there, and the extra that installs it.
-EXTRAS = {"math-verify": ("math_verify", "math")}
+EXTRAS: dict[str, tuple[str, Extra]] = {"math-verify": ("math_verify", "math")}
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
@@ -144,8 +145,7 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
         }
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
         raise ConfigError(
-            f"task.rewards: {function!r} needs a package that is not installed; "
-            f"pip install 'paceline[{EXTRAS[function][1]}]'"
+            f"task.rewards: {function!r} {needs_package(*EXTRAS[function])}"
         )
     return Target(BUILTIN.get(function, function), options, reward.time_limit, reward.batch, config.extract)
 
