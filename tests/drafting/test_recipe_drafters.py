@@ -77,7 +77,10 @@ def test_folders_that_are_none(use, drafter, path, message):
 def test_a_draft_model_of_another_size(use, tmp_path):
     folder = draft_folder(tmp_path, ALPHABET + "!?", POLICY.config.vocab_size + 2)
     size = POLICY.config.vocab_size
-    message = f"rollout.speculation.draft_model_path = '{folder}': the draft model has {size + 2} tokens and the policy {size}"
+    message = (
+        f"rollout.speculation.draft_model_path = '{folder}': "
+        f"the draft model has {size + 2} tokens and the policy {size}"
+    )
     with pytest.raises(
         ConfigError, match=re.escape(message) + ".*use a smaller model with the policy's own tokenizer"
     ):

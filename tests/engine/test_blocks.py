@@ -1,4 +1,4 @@
-"""The block pool against a model that keeps every owner's list: nothing leaks, nothing is handed out twice."""
+"""The block pool against a model of who holds what: nothing leaks, nothing is handed out twice."""
 
 import pytest
 from hypothesis import strategies as st

@@ -35,7 +35,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Returns what this machine can run: the interpreter, torch, GPU, precisions, Triton, optional packages."""
+    """Returns what this machine can run: interpreter, torch, GPU, precisions, Triton, optional packages."""
     return [
         Finding("python", True, platform.python_version()),
         Finding("torch", True, f"{torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"),
