@@ -1,4 +1,4 @@
-"""Every test process runs on one thread: the suite shares two cores, and results must not depend on the number.
+"""Every test process runs on one thread, so that results do not depend on the number of cores.
 
 What imports have made is set aside from garbage collection: with torch, transformers and Triton loaded that
 is a million objects, which every full collection would look at again.

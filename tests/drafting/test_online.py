@@ -235,7 +235,8 @@ def test_its_state_is_all_there_is(dtype):
         online(policy, load_eagle("builtin-eagle", policy, dtype), when="drift", unroll=2, batch=4)
         for _ in range(2)
     )
-    groups = groups_of(policy, 12)
+    # A CPU multiplies bf16 slowly.
+    groups = groups_of(policy, 12 if dtype == torch.float32 else 4)
     first.observe(0.9, 5000)
     first.observe(0.8, 5000)
     first.token_budget //= 2

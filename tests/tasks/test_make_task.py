@@ -53,9 +53,7 @@ def refused(open_task, *arguments):
 
 
 def needs_gym():
-    return pytest.importorskip(
-        "reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'"
-    )
+    return pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'")
 
 
 def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
@@ -163,9 +161,7 @@ def test_missing_packages_name_the_extra(open_task, monkeypatch):
         open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum"
     )
     monkeypatch.setitem(make.EXTRAS, "math-verify", ("no_such_package", "math"))
-    assert "pip install -e '.[math]'" in refused(
-        open_task, None, "task.rewards=[{function: math-verify}]"
-    )
+    assert "pip install -e '.[math]'" in refused(open_task, None, "task.rewards=[{function: math-verify}]")
 
 
 def test_recipes_that_cannot_work():

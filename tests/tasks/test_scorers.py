@@ -90,9 +90,7 @@ def test_math_verify(response, answer, score):
 
 
 def test_reasoning_gym_verifier_is_guarded():
-    gym = pytest.importorskip(
-        "reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'"
-    )
+    gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'")
     from paceline.tasks.rewards.gym_verifier import verify
 
     entry = gym.create_dataset("gcd", seed=1, size=1)[0]

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import rich.console
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from paceline.config import Config, ConfigError
@@ -35,13 +36,14 @@ def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None
 def table(plan: Plan, shape: DecoderConfig) -> Table:
     title = f"{shape.num_parameters / 1e9:.2f} B parameters on {plan.machine.name}, GB"
     out = Table(title=title, title_justify="left", header_style="bold")
-    for column, justify in (
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("part", "left"),
         ("always", "right"),
         ("rollout", "right"),
         ("learning", "right"),
         ("key", "left"),
-    ):
+    )
+    for column, justify in columns:
         out.add_column(column, justify=justify)
 
     def row(

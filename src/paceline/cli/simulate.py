@@ -15,7 +15,7 @@ FIRST_SHARE = 0.7  # of the time that `measure` may take, for all models but the
 class SweepGroup(TyperGroup):
     """A group whose `--sweep k=0,3 gpus=64,512` takes every following word of the form KEY=VALUES."""
 
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words: list[str] = []
         sweeping = False
         for word in args:

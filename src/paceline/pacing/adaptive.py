@@ -234,7 +234,7 @@ class AdaptivePacer:
     def _conclude_trial(self, trial: Trial, rates: Rates) -> None:
         """Ends the wait for a trial, and backs off from its drafter unless it promises enough now."""
         self._trial = None
-        if trial.record is None:
+        if trial.record is None or trial.where is None:
             return  # its time is known now
         own = [rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter]
         if max(own, default=0.0) > self._rate_to_beat(rates):
