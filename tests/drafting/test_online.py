@@ -236,7 +236,7 @@ def test_its_state_is_all_there_is(dtype):
         for _ in range(2)
     )
     # A CPU multiplies bf16 slowly.
-    groups = groups_of(policy, 12 if dtype == torch.float32 else 4)
+    groups = groups_of(policy, 12 if dtype == torch.float32 else 2)
     first.observe(0.9, 5000)
     first.observe(0.8, 5000)
     first.token_budget //= 2
