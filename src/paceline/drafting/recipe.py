@@ -14,7 +14,7 @@ from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
 
 @contextmanager
-def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
+def errors_name_recipe_key(name: str, settings: SpeculationConfig) -> Iterator[None]:
     """Turns errors within into ones that name the folder the recipe gives for this drafter."""
     try:
         yield

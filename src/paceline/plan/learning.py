@@ -13,7 +13,7 @@ import torch
 
 from paceline.config import Config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
-from paceline.learning.correction import correct, corrected
+from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import PIECE_ELEMENTS
@@ -113,8 +113,8 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
         correction = learner.config.correction
-        seen = corrected(
-            correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
+        seen = apply_correction(
+            correction, batch, compute_correction(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
         )
         learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
     learner.optimiser.discard_gradients()
