@@ -10,12 +10,15 @@ import torch
 
 @dataclass(frozen=True)
 class Finding:
+    """One thing that was tried, and what came of it."""
+
     what: str
     works: bool
     detail: str
 
 
 def examine() -> list[Finding]:
+    """Tries what this machine can run, and returns what was found."""
     return [
         Finding("python", True, platform.python_version()),
         Finding("torch", True, f"{torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"),

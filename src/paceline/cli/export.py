@@ -12,9 +12,7 @@ from paceline.policy.huggingface import DTYPES, load_policy, save_policy
 
 
 def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
-    """From a run directory (its newest checkpoint), a checkpoint, or a policy folder; returns which it
-    was.
-    """
+    """Exports from a run, checkpoint or folder; returns which it was."""
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
     source = checkpoint

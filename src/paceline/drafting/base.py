@@ -67,7 +67,7 @@ class TargetPrefill:
 
 
 class Drafter:
-    """What proposes tokens; every method but `propose` may be left as it is."""
+    """Base class; only `propose` must be overridden."""
 
     name: str
     # The longest proposal it can make, in tokens.

@@ -129,7 +129,7 @@ class StepRunner:
         self.captured_drafts[key].replay()
 
     def _begin_capture(self) -> bool:
-        """True: the caller may capture, and must end with `guard.end_capture`."""
+        """Returns whether the caller may capture; if so, it must end with `guard.end_capture`."""
         return self.rows.device.type == "cuda" and self.guard.begin_capture()
 
     def replace(self, cache: KVCache, quantised: QuantisedWeights | None) -> None:

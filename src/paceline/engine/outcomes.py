@@ -181,7 +181,7 @@ class Outcomes:
 
 
 def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
-    """What the pacer learns from a step.
+    """Returns what the pacer learns from a step.
 
     `gained` and `proposed` are the tokens that each row still here gained, none where it had ended before
     this step, and those that were proposed for it.

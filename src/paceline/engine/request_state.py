@@ -36,7 +36,7 @@ class RequestState:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and response."""
+        """The tokens of prompt and response."""
         return [*self.request.prompt, *self.response]
 
     @property

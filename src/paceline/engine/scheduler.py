@@ -210,7 +210,7 @@ class Scheduler:
             self.prefills.append(prefix.prefill)
 
     def _prefix_of(self, sequence: RequestState, wanted: int) -> SharedPrompt | None:
-        """The cached prompt to start from.
+        """Returns the cached prompt to start from, or None.
 
         It is made now if siblings wait and there are blocks for its partial one as well. A sequence that
         comes back, or continues a held one, has none.

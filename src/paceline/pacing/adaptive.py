@@ -89,11 +89,10 @@ class AdaptivePacer:
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns times and acceptance as of the last decision, in JSON's types, for a resumed run to start
-        from.
+        """Returns times and acceptance as of the last decision, for a resumed run to start from.
 
-        Pending observations are left alone: digesting them here would cut blocks elsewhere, and saving would
-        change choices.
+        They are in JSON's types. Pending observations are left alone: digesting them here would cut blocks
+        elsewhere, and saving would change choices.
         """
         return {
             "cost": self.cost.state(),
