@@ -89,7 +89,7 @@ def required(
         if isinstance(node, ast.ClassDef):
             todo.append((node.name, node))
     while todo:
-        prefix, owner = todo.pop()
+        prefix, owner = todo.pop(0)
         inherited = documented_above(outline(owner), classes)
         for node in public(owner.body):
             name = f"{prefix}.{node.name}"
