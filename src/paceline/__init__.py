@@ -1,6 +1,4 @@
-"""Paceline: RL post-training whose rollouts run at speculative speed without changing what the policy
-samples.
-"""
+"""Paceline: RL post-training with speculative rollouts that leave what the policy samples unchanged."""
 
 from typing import TYPE_CHECKING, Any
 

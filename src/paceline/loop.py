@@ -38,7 +38,8 @@ from paceline.learning.checkpoint import (
     whole_checkpoints,
 )
 from paceline.learning.learner import Learner
-from paceline.learning.sentinel import Inspect, Sentinel, TrainingFailed, training_failed
+from paceline.learning.mismatch import MismatchCheck
+from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
@@ -209,7 +210,7 @@ class Trainer:
                 groups, self.config.rollout.max_tokens, self.config.learning.overlong_share
             )
 
-    def _learn(self, groups: list[Group], inspect: Inspect) -> dict[str, float]:
+    def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
         with self.clock("learn"), self.session.learning():
             return self.learner.update(groups, inspect)
 

@@ -117,3 +117,8 @@ def test_renamed_reserved_tokens_do_not_make_another_tokenizer():
     assert differing_tokens(ours, theirs) == {} and differing_tokens(theirs, ours) == {}
     assert differing_tokens(ours, character_tokenizer("abcd")) == {4: (None, "d")}
     assert EOS in ours.get_vocab()
+
+
+def test_a_drafter_of_another_name_is_an_error_that_lists_the_names():
+    with pytest.raises(ValueError, match="drafter 'medusa': there are history, draft_model and eagle"):
+        DrafterFactory(SpeculationConfig()).make("medusa", POLICY)

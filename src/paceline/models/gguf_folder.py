@@ -98,12 +98,12 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows (head, pair, which of the pair) to rows (head, which, pair)."""
+    """Returns rows (head, pair, which of the pair) as rows (head, which, pair)."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _save_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE whose pre-tokenizer takes digits one by one, as the `smollm` kind does."""
+    """Writes a byte-level BPE whose pre-tokenizer takes digits one by one, as the `smollm` kind does."""
     kind = fields["tokenizer.ggml.pre"]
     if fields["tokenizer.ggml.model"] != "gpt2" or kind != "smollm":
         raise ValueError(
