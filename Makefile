@@ -24,7 +24,7 @@ CODE := src tests scripts $(wildcard bench benchmarks examples)
 # torch first and pinned: anything looser may pull gigabytes of CUDA packages.
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 

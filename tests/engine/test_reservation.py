@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.outcomes import Batch
+from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
 from paceline.engine.rows import MAX_QUERY, NewRow, Rows
-from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.types import Request, SamplingParams
 
@@ -30,7 +30,7 @@ class Bench:
         self.sequences = []
         for slot, length in enumerate(lengths):
             request = Request(str(slot), tuple(range(length)), 0, sampling)
-            sequence = Sequence(request, slot, length + max_tokens, slot=slot)
+            sequence = RequestState(request, slot, length + max_tokens, slot=slot)
             sequence.blocks = self.pool.allocate(blocks_for(length))
             self.sequences.append(sequence)
             self.length[slot] = length

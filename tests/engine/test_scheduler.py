@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.engine.blocks import BlockPool
+from paceline.engine.request_state import RequestState
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.types import Request, SamplingParams
 
@@ -33,14 +33,14 @@ class EngineModel:
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(self.pool, NUM_SLOTS, longest_first)
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.running: list[Sequence] = []
-        self.over: list[Sequence] = []
-        self.submitted: list[Sequence] = []
+        self.running: list[RequestState] = []
+        self.over: list[RequestState] = []
+        self.submitted: list[RequestState] = []
         self._names = count()
 
-    def submit(self, prompt: tuple[int, ...], max_tokens: int = 8, **options) -> Sequence:
+    def submit(self, prompt: tuple[int, ...], max_tokens: int = 8, **options) -> RequestState:
         request = Request(str(next(self._names)), prompt, 0, SamplingParams(max_tokens=max_tokens), **options)
-        sequence = Sequence(request, len(self.submitted), len(prompt) + max_tokens)
+        sequence = RequestState(request, len(self.submitted), len(prompt) + max_tokens)
         self.submitted.append(sequence)
         self.scheduler.add([sequence])
         return sequence
@@ -80,14 +80,14 @@ class EngineModel:
             if sequence.length == sequence.limit:
                 self.finish(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: RequestState) -> None:
         self.running.remove(sequence)
         if sequence.request.hold:
             self.scheduler.hold(sequence)
         self.scheduler.release(sequence)
         self.over.append(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: RequestState) -> None:
         self.running.remove(sequence)
         self.scheduler.requeue(sequence)
 
@@ -124,7 +124,7 @@ class EngineModel:
     def _missing(self) -> int:
         return sum(map(self._missing_of, self.running))
 
-    def _missing_of(self, sequence: Sequence) -> int:
+    def _missing_of(self, sequence: RequestState) -> int:
         return max(0, blocks_for(sequence.length) - len(sequence.blocks))
 
     def _write(self, blocks: list[int], prefix: tuple[int, ...]) -> None:
