@@ -121,8 +121,9 @@ class AdaptivePacer:
         self._decided_for = moment
         self._decided_key = self._decision_key(moment)
         rates = self._expected_rates(moment)
-        if self._is_trial_under_way(moment):
-            self._decide_on_trial(self._awaited_trial, moment, rates)
+        awaited = self._awaited_trial
+        if awaited is not None and self._is_trial_under_way(moment):
+            self._decide_on_trial(awaited, moment, rates)
             return
         self._conclude_trial_if_over(rates)
         where = situation_of(moment.running, moment.context)
