@@ -4,22 +4,29 @@ is.
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
       └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well
 
+A prefill between two steps has marks of its own, and its seconds are told beside the next step's.
+
 On a GPU marks are CUDA events; on a CPU, where a step has ended when its call returns, they are the clock.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+Mark = torch.cuda.Event | float
+
 
 @dataclass(frozen=True)
 class StepTiming:
-    begun: torch.cuda.Event | float
-    drafted: torch.cuda.Event | float | None  # None: nobody drafted
-    ready: torch.cuda.Event | float
+    begun: Mark
+    drafted: Mark | None  # None: nobody drafted
+    ready: Mark
     switched: bool  # its drafter had to catch up
     disturbed: bool  # a prefill, a capture or a pause is in its time
+    prefills: tuple[tuple[Mark, Mark], ...] = ()  # begin and end of those before it
 
     def wait(self) -> None:
         if isinstance(self.ready, torch.cuda.Event):
@@ -31,13 +38,18 @@ class StepTiming:
             return 0.0, _between(self.begun, self.ready)
         return _between(self.begun, self.drafted), _between(self.drafted, self.ready)
 
+    def prefill_seconds(self) -> float:
+        """Returns how long the prefills before this step took; once `ready`."""
+        return sum(_between(begin, end) for begin, end in self.prefills)
+
 
 class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._begun: torch.cuda.Event | float | None = None
-        self._drafted: torch.cuda.Event | float | None = None
+        self._begun: Mark | None = None
+        self._drafted: Mark | None = None
         self._switched = self._disturbed = False
+        self._prefills: list[tuple[Mark, Mark]] = []
 
     def pause(self) -> None:
         """The engine does nothing now: the next step's time begins with itself."""
@@ -48,6 +60,14 @@ class StepTimer:
 
     def note_disturbance(self) -> None:
         self._disturbed = True
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Marks a prefill, which disturbs the next step's time."""
+        begin = self._mark()
+        yield
+        self._prefills.append((begin, self._mark()))
+        self.note_disturbance()
 
     def begin(self) -> None:
         if self._begun is None:
@@ -60,11 +80,14 @@ class StepTimer:
     def finish(self) -> StepTiming:
         """After everything of the step has been launched."""
         ready = self._mark()
-        timing = StepTiming(self._begun, self._drafted, ready, self._switched, self._disturbed)
+        timing = StepTiming(
+            self._begun, self._drafted, ready, self._switched, self._disturbed, tuple(self._prefills)
+        )
         self._begun, self._drafted, self._switched, self._disturbed = ready, None, False, False
+        self._prefills = []
         return timing
 
-    def _mark(self) -> torch.cuda.Event | float:
+    def _mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -72,5 +95,5 @@ class StepTimer:
         return event
 
 
-def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+def _between(start: Mark, stop: Mark) -> float:
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
