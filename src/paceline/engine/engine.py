@@ -127,6 +127,7 @@ class Engine(Backend):
         self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
+        self._told_capture_seconds = 0.0  # of the runner's, in statistics that were taken
 
     def _new_cache(self, num_blocks: int) -> KVCache:
         return KVCache(
@@ -195,7 +196,8 @@ class Engine(Backend):
             for sequence in self.scheduler.admit(not self.running, lookahead, blocks_to_keep):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
-                self._prefill()
+                with self.timer.prefill():
+                    self._prefill()
             if self.running:
                 self._launch()
                 while len(self.outcomes.unread) > self.steps_ahead:
@@ -272,6 +274,8 @@ class Engine(Backend):
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
+        stats.capture_seconds = self.runner.capture_seconds - self._told_capture_seconds
+        self._told_capture_seconds = self.runner.capture_seconds
         stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
         stats.precision = self.rollout_precision.stats() if self.low_precision else None
         return stats
@@ -325,7 +329,6 @@ class Engine(Backend):
         self.stats.prefill_tokens += run_chunk(
             self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers
         )
-        self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
             for cache in (self.cache, self.drafters):
@@ -427,9 +430,12 @@ class Engine(Backend):
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
+        timing = self.outcomes.unread[0].timing
         outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
-        self.stats.step_seconds.append(now - self._last_outcome)
+        prefill = timing.prefill_seconds()
+        self.stats.prefill_seconds += prefill
+        self.stats.step_seconds.append(now - self._last_outcome - prefill)
         self._last_outcome = now
         if self.pacer is not None:
             self.pacer.observe(outcome.observation)
