@@ -261,8 +261,9 @@ def step(
     json_file: JsonOption = None,
     plot: Annotated[Optional[Path], typer.Option(help="also write the stages as an SVG")] = None,
 ) -> None:
-    """RL steps under several settings on the same seeds and problems, stage by stage; resumable. Exit code 1
-    if tokens differ where they must not.
+    """Times RL steps under several settings on the same seeds and problems, stage by stage; resumable.
+
+    Exit code 1 if tokens differ where they must not.
     """
     from paceline.bench.step import measure_cells, plan_cells
     from paceline.bench.step_figures import make_figures
