@@ -10,6 +10,7 @@ from paceline.config import load_config
 from paceline.pacing.strategy import Strategy
 
 
+@pytest.mark.slow
 def test_strategies_generate_the_same_and_figures_add_up():
     config = load_config("default", ["rollout.max_tokens=24", "task.train_problems=8"])
     policy, prompts = recipe_policy(config)

@@ -71,7 +71,7 @@ def follow(policy: Decoder, head: EagleHead, completion: Completion, known: int)
 
 @pytest.mark.parametrize("temperature, known", [(1.0, 0), (1.0, 1), (0.0, 0), (0.7, 0)])
 def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temperature, known):
-    completions = held_out_responses(session, 3, temperature)
+    completions = held_out_responses(session.sampler, session.config, 3, temperature)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH, known).shared_noise
     with torch.no_grad():
         parts = [follow(session.policy, shipped, completion, known) for completion in completions]
@@ -85,7 +85,7 @@ def test_one_pass_equals_drafting_token_by_token(session: Session, shipped, temp
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_one_pass_equals_a_rollout(session: Session, shipped, temperature):
     """The engine with this drafter takes as many steps as the walk says."""
-    completions = held_out_responses(session, 24, temperature)
+    completions = held_out_responses(session.sampler, session.config, 24, temperature)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH).shared_noise
     settings = EngineSettings(max_running=8, kv_tokens=4096)
     engine = Engine(
@@ -173,7 +173,7 @@ def test_the_shortest_texts(session: Session):
 
 def test_the_shipped_head(session: Session, shipped):
     """More than three tokens per step of the policy at k = 5 on held-out problems, by either rule."""
-    completions = held_out_responses(session, 64, 1.0)
+    completions = held_out_responses(session.sampler, session.config, 64, 1.0)
     measured = measure_acceptance(session.policy, shipped, completions, DEPTH)
     assert measured.shared_noise.accept_length > 3 and measured.rejection.accept_length > 3
     assert sum(file.stat().st_size for file in BUILTIN_EAGLE.iterdir()) < 1 << 20
@@ -185,9 +185,14 @@ def test_a_head_trained_here_drafts_for_the_policy(session: Session):
     own responses.
     """
     head = EagleHead(config_for(session.policy.config)).initialise(session.policy, 0)
-    sequences = [training_sequence(completion) for completion in training_responses(session, 1024)]
+    sequences = [
+        training_sequence(completion)
+        for completion in training_responses(session.sampler, session.config, 1024)
+    ]
     train_offline(
         session.policy, head, sequences, HeadTraining(steps=300, lr=3e-3, unroll=4, batch_sequences=16)
     )
-    measured = measure_acceptance(session.policy, head, held_out_responses(session, 128, 1.0), DEPTH)
+    measured = measure_acceptance(
+        session.policy, head, held_out_responses(session.sampler, session.config, 128, 1.0), DEPTH
+    )
     assert measured.shared_noise.accept_length > 2

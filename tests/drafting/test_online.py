@@ -225,7 +225,7 @@ def test_micro_batches_are_counted_with_their_padding():
     assert [[len(s.tokens) for s in part] for part in parts] == [[100, 50], [20, 20, 20, 20]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_its_state_is_all_there_is(dtype):
     """One that goes on from a saved state, its head included, takes the very same steps; also where masters
     are not the parameters.
@@ -276,6 +276,7 @@ def learned(run) -> list[dict]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
     plain = learned(run(tmp_path, "plain", "run.steps=3"))
     online_keys = [
@@ -300,6 +301,7 @@ def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_new_head_can_be_made_in_the_run(tmp_path):
     keys = [
         "rollout.speculation.eagle_path=fresh",

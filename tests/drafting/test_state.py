@@ -49,9 +49,8 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
 
 
 def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
-    monkeypatch.setattr(
-        "paceline.drafting.history.BANK_TOKENS", 1200
-    )  # full: what comes is written over what was
+    # The bank is full: what comes is written over what was.
+    monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)
     overrides = ["drafters=[history]", "pacing=fixed", "tokens=5"]
     sizes = ["task.train_problems=4", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=8"]
     session = open_session(load_config("default", [*(f"rollout.speculation.{o}" for o in overrides), *sizes]))
@@ -67,7 +66,11 @@ def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate
 
     noting()
     session.backend.take_stats = noting
-    check = closing.check_speculation(session, order.position, 2)
+    problems = ProblemOrder(session.task.train, 0, order.position).take(4)
+    check = closing.check_speculation(
+        session.backend,
+        lambda: session.sampler.sample(problems, Purpose.TRAIN, 2, 8, session.train_sampling()),
+    )
     session.close()
     assert check.identical and len(drafts) == 1 + closing.REPEATS
     assert drafts[1] == drafts[2], "the second repetition knows no more than the first, and no less"

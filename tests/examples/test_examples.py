@@ -41,7 +41,9 @@ def test_the_list_is_complete():
         assert path.name == "README.md" or f"]({path.name})" in listed, f"{path.name} is not listed"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
+)
 def test_recipe(name, tmp_path):
     run(tmp_path, "-m", "paceline", "train", f"examples/{name}.yaml")
     (record,) = trained(tmp_path, f"{name}-*")
@@ -59,6 +61,7 @@ def test_recipe(name, tmp_path):
         assert any(not segment["sampled"] for segment in segments), "the tool answered at least once"
 
 
+@pytest.mark.slow
 def test_train_in_python(tmp_path):
     printed = run(tmp_path, "examples/train_in_python.py")
     assert "held-out accuracy: " in printed

@@ -16,7 +16,10 @@ def printed_by(*command: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("capability, limit", [(89, 101_376), (90, 232_448)], ids=["RTX 4090", "H200"])
+@pytest.mark.parametrize(
+    "capability, limit",
+    [pytest.param(89, 101_376, id="RTX 4090"), pytest.param(90, 232_448, id="H200", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("which", ["largest", pytest.param("all", marks=pytest.mark.slow)])
 def test_kernels_fit_a_gpus_shared_memory(capability, limit, which):
     """Fewer tiles are in flight where there is little of it, and all on the GPU they were tuned for."""

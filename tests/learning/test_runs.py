@@ -51,7 +51,9 @@ def steps_of(run: Path) -> list[dict[str, float]]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", ["dapo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("correction", "lora"))]
+)
 def test_a_resumed_run_is_the_same_run(kind, policy, tmp_path):
     settings = (*RUNS[kind], "rollout.samples_per_prompt=3", "eval.every=0", "eval.problems=1")
     whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run

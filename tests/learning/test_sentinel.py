@@ -97,6 +97,7 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
         assert warnings == [said]
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
     """From the first update on, the engine's scales are a tenth of what they should be: large keys clip."""
     monkeypatch.undo()  # the task's own reward

@@ -286,6 +286,7 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
     """It hangs on some responses and kills its process on others; the same samples fail alike every time."""
     policy = make_tiny_policy(tmp_path / "policy")
