@@ -60,14 +60,17 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    name: Literal["running-sums", "calculator", "reasoning-gym", "file"] = "running-sums"
+    name: Literal["running-sums", "calculator", "countdown", "reasoning-gym", "file"] = "running-sums"
     seed: int = Field(
         0, description="which problems there are; not the run's seed, so that runs are comparable"
     )
     train_problems: int = Field(128, ge=1, description="of tasks that generate problems")
     eval_problems: int = Field(512, ge=1, description="of tasks that generate problems")
     dataset: str = Field("", description="reasoning-gym: which of its datasets")
-    options: dict[str, Any] = Field(default_factory=dict, description="reasoning-gym: the dataset's settings")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="countdown: how hard, see docs/tasks.md; reasoning-gym: the dataset's settings",
+    )
     threshold: float = Field(
         0.1,
         ge=0,
@@ -105,11 +108,11 @@ class TaskConfig(Section):
         """A key that this task would ignore is a mistake."""
         wanted_by = {
             "dataset": ("reasoning-gym",),
-            "options": ("reasoning-gym",),
+            "options": ("countdown", "reasoning-gym"),
             "threshold": ("reasoning-gym",),
             "data": ("file",),
         }
-        generated = ("running-sums", "calculator", "reasoning-gym")
+        generated = ("running-sums", "calculator", "countdown", "reasoning-gym")
         wanted_by |= {"train_problems": generated, "eval_problems": generated}
         for key, tasks in wanted_by.items():
             if self.name not in tasks and not self.is_default(key):

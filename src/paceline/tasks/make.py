@@ -11,6 +11,8 @@ from paceline.config import ConfigError, RewardConfig, TaskConfig
 from paceline.tasks import calculator
 from paceline.tasks.base import ProblemSet
 from paceline.tasks.chat import ChatTemplate
+from paceline.tasks.countdown import Countdown, parse_options
+from paceline.tasks.countdown_search import RENDERINGS
 from paceline.tasks.extract import NAMED
 from paceline.tasks.files import FileProblems
 from paceline.tasks.prompts import PromptEncoder, without_overlong
@@ -20,7 +22,7 @@ from paceline.tasks.rewards.functions import BUILTIN, Target
 from paceline.tasks.rewards.pool import WorkerPool
 from paceline.tasks.rewards.scoring import Reward, Scoring, from_event_loop, from_pool, own_verdict
 from paceline.tasks.rewards.worker import Step
-from paceline.tasks.running_sums import RunningSums
+from paceline.tasks.running_sums import ALPHABET, RunningSums
 from paceline.tasks.task import Task, Turns
 
 TOOLS = {
@@ -44,7 +46,20 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
         held_out = without_overlong(held_out, prompts, config.max_prompt_tokens, "held-out")
     prompts.encode(train[0])  # a prompt that cannot be asked is found now, not in the first step
     scoring, turns = _workers(config, problems)
-    return Task(train, held_out, prompts, scoring, turns)
+    demonstrations = getattr(problems, "demonstrations", None)
+    return Task(train, held_out, prompts, scoring, turns, demonstrations)
+
+
+def task_alphabet(config: TaskConfig) -> str:
+    """Returns the characters that a task's texts keep to; raises where they keep to no small set."""
+    if config.name == "running-sums":
+        return ALPHABET
+    if config.name == "countdown" and parse_options(config.options).rendering == "compact":
+        return RENDERINGS["compact"].alphabet
+    raise ConfigError(
+        f"task.name = {config.name!r}: its texts keep to no small alphabet, so there is no fresh policy "
+        "for it; name a policy's folder, or use task.name=countdown with task.options.rendering=compact"
+    )
 
 
 def _check_extraction(how: str) -> None:
@@ -70,6 +85,8 @@ def _problems(config: TaskConfig) -> ProblemSet:
             return RunningSums(*sizes)
         case "calculator":
             return calculator.CalculatorProblems(*sizes)
+        case "countdown":
+            return Countdown(config.options, *sizes)
         case "reasoning-gym":
             return ReasoningGymProblems(config.dataset, config.options, *sizes)
         case "file":

@@ -1,10 +1,10 @@
 """A task put together: problems, how they are asked, how responses are scored, and who answers in between."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from paceline.tasks.base import Done, Observation, Problem, Turn
+from paceline.tasks.base import Demonstration, Done, Observation, Problem, Turn
 from paceline.tasks.prompts import PromptEncoder
 from paceline.tasks.rewards.functions import Failed
 from paceline.tasks.rewards.pool import WorkerPool
@@ -30,6 +30,7 @@ class Task:
     prompts: PromptEncoder
     scoring: Scoring
     turns: Turns | None = None
+    demonstrations: Callable[[int, int], Iterator[Demonstration]] | None = None  # by count and seed
 
     def close(self) -> None:
         self.scoring.close()
