@@ -1,4 +1,4 @@
-"""Countdown: problems with solutions, a verifier that cannot be fooled, searches that are true and long-tailed."""
+"""Countdown: problems with solutions, a strict verifier, searches that are true and long-tailed."""
 
 import math
 import random
@@ -210,7 +210,9 @@ def test_hostile_responses_cost_no_time(hostile):
 # -- searches -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [SMALL, LARGE, LARGE | {"patience": 0, "min_numbers": 3, "max_numbers": 3}])
+@pytest.mark.parametrize(
+    "options", [SMALL, LARGE, LARGE | {"patience": 0, "min_numbers": 3, "max_numbers": 3}]
+)
 def test_every_line_of_a_search_is_true(options):
     """Equations hold, tables are what the equations leave, going back leads to a table that was there."""
     task = Countdown(options, 0, 4, 4)
