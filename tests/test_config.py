@@ -1,6 +1,7 @@
 """Wrong recipes get an error that names the key, the value and the way out."""
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from paceline.config import (
     CORRECTION_PRESETS,
     Config,
     ConfigError,
+    Section,
     changed_keys,
     dump_config,
     learning_notes,
@@ -170,7 +172,8 @@ def test_within_a_file_keys_win_and_are_named(tmp_path, spelt_out):
     assert (learning.clip_low, learning.clip_high, learning.loss_mean) == (0.2, 0.2, "token")
     (note,) = learning_notes(learning)
     assert note == (
-        "learning.algorithm = 'gspo': the recipe itself says clip_low = 0.2 instead of 0.0003, clip_high = 0.2 instead of 0.0004, "
+        "learning.algorithm = 'gspo': the recipe itself says clip_low = 0.2 instead of 0.0003, "
+        "clip_high = 0.2 instead of 0.0004, "
         "loss_mean = token instead of sequence; leave these keys out to have the algorithm's own"
     )
     path.write_text(Path(spelt_out()).read_text().replace("preset: none", "preset: seq-mis"))
@@ -318,3 +321,26 @@ def test_a_backend_without_fp8_refuses_it():
     with pytest.raises(ConfigError, match="precision = 'fp8[+]kv' needs backend: native"):
         load_config(None, ["rollout.backend=reference", "rollout.precision=fp8+kv"])
     assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "base"
+
+
+def test_longest_first_admission_is_refused_while_nothing_knows_lengths():
+    """No request carries an expected length, so `longest` would be `fifo` under another name."""
+    with pytest.raises(ConfigError, match=r"rollout\.admission = 'longest'.*rollout\.admission=fifo"):
+        load_config("default", ["rollout.admission=longest"])
+    assert load_config("default", ["rollout.admission=fifo"]).rollout.admission == "fifo"
+
+
+def _undescribed(section: type[Section], prefix: str = "") -> list[str]:
+    found = []
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        kind = get_args(kind)[0] if get_origin(kind) is list else kind
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found += _undescribed(kind, f"{prefix}{key}.")
+        elif not field.description:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def test_every_key_has_a_description():
+    assert _undescribed(Config) == []

@@ -6,11 +6,15 @@ More requests may be submitted while completions are being read. `pause` makes `
 the rest outstanding; after `resume` it goes on, under new weights if there were any: the completion then has
 a segment per weight version. Sampling noise depends on seed and absolute position only, so a sequence is
 continued by a request with the same seed whose prompt is everything so far, and a request that is run again
-anywhere gives the same tokens.
+anywhere gives the same tokens. A generator with noise of its own cannot promise that; the loop then still
+learns from what was sampled, since every completion carries the logprobs of its tokens.
 
-Every generator implements `Backend`. What only some can do is a capability that a generator declares:
-`speculation` (its drafters can be watched, saved and taught) and `low_precision` (it computes below the
-policy's own type and can stop doing so). A generator without one says None and implements nothing.
+What is required: completions as `types.Completion` describes them (full-vocabulary logprobs at the request's
+temperature, a segment per weight version) and the abstract methods of `Backend`. Statistics may stay empty.
+
+What only some can do is a capability that a generator declares: `speculation` (its drafters can be watched,
+saved and taught) and `low_precision` (it computes below the policy's own type and can stop doing so). A
+generator without one says None and implements nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -105,7 +109,8 @@ class Backend(ABC):
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Takes new weights under Hugging Face names; None where the learner wrote into shared storage.
 
-        A generator that converts them raises `WeightsNotFinite` where it cannot.
+        The loop passes None: in one process the generator reads the learner's own parameters. A generator
+        that converts them raises `WeightsNotFinite` where it cannot.
         """
 
     @abstractmethod
@@ -131,5 +136,5 @@ class Backend(ABC):
         """Takes the cache memory again."""
 
     def training(self) -> AbstractContextManager[None]:
-        """Returns a context within which somebody trains on the same device, so no graph is captured."""
+        """Returns a context in which no CUDA graph is captured, because training uses the device."""
         return nullcontext()

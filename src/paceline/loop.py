@@ -3,7 +3,9 @@
     tasks ──prompts──▶ backend ──completions──▶ rewards ──▶ learner ──weights──▶ backend
 
 What generates, what scores and what learns are parts of their own; this file only says in which order they
-work. A killed run continues from its newest checkpoint and computes what it would have computed.
+work. `Sentinel.supervise` wraps rollout and update: where low-precision rollouts cannot be trusted it falls
+back and makes the step again. A killed run continues from its newest checkpoint and computes what it would
+have computed.
 """
 
 import signal
@@ -110,7 +112,7 @@ class Trainer:
 
     def run(self) -> Result:
         """Trains until the recipe's last step or an interruption."""
-        last = self.config.run.steps
+        last_step = self.config.run.steps
         self.console.start_of_run(
             self.config.policy.path,
             self.config.task.name,
@@ -121,19 +123,19 @@ class Trainer:
         with _interruptible(self.console) as interrupted:
             if self.step_number == 0:
                 self.evaluate()
-            self.console.start(last)
-            while self.step_number < last and not interrupted:
+            self.console.start(last_step)
+            while self.step_number < last_step and not interrupted:
                 self.step_number += 1
                 self.step()
                 if self._eval_is_due():
                     self.evaluate()
                 self._save_if_due(bool(interrupted))
-        if self.step_number == last and self.live:
+        if self.step_number == last_step and self.live:
             self._compare_with_plain_decoding()
         for writer in self.writers:
             writer.close()
         self.session.close()
-        return Result(finished=self.step_number >= last, summary=summarise_run(self.directory))
+        return Result(finished=self.step_number >= last_step, summary=summarise_run(self.directory))
 
     def step(self) -> None:
         """Makes one step: rollout, update, drafter, new weights, records."""
@@ -150,8 +152,8 @@ class Trainer:
         metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
         self._record_step(groups, stats, metrics)
-        if self.sentinel.hopeless:
-            raise self._failure(self.sentinel.hopeless)
+        if self.sentinel.stop_reason:
+            raise self._failure(self.sentinel.stop_reason)
 
     def evaluate(self) -> None:
         """Measures the policy on held-out problems, and keeps it if it is the best so far."""
@@ -212,7 +214,7 @@ class Trainer:
             return self.learner.update(groups, inspect)
 
     def _rewinder(self) -> Callable[[], None]:
-        """Returns what takes a step back to where it is now, so that it can be made again."""
+        """Returns a function that restores the problem order and drops statistics, to redo the step."""
         position = self.order.position
 
         def rewind() -> None:
@@ -250,15 +252,16 @@ class Trainer:
         return self.step_number == self.config.run.steps or bool(every and self.step_number % every == 0)
 
     def _save_if_due(self, interrupted: bool) -> None:
-        last = self.step_number == self.config.run.steps
-        regular = self.step_number % self.config.checkpoint.every == 0
-        self.save_due = self.save_due or last or regular or interrupted
+        is_last = self.step_number == self.config.run.steps
+        is_regular = self.step_number % self.config.checkpoint.every == 0
+        self.save_due = self.save_due or is_last or is_regular or interrupted
         # After a failed step the weights may be what failed; the next step that learns is saved instead.
         if self.save_due and not self.sentinel.failed_steps:
             self.save()
             self.save_due = False
 
     def _compare_with_plain_decoding(self) -> None:
+        """Makes the closing check: the next step's rollout, twice with and twice without speculation."""
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
             rollout.prompts_per_step
@@ -294,7 +297,7 @@ class Trainer:
         return make_online(self.session.policy, head, self.config, self.console.warn)
 
     def _restore(self, run: RunDirectory | None) -> TrainingState:
-        """Brings every part to where the run stands and returns that; without a checkpoint, its beginning."""
+        """Loads the newest checkpoint into every part and returns its state, or the initial state."""
         state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
         if run is None:
             return state

@@ -12,17 +12,14 @@ from paceline.types import Precision
 
 @dataclass
 class RolloutStats:
-    """What one rollout did, since the last `take_stats`; one entry per decode step makes the long tail
-    visible.
-    """
+    """What one rollout did since the last `take_stats`; lists have one entry per decode step."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
     running: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    strategies: list[str] = field(
-        default_factory=list
-    )  # how each step ran: `plain`, or drafter and length such as `history:5`
+    # How each step ran: `plain`, or drafter and length such as `history:5`.
+    strategies: list[str] = field(default_factory=list)
     draft_seconds: float = 0.0  # of all decode steps; what is not drafting is verifying, or plain decoding
     verify_seconds: float = 0.0
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
@@ -31,7 +28,7 @@ class RolloutStats:
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
 
     def note(self, observation: Observation) -> None:
-        """One step, as its outcome is read."""
+        """Counts one step, as its outcome is read."""
         strategy = observation.decision.strategy
         self.running.append(observation.running)
         self.strategies.append(str(strategy))
@@ -46,7 +43,7 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class PrecisionStats:
-    """A rollout below the policy's own precision."""
+    """Statistics of a low-precision rollout."""
 
     precision: Precision
     quantise_seconds: float  # the last weight update's
@@ -56,9 +53,7 @@ class PrecisionStats:
 
 @dataclass
 class DraftStats:
-    """What verification said of one drafter's proposals. A draft is one row's proposal in one step, an empty
-    one included.
-    """
+    """What verification said of a drafter's proposals; a draft is one row's in one step, even if empty."""
 
     drafts: int = 0
     proposed: int = 0
@@ -72,10 +67,11 @@ class DraftStats:
 
     @property
     def first_accepted(self) -> float:
-        """The share of drafts whose first token was."""
+        """The share of drafts whose first token was accepted."""
         return self.accepted_at[0] / self.drafts if self.drafts else 0.0
 
     def note(self, observation: Observation) -> None:
+        """Counts one step's drafts."""
         self.drafts += observation.drafts
         self.proposed += observation.proposed
         self.accepted += sum(observation.accepted_at)

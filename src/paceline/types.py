@@ -67,7 +67,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. Its tokens depend on the weights and on nothing but what stands here."""
+    """One sequence to generate; under shared noise its tokens depend on the weights and what stands here."""
 
     id: str
     prompt: tuple[int, ...]

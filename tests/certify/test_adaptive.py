@@ -33,9 +33,7 @@ def policies() -> tuple[Decoder, Decoder]:
 
 @pytest.fixture(autouse=True)
 def restless(monkeypatch):
-    """Which strategy is fastest is a matter of the machine's mood: here each decision stands for three
-    steps.
-    """
+    """Which strategy is fastest depends on the machine: here each decision stands for three steps."""
 
     def choose(self, moment):
         every = [PLAIN, *self.settings.strategies]
@@ -68,9 +66,7 @@ def test_the_engine_passes_while_strategies_change(policies):
 
 
 def test_the_engine_that_depends_on_the_strategy_is_caught(policies, monkeypatch):
-    """Steps that verify sample with other noise than plain ones: the right distribution, but not the same
-    tokens.
-    """
+    """Steps that verify sample with other noise than plain ones: the right distribution, other tokens."""
     sound = sampling.sample
 
     def other_noise(logits, temperature, seed, position):

@@ -1,6 +1,4 @@
-"""The certificate passes what is sound and catches what is not: biased rules, wrong logprobs, noise used
-twice.
-"""
+"""The certificate passes what is sound and catches biased rules, wrong logprobs and noise used twice."""
 
 import copy
 import json
@@ -72,9 +70,8 @@ def failed(certificate: Certificate) -> list[str]:
 @pytest.mark.parametrize("verify", ["shared-noise", "rejection"])
 @pytest.mark.parametrize("drafter", ["disturbed", "history"])
 def test_the_engine_passes(policies, verify, drafter):
-    plan = (
-        SMALL if drafter == "disturbed" else replace(SMALL, samples=40, fewer=20)
-    )  # matching is slow on a CPU
+    # Matching is slow on a CPU.
+    plan = SMALL if drafter == "disturbed" else replace(SMALL, samples=40, fewer=20)
     certificate = certify(subject(policies, verify, drafter), PROMPTS, plan, {})
     assert certificate.passed, certificate.table()
     deepest = [
@@ -118,10 +115,8 @@ def always(probabilities: list[float], dtype: torch.dtype = torch.float32) -> De
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     """The bug of a released engine; there a 60% token came out 63% of the time, here 54% or 67%."""
-    target, plan = (
-        [0.6, 0.2, 0.1, 0.06, 0.04],
-        Plan(contexts=2, samples=1500, further=(), mixed=6, mixed_tokens=6),
-    )
+    target = [0.6, 0.2, 0.1, 0.06, 0.04]
+    plan = Plan(contexts=2, samples=1500, further=(), mixed=6, mixed_tokens=6)
     drafter = DraftModel(always([0.39, 0.02, 0.52, 0.02, 0.05] if known else [0.3, 0.3, 0.3, 0.05, 0.05]))
     drafter.has_probabilities = known
     biased = NativeSubject(
@@ -276,7 +271,8 @@ def test_the_command_writes_a_certificate(tmp_path):
         ),
         (
             ["rollout.speculation.eagle_path=x"],
-            "rollout.speculation.eagle_path = 'x' does not apply to --drafter disturbed, only to --drafter eagle",
+            "rollout.speculation.eagle_path = 'x' does not apply to --drafter disturbed, "
+            "only to --drafter eagle",
         ),
         (
             ["--backend", "reference", "rollout.speculation.eagle_path=x"],
@@ -284,7 +280,8 @@ def test_the_command_writes_a_certificate(tmp_path):
         ),
         (
             ["policy.dtype=bfloat16"],
-            "policy.dtype=bfloat16: the command's own arguments say which policy is certified, and in which type; say --precision",
+            "policy.dtype=bfloat16: the command's own arguments say which policy is certified, "
+            "and in which type; say --precision",
         ),
         (["policy.path=x"], "policy.path=x: the command's own arguments say which policy is certified"),
         (
@@ -307,10 +304,8 @@ def test_a_check_names_the_depth_that_ran(policies):
     """Deep proposals are capped by what a step can look at, and the certificate must not claim more."""
     whole = subject(policies, "shared-noise", tokens=12)
     opened = []
-    open_one, whole.open = (
-        whole.open,
-        lambda tokens, max_running: opened.append(tokens) or open_one(tokens, max_running),
-    )
+    open_one = whole.open
+    whole.open = lambda tokens, max_running: opened.append(tokens) or open_one(tokens, max_running)
     requests = mixed_requests(PROMPTS, 6, 8, 0)
     checks = check_equality(whole, requests, open_one(0, 8).run(requests))
     assert [

@@ -1,6 +1,4 @@
-"""The FP8 certificate: its oracle is FP8 by the book and agrees with a sound engine; wrong scales and biased
-rules are caught.
-"""
+"""The FP8 certificate: its oracle agrees with a sound engine; wrong scales and biased rules are caught."""
 
 import json
 import math
@@ -69,7 +67,8 @@ def make_policy(kind: str, dtype: torch.dtype = torch.float32, layers: int = 2) 
         max_positions=128,
     )
     config = DecoderConfig(**sizes, eos_token_ids=(0,), **SHAPES[kind])
-    policy, generator = Decoder(config), torch.Generator().manual_seed(1)
+    policy = Decoder(config)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = (
@@ -103,7 +102,7 @@ def parity(subject: Fp8Subject) -> Check:
     return check_logprobs(subject, done, "{}")[0]
 
 
-# -- the oracle -----------------------------------------------------------------------------------------------------
+# -- the oracle ------------------------------------------------------------------------------------
 
 
 def test_e4m3_by_arithmetic_is_torchs():
@@ -123,10 +122,8 @@ def test_e4m3_by_arithmetic_is_torchs():
 
 
 def test_scaled_numbers_are_the_kernels():
-    weight, x = (
-        torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200),
-        torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1),
-    )
+    weight = torch.randn(3, 150, 200) * torch.logspace(-3, 3, 200)
+    x = torch.randn(9, 200) * torch.logspace(-12, 3, 9).unsqueeze(1)
     matrix = BlockMatrix.poisoned(weight.shape, weight.device)
     quantise_blocks_reference(weight, matrix)
     assert torch.equal(in_blocks(weight).float(), matrix.dequantise()[..., :200])
@@ -138,7 +135,8 @@ def test_without_fp8_it_is_the_decoder(policies):
     for policy in policies.values():
         exact = widest(policy)
         oracle = Fp8Policy(exact, Fp8Recipe(base_layers=1))
-        packed, tokens_T = PackedAttention([7, 9], policy.device), torch.arange(3, 19)
+        packed = PackedAttention([7, 9], policy.device)
+        tokens_T = torch.arange(3, 19)
         with torch.no_grad():
             hidden_TE, expected_TE = (
                 model(tokens_T, packed.positions_T, packed) for model in (oracle, exact)
@@ -146,16 +144,14 @@ def test_without_fp8_it_is_the_decoder(policies):
         torch.testing.assert_close(oracle.logits(hidden_TE), exact.logits(expected_TE), rtol=1e-9, atol=1e-9)
 
 
-def test_shaking_moves_equal_beginnings_alike_and_copies_differently(policies):
+def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies):
     oracle = Fp8Policy(policies["experts"], Fp8Recipe())
-    packed, tokens_T = (
-        PackedAttention([9, 6], torch.device("cpu")),
-        torch.tensor([*range(3, 12), *range(3, 9)]),
-    )
+    packed = PackedAttention([9, 6], torch.device("cpu"))
+    tokens_T = torch.tensor([*range(3, 12), *range(3, 9)])
     with torch.no_grad():
         still, one, other = (
             model(tokens_T, packed.positions_T, packed)
-            for model in (oracle, oracle.shaken(0), oracle.shaken(1))
+            for model in (oracle, oracle.perturbed(0), oracle.perturbed(1))
         )
     torch.testing.assert_close(one[:6], one[9:])
     assert not torch.equal(one, still) and not torch.equal(one, other)
@@ -188,7 +184,7 @@ def test_layers_that_failed_validation_are_known(policies, monkeypatch):
     check = parity(subject)
     assert check.passed, check.detail
     subject.exact_policy.recipe = replace(subject.recipe, kv_base_layers=frozenset())
-    subject.shaken = [subject.exact_policy.shaken(seed) for seed in range(8)]
+    subject.perturbed = [subject.exact_policy.perturbed(seed) for seed in range(8)]
     assert not parity(subject).passed, "an oracle that does not know it is found out"
 
 
@@ -202,10 +198,12 @@ def test_logprobs_that_are_no_numbers_are_caught(policies):
 class Fixed:
     """A policy whose logits depend on the last token alone."""
 
-    device, dtype = torch.device("cpu"), torch.float32
+    device = torch.device("cpu")
+    dtype = torch.float32
 
     def __init__(self, logits_VV: torch.Tensor) -> None:
-        self.logits_VV, self.config = logits_VV, SimpleNamespace(vocab_size=len(logits_VV))
+        self.logits_VV = logits_VV
+        self.config = SimpleNamespace(vocab_size=len(logits_VV))
 
     def moved(self, seed: int, by: float = 0.15) -> "Fixed":
         return Fixed(
@@ -235,34 +233,28 @@ class Fixed:
         ]
 
 
-def test_a_backend_that_is_one_more_shaken_copy_passes():
+def test_a_backend_that_is_one_more_perturbed_copy_passes():
     exact = Fixed(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
     backend = exact.moved(100)
-    prompts, sampling = [(i, j) for i in range(6) for j in range(6)], SamplingParams(max_tokens=1)
-    for shaken in (
-        [exact.moved(seed) for seed in range(8)],
-        [exact],
-    ):  # the second is told nothing about rounding
-        subject = SimpleNamespace(policy=exact, exact_policy=exact, shaken=shaken)
+    prompts = [(i, j) for i in range(6) for j in range(6)]
+    sampling = SamplingParams(max_tokens=1)
+    for perturbed in ([exact.moved(seed) for seed in range(8)], [exact]):  # the second shows no rounding
+        subject = SimpleNamespace(policy=exact, exact_policy=exact, perturbed=perturbed)
         opened = SimpleNamespace(run=backend.run, step_starts={})
         (logprobs,) = check_logprobs(subject, backend.run(sampling_requests(prompts, sampling, 0)), "{}")
         (frequencies,) = check_frequencies(subject, opened, prompts, 500, sampling, 0, 0.0)
-        assert logprobs.passed == (len(shaken) > 1), logprobs.detail
-        assert (frequencies.p_value > 0.001) == (len(shaken) > 1), frequencies.detail
+        assert logprobs.passed == (len(perturbed) > 1), logprobs.detail
+        assert (frequencies.p_value > 0.001) == (len(perturbed) > 1), frequencies.detail
 
 
 @pytest.mark.parametrize(
     "sampling, expected",
     [
         (SamplingParams(1.0, max_tokens=1), [True, True, True]),
-        (
-            SamplingParams(1.0, max_tokens=1, top_k=2),
-            [True, False, False],
-        ),  # the second and the third change places
-        (
-            SamplingParams(1.0, max_tokens=1, top_p=0.6),
-            [False, True, False],
-        ),  # 60% lies between; or the second and the third change places
+        # The second and the third change places.
+        (SamplingParams(1.0, max_tokens=1, top_k=2), [True, False, False]),
+        # 60% lies between; or the second and the third change places.
+        (SamplingParams(1.0, max_tokens=1, top_p=0.6), [False, True, False]),
         (SamplingParams(0.0, max_tokens=1), [True, True, False]),
     ],
 )
@@ -277,9 +269,8 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
     """A single copy explains little, so hardly a token that rounding kept may be left in the test."""
     exact = Fixed(torch.randn(400, 400, generator=torch.Generator().manual_seed(0)))
     sampling = SamplingParams(1.5, max_tokens=1, top_k=5)
-    kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[
-        :, 4:5
-    ]  # each context's last kept token
+    # Each context's last kept token.
+    kept_by_backend_VV = exact.moved(1, 0.02).logits_VV.argsort(descending=True)[:, 4:5]
     completions = [
         Completion(Request(str(v), (v,), 0, sampling), (t,), (0.0,), FinishReason.LENGTH, ())
         for v, (t,) in enumerate(kept_by_backend_VV.tolist())
@@ -299,7 +290,7 @@ def test_what_the_backends_own_type_does_to_logits_makes_no_token_impossible():
 
 def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
     exact = Fixed(torch.zeros(6, 6))  # every token as likely as any other
-    subject = SimpleNamespace(policy=exact, exact_policy=exact, shaken=[])
+    subject = SimpleNamespace(policy=exact, exact_policy=exact, perturbed=[])
     opened = SimpleNamespace(run=exact.run, step_starts={})
     for kind in (SamplingParams(0.0, max_tokens=1), SamplingParams(1.0, max_tokens=1, top_k=3)):
         (check,) = check_frequencies(subject, opened, [(1, 2)], 20, kind, 0, 1e-4)
@@ -308,24 +299,23 @@ def test_a_kind_of_sampling_that_rounding_decides_is_not_certified():
 
 def test_samples_begin_where_the_policy_is_unsure_and_rounding_does_not_matter():
     logits_VV = torch.tensor([[9.0, 0, 0], [1, 0, 0], [0, 0, 0]])
-    moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor(
-        [[0.0], [0], [1]]
-    )  # after token 2, where it is least sure
+    # After token 2, where it is least sure.
+    moved_VV = logits_VV + torch.tensor([0.0, 0.0, 0.5]) * torch.tensor([[0.0], [0], [1]])
     completion = Completion(
         Request("a", (0,), 0, SamplingParams()), (0, 2, 1), (0.0,) * 3, FinishReason.LENGTH, ()
     )
-    subject = SimpleNamespace(policy=Fixed(logits_VV), exact_policy=Fixed(logits_VV), shaken=[])
-    assert measure(subject, [completion]).contested(1) == [(0, 0, 2)]
-    subject.shaken = [Fixed(logits_VV), Fixed(moved_VV)]
+    subject = SimpleNamespace(policy=Fixed(logits_VV), exact_policy=Fixed(logits_VV), perturbed=[])
+    assert measure(subject, [completion]).least_certain(1) == [(0, 0, 2)]
+    subject.perturbed = [Fixed(logits_VV), Fixed(moved_VV)]
     moved = measure(subject, [completion])
-    assert moved.contested(1) == [(0, 0, 2, 1)]
+    assert moved.least_certain(1) == [(0, 0, 2, 1)]
     assert moved.moved(0.5) == 0 and moved.moved(1.0) == pytest.approx(
         float(torch.tensor([0.0, 0.0, 0.5]).std())
     )
     assert 0 < moved.tolerance < 2 * moved.moved(1.0)
 
 
-# -- the certificate ------------------------------------------------------------------------------------------------
+# -- the certificate -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -350,7 +340,8 @@ def test_speculation_that_verifies_in_another_precision_is_caught(policies, monk
     sound = forward.PagedForward.decode
 
     def wide(self, tokens_RQ, *rest):
-        quantised, self.quantised = self.quantised, None if tokens_RQ.shape[1] > 1 else self.quantised
+        quantised = self.quantised
+        self.quantised = None if tokens_RQ.shape[1] > 1 else self.quantised
         try:
             return sound(self, tokens_RQ, *rest)
         finally:
@@ -371,9 +362,7 @@ def wrong_key_scale(monkeypatch):
 
 
 def wrong_cache_scale(monkeypatch):
-    """Everybody uses another scale than calibration gave, in one layer: written and read alike, hence only
-    rounded otherwise.
-    """
+    """One layer is written and read with another scale than calibration gave, so it only rounds otherwise."""
     sound = KVCache.scales
     monkeypatch.setattr(
         KVCache,
@@ -455,7 +444,7 @@ def test_tokens_that_truncation_forbids_are_caught(policies, monkeypatch):
     assert "left out" in check.detail, "where rounding may decide what is kept, nothing is held against it"
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_certifies_what_the_recipe_says(monkeypatch):

@@ -50,7 +50,7 @@ def test_impossible_tokens_and_certain_contexts():
     assert test_frequencies(certain, torch.tensor([1] + [0] * 499)).p_value == 0.0
 
 
-def shaken(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
+def perturbed(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
     """What rounding makes of them: some tokens' logits are moved."""
     noise = torch.randn(
         probabilities.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -59,13 +59,14 @@ def shaken(probabilities: torch.Tensor, by: float, seed: int) -> torch.Tensor:
 
 
 def test_what_rounding_explains_is_not_held_against_a_backend():
-    """One context, known up to rounding: the backend is one more shaken copy. Without the copies it would
-    fail; a bias still does.
-    """
+    """The backend is one more perturbed copy: without the copies it would fail, and a bias still does."""
     context = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    rows, failures, bare, caught = 20000, 0, 0, 0
+    rows = 20000
+    failures = 0
+    bare = 0
+    caught = 0
     for seed in range(30):
-        copies = torch.stack([shaken(context, 0.05, 100 * seed + i) for i in range(4)])
+        copies = torch.stack([perturbed(context, 0.05, 100 * seed + i) for i in range(4)])
         drawn = draw(copies[3].expand(rows, -1), seed)
         known = context.expand(rows, -1), drawn, None, copies[:3].expand(rows, -1, -1)
         failures += test_frequencies(*known).p_value < 0.01
@@ -77,9 +78,8 @@ def test_what_rounding_explains_is_not_held_against_a_backend():
 
 def test_tokens_that_only_rounding_makes_possible():
     certain = torch.tensor([[1.0, 0.0, 0.0]]).expand(500, -1)
-    sometimes = (
-        torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)
-    )  # five are expected, ten explained and half a one unseen
+    # Five are expected, ten explained and half a one unseen.
+    sometimes = torch.tensor([[0.99, 0.01, 0.0]]).expand(500, -1).unsqueeze(1)
     few, many = (
         test_frequencies(certain, torch.tensor([1] * n + [0] * (500 - n)), None, sometimes) for n in (8, 40)
     )

@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import paceline
 from paceline.cli.main import app
 from paceline.config import ConfigError
 from tests.loop_helpers import make_tiny_policy, tiny_overrides
@@ -198,6 +199,31 @@ def test_small_commands(tmp_path):
     assert "4 requests" in output
     with pytest.raises(ValueError, match="fixed:N or lognormal"):
         invoke("bench", "rollout", "--lengths", "uniform:3")
+
+
+def test_the_version_and_what_is_about_to_happen_are_said(policy, tmp_path):
+    assert CliRunner().invoke(app, ["--version"]).output == f"paceline {paceline.__version__}\n"
+    result = CliRunner().invoke(app, ["train", *tiny_overrides(policy, tmp_path, "run", steps=1)])
+    first = " ".join(result.output.split("step 0:")[0].split())
+    for said in (str(policy), "running-sums", "cpu", str(tmp_path / "run")):
+        assert said in first.replace(" ", "") or said in first, (said, first)
+
+
+def test_loaded_policies_generate_with_the_engine(policy, monkeypatch):
+    """The reference generator is an oracle, not what users wait for; both write the same."""
+    from paceline.engine.reference import ReferenceBackend
+
+    loaded = paceline.load(policy, dtype="float64", device="cpu")
+    written = loaded.complete(["a9b8=", "a1="], samples=3, seed=5, max_tokens=20)
+    reference = ReferenceBackend(loaded.decoder)
+    reference.submit([completion.request for group in written for completion in group])
+    expected = {completion.request.id: completion.tokens for completion in reference.completions()}
+    assert {c.request.id: c.tokens for group in written for c in group} == expected
+    monkeypatch.setattr(ReferenceBackend, "submit", lambda *_: pytest.fail("the reference was used"))
+    assert loaded.generate(["a9b8="], max_tokens=4)
+    assert loaded.generate([]) == []
+    with pytest.raises(ValueError, match="prompt 0: "):
+        loaded.generate([""])
 
 
 def test_python_api(policy, tmp_path):

@@ -13,7 +13,7 @@ from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
-from paceline.drafting.online import MAX_TOKENS, PATIENCE, Drift, OnlineDrafter, cut_padded, longest
+from paceline.drafting.online import MAX_TOKENS, PATIENCE, DriftMonitor, OnlineDrafter, cut_padded, longest
 from paceline.drafting.training import teacher_states
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
@@ -45,36 +45,36 @@ SMALL = [
 # -- when -----------------------------------------------------------------------------------------------------------
 
 
-def learns(drift: Drift, chances: list[float], drafts: int, seed: int = 0) -> list[bool]:
+def learns(drift: DriftMonitor, chances: list[float], drafts: int, seed: int = 0) -> list[bool]:
     """What it says of rollouts in which each draft's first token is accepted with these chances."""
     rng = random.Random(seed)
     shares = [sum(rng.random() < chance for _ in range(drafts)) / drafts for chance in chances]
-    return [drift.calls_for_learning(share, drafts) for share in shares]
+    return [drift.update(share, drafts) for share in shares]
 
 
 @pytest.mark.parametrize("drafts", [32, 200, 2000])
 def test_chance_does_not_make_it_learn(drafts):
-    assert sum(sum(learns(Drift(), [0.85] * 100, drafts, seed)) for seed in range(5)) < 15  # of 500
+    assert sum(sum(learns(DriftMonitor(), [0.85] * 100, drafts, seed)) for seed in range(5)) < 15  # of 500
 
 
 def test_a_fall_does_and_its_end_ends_it():
-    drift = Drift()
+    drift = DriftMonitor()
     assert not any(learns(drift, [0.85] * 6, 5000))
     assert learns(drift, [0.80, 0.81, 0.85, 0.85], 5000) == [True, True, False, False]
 
 
 def test_a_slow_decline_does():
-    assert sum(learns(Drift(), [0.85 - 0.002 * i for i in range(40)], 5000)) > 5
+    assert sum(learns(DriftMonitor(), [0.85 - 0.002 * i for i in range(40)], 5000)) > 5
 
 
 def test_a_rise_is_the_new_standard():
-    drift = Drift()
+    drift = DriftMonitor()
     learns(drift, [0.7] * 6 + [0.9] * 4, 5000)
     assert learns(drift, [0.86], 5000) == [True]
 
 
 def test_what_learning_does_not_bring_back_is_let_go():
-    drift = Drift()
+    drift = DriftMonitor()
     learns(drift, [0.9] * 4, 5000)
     assert learns(drift, [0.7] * (PATIENCE + 3), 5000) == [True] * PATIENCE + [False] * 3
     assert learns(drift, [0.6], 5000) == [True], "and the next fall is noticed"
@@ -248,6 +248,19 @@ def test_its_state_is_all_there_is(dtype):
         torch.equal(a, b)
         for a, b in zip(first.trainer.head.parameters(), second.trainer.head.parameters(), strict=True)
     )
+
+
+def test_counters_of_an_early_checkpoint_load():
+    """They were one list of numbers without names."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    first, second = (online(policy, load_eagle("builtin-eagle", policy, torch.float32)) for _ in range(2))
+    first.drift = DriftMonitor(0.7, 5000.0, 3, 2)
+    first.token_budget //= 2
+    state = {name: tensor for name, tensor in first.state().items() if ".counter." not in name}
+    early = [first.trainer.optimiser.steps, first.due, first.token_budget, 0.7, 5000.0, 3, 2]
+    second.load_state({**state, "online.counters": torch.tensor(early, dtype=torch.float64)})
+    assert second.drift == first.drift and second.token_budget == first.token_budget
+    assert second.due == first.due
 
 
 # -- in a run -------------------------------------------------------------------------------------------------------

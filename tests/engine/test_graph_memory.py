@@ -57,7 +57,7 @@ class ModelPool:
 def without_kernels(monkeypatch):
     silence_kernels(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(StepRunner, "_may_capture", lambda self: self.guard.begin_capture())
+    monkeypatch.setattr(StepRunner, "_begin_capture", lambda self: self.guard.begin_capture())
     with torch.inference_mode():
         yield
 

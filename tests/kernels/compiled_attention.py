@@ -1,5 +1,6 @@
-"""Compiles attention over an E4M3 cache for Hopper, which needs no GPU, and prints how each of its products
-runs. Run by test_compiled.py.
+"""Compiles attention over an E4M3 cache for Hopper and prints how each of its products runs.
+
+Compiling needs no GPU. Run by test_compiled.py.
 """
 
 import json
@@ -13,7 +14,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
-from paceline.kernels.paged_attention import Launch, _paged_attention_kernel  # noqa: E402
+from paceline.kernels.paged_attention import _paged_attention_kernel  # noqa: E402
+from paceline.kernels.paged_launch import Launch  # noqa: E402
 from paceline.kernels.prefill_attention import (  # noqa: E402
     FP8_QUERY_ROWS,
     FP8_WARPS,

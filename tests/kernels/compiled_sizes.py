@@ -1,5 +1,7 @@
-"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory, and prints
-what each takes of it, how many stages it was meant to have and how many it has. Run by test_compiled.py.
+"""Compiles the kernels with the largest tiles for a GPU of the given capability and shared memory.
+
+Prints what each takes of it, how many stages it was meant to have and how many it has. Run by
+test_compiled.py.
 """
 
 import json
@@ -12,7 +14,14 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from paceline.kernels import linear, moe, paged_attention, prefill_attention, triton_support  # noqa: E402
+from paceline.kernels import (  # noqa: E402
+    linear,
+    moe,
+    paged_attention,
+    paged_launch,
+    prefill_attention,
+    triton_support,
+)
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
 
 HEADS = dict(
@@ -96,11 +105,9 @@ def cases():
         constants = dict(K=2048, SLOTS_PER_ROW=8, ROWS=tile.rows, COLS=tile.cols, DEPTH=tile.depth)
         yield f"experts, {slots}", moe._expert_linear_kernel, constants, tile.stages, tile.options(itemsize=2)
     for tiles, rows in ((8, 8), (8, 64), (512, 8), (4096, 16)):
-        launch = paged_attention.default_launch(processors=132, tiles=tiles, max_groups=64)
-        constants, options = (
-            HEADS | dict(ROWS=rows, SHARED=launch.programs > 1),
-            launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2),
-        )
+        launch = paged_launch.default_launch(processors=132, tiles=tiles, max_groups=64)
+        constants = HEADS | dict(ROWS=rows, SHARED=launch.programs > 1)
+        options = launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2)
         yield (
             f"decoding, {tiles} tiles of {rows} rows",
             paged_attention._paged_attention_kernel,
@@ -108,7 +115,9 @@ def cases():
             launch.stages,
             options,
         )
-    rows, stages, warps = prefill_attention.QUERY_ROWS, prefill_attention.STAGES, prefill_attention.WARPS
+    rows = prefill_attention.QUERY_ROWS
+    stages = prefill_attention.STAGES
+    warps = prefill_attention.WARPS
     for head_dim in (128, 256):
         options = triton_support.launch_options(
             warps, stages, stage_bytes=2 * TILE * head_dim * 2, held_bytes=rows * head_dim * 2

@@ -1,17 +1,15 @@
-"""Decode, verify and prefill attention are right, and give one query the same bits however it was
-computed.
-"""
+"""Decode, verify and prefill attention are right, and a query's bits do not depend on how it was computed."""
 
 import pytest
 import torch
 
 from paceline.kernels import paged_attention as decode
 from paceline.kernels.paged_attention import (
-    Launch,
     paged_attention,
     paged_attention_reference,
     paged_attention_triton,
 )
+from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import (
     FLAT_TILE,
     prefill_attention,
@@ -39,9 +37,7 @@ def forget(k, v, table, lengths, block_size=16):
 
 
 def finite(*caches):
-    """The kernels mask what they load; the reference asks for a cache without NaN, as the CPU engine keeps
-    it.
-    """
+    """Kernels mask what they load; the reference needs a cache without NaN, as the CPU engine keeps it."""
     return [cache.nan_to_num(7.0) for cache in caches]
 
 
@@ -86,8 +82,9 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
 
 @pytest.mark.parametrize("num_queries", [1, 5])
 def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
-    """Rows of 0 to 10 groups, more than one batch of partial results, by one program and by several, one to
-    ten groups each.
+    """Rows of 0 to 10 groups, by one program and by several, with one to ten groups each.
+
+    Ten groups are more than one batch of partial results.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     k, v, table = (t.to(device) for t in caches(1, 32, 4, 10 * decode.GROUP, dtype=dtype))

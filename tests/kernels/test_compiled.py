@@ -18,9 +18,7 @@ def printed_by(*command: str) -> dict:
 
 @pytest.mark.parametrize("capability, limit", [(89, 101_376), (90, 232_448)], ids=["RTX 4090", "H200"])
 def test_kernels_fit_a_gpus_shared_memory(capability, limit):
-    """With fewer tiles in flight where there is little of it, and with all of them on the GPU they were tuned
-    for.
-    """
+    """Fewer tiles are in flight where there is little of it, and all on the GPU they were tuned for."""
     results = printed_by("tests.kernels.compiled_sizes", str(capability), str(limit))
     assert all(taken <= limit for taken, _, _ in results.values()), results
     _, meant, stages = results.pop("prefill, heads of 256")
@@ -31,8 +29,9 @@ def test_kernels_fit_a_gpus_shared_memory(capability, limit):
 
 
 def test_products_over_an_e4m3_cache_run_alike():
-    """Decoding plainly, verifying and prefilling deal a product's terms to the same instructions in the same
-    order; none is asynchronous.
+    """Decoding, verifying and prefilling deal a product's terms to the same instructions in the same order.
+
+    None of them is asynchronous.
     """
     results = printed_by("tests.kernels.compiled_attention")
     assert len(results) == 6

@@ -1,6 +1,4 @@
-"""The gather of a draft's walk: the kernel against its reference, and the reference against a loop over
-rows.
-"""
+"""The gather of a draft's queries: the kernel against its reference, that against a loop over rows."""
 
 import pytest
 import torch

@@ -21,9 +21,8 @@ def check(device: str, dtype: torch.dtype) -> None:
         features, slots = random(rows * queries, 96), torch.randperm(9, generator=g)[:rows].to(device)
         context = torch.randint(0, 20, (rows,), generator=g).to(device)
         lengths = torch.zeros(9, dtype=torch.int64, device=device)
-        lengths[slots] = (
-            context + 1 + torch.randint(0, queries + 1, (rows,), generator=g).to(device)
-        )  # from none to all kept
+        # From none to all kept.
+        lengths[slots] = context + 1 + torch.randint(0, queries + 1, (rows,), generator=g).to(device)
         context[0] = -1  # not active
         kept = [torch.zeros(9, 96, dtype=dtype, device=device) for _ in range(2)]
         for run, out in zip((eagle_step.keep_last_triton, eagle_step.keep_last_reference), kept, strict=True):

@@ -1,6 +1,4 @@
-"""FP8 kernels: quantisers to the bit of the formula, products against float64, rows that do not see each
-other.
-"""
+"""FP8 kernels: quantisers to the bit of the formula, products against float64, row invariance."""
 
 import pytest
 import torch
@@ -25,7 +23,8 @@ from paceline.kernels.fp8_quantise import (
     quantise_rows_triton,
 )
 from paceline.kernels.linear import linear_reference
-from paceline.kernels.moe import expert_feed_forward_reference, route_reference
+from paceline.kernels.moe import expert_feed_forward_reference
+from paceline.kernels.moe_routing import route_reference
 from paceline.kernels.norm import rms_norm_residual_reference, rms_norm_triton
 from paceline.kernels.swiglu import silu_multiply_quantised_triton, silu_multiply_triton
 
@@ -65,9 +64,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_values_are_the_formulas():
-    """scale = max(amax, 1e-10) / 448 per block in float32, each number divided by it and rounded to the
-    nearest E4M3.
-    """
+    """scale = max(amax, 1e-10) / 448 per block in float32; numbers over it, rounded to the nearest E4M3."""
     weight = torch.randn(130, 140) * torch.logspace(-6, 2, 140)
     weight[128:, 128:] = 0.0
     quantised = matrix(weight)
@@ -134,8 +131,9 @@ def assert_rows_equal(actual: QuantisedRows, expected: QuantisedRows) -> None:
 
 @pytest.mark.gpu
 def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
-    """Groups whose largest number has each of the 128 mantissas, with 125 others and both zeros beside it,
-    sixteen binades down.
+    """Groups whose largest number has each of the 128 mantissas, sixteen binades down.
+
+    Beside it there are 125 other numbers and both zeros.
     """
     mantissa = 1 + torch.arange(128) / 128
     smaller_BM = mantissa.flip(0)[:127] * 2.0 ** -torch.arange(1, 17).unsqueeze(1)
@@ -148,8 +146,9 @@ def test_every_quotient_of_two_bf16_numbers_is_bit_equal():
 
 
 def test_two_corrections_make_a_quotient_exact():
-    """What `_quotient` does on a GPU, with its fused operations in float64: the products are exact there, and
-    so is the first difference.
+    """What `_quotient` does on a GPU, with its fused operations in float64.
+
+    The products are exact there, and so is the first difference.
     """
     x, scale = torch.randn(1 << 20), torch.rand(1 << 20) + 0.001
     x[:2] = torch.tensor([0.0, -0.0])
@@ -176,9 +175,7 @@ def test_norm_adds_parts_in_order(device):
 
 @pytest.mark.parametrize("width, depth", SHAPES)
 def test_product_reference_against_float64(width, depth):
-    """The reference is the float64 product of what the scales and values stand for; FP8 itself costs about
-    4%.
-    """
+    """The reference is the float64 product of what scales and values stand for; FP8 itself costs about 4%."""
     x, weight = torch.randn(37, depth), torch.randn(width, depth)
     rows, blocks = quantise_rows_reference(x), matrix(weight)
     exact = rows.dequantise().double() @ blocks.dequantise().double().t()
@@ -242,19 +239,16 @@ def test_expert_kernels(device, num_rows):
         tile,
     )
     error = (out.cpu().float() - expected.float()).norm() / expected.float().norm()
-    one_step = (
-        4e-2 / num_rows
-    )  # of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16
+    # One step of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16.
+    one_step = 4e-2 / num_rows
     assert error < (1e-5 if device == "cpu" else 1e-2 + one_step), error
 
 
 def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
-    x, router, gate_up, down = (
-        torch.randn(40, 128),
-        torch.randn(8, 128),
-        torch.randn(8, 128, 128) / 11,
-        torch.randn(8, 128, 64) / 8,
-    )
+    x = torch.randn(40, 128)
+    router = torch.randn(8, 128)
+    gate_up = torch.randn(8, 128, 128) / 11
+    down = torch.randn(8, 128, 64) / 8
     weights = router, matrix(gate_up), matrix(down), 2, True
     whole = fp8_expert_feed_forward_reference(x, *weights)
     exact = expert_feed_forward_reference(x, router, gate_up, down, 2, True)

@@ -1,6 +1,4 @@
-"""An E4M3 KV cache: what is written, what attention reads, and that a query's bits depend on its own sequence
-only.
-"""
+"""An E4M3 KV cache: what is written, what attention reads, and that sequences do not affect each other."""
 
 import pytest
 import torch
@@ -8,11 +6,15 @@ import torch
 from paceline.kernels.attention_reference import attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.fp8_quantise import quantise_rows_reference
-from paceline.kernels.paged_attention import Launch, paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
 from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
 
-BLOCK_SIZE, KV_HEADS, HEADS, DIM = 16, 2, 4, 32
+BLOCK_SIZE = 16
+KV_HEADS = 2
+HEADS = 4
+DIM = 32
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
@@ -27,9 +29,7 @@ def cache(num_blocks: int, dim: int = DIM) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_write_is_the_quantised_number(device, qk_norm):
-    """The reference against the plain one, rounded; the kernel against the reference, to the bit where
-    nothing is rotated.
-    """
+    """The reference is the plain one, rounded; the kernel is the reference, to the bit if not rotated."""
     slots, positions = torch.tensor([3, 9, -1, 31, 4]), torch.tensor([0, 5, 7, 2, 1])
     k_scale, v_scale = torch.tensor([0.003, 0.004]), torch.tensor([0.005, 0.03])
     norms = [torch.randn(DIM) if qk_norm else None for _ in range(2)]
@@ -68,11 +68,9 @@ def test_write_is_the_quantised_number(device, qk_norm):
 
 def test_rope_adds_parts_in_order(device):
     parts = torch.randn(2, 5, (HEADS + 2 * KV_HEADS) * DIM, device=device)
-    slots, positions, angle = (
-        torch.tensor([3, 9, -1, 31, 4]),
-        torch.tensor([0, 5, 7, 2, 1]),
-        torch.rand(8, DIM // 2) * 6,
-    )
+    slots = torch.tensor([3, 9, -1, 31, 4])
+    positions = torch.tensor([0, 5, 7, 2, 1])
+    angle = torch.rand(8, DIM // 2) * 6
     tables = [t.to(device) for t in (positions, slots, angle.cos(), angle.sin())]
     dtype, results = torch.float32 if device == "cpu" else torch.bfloat16, []
     for qkv in (parts, (parts[0] + parts[1]).to(dtype)):
@@ -82,15 +80,11 @@ def test_rope_adds_parts_in_order(device):
 
 
 def test_queries_have_the_type_asked_for(device):
-    """A projection in parts is float32; queries left in that type would take attention off the tensor
-    cores.
-    """
+    """A projection in parts is float32; queries of that type would take attention off the tensor cores."""
     qkv = torch.randn(5, (HEADS + 2 * KV_HEADS) * DIM)
-    slots, positions, angle = (
-        torch.tensor([3, 9, -1, 31, 4]),
-        torch.tensor([0, 5, 7, 2, 1]),
-        torch.rand(8, DIM // 2) * 6,
-    )
+    slots = torch.tensor([3, 9, -1, 31, 4])
+    positions = torch.tensor([0, 5, 7, 2, 1])
+    angle = torch.rand(8, DIM // 2) * 6
     caches = [torch.zeros(4, 8, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2)]
     inputs = [x.to(device) for x in (qkv, positions, slots, angle.cos(), angle.sin())]
     assert rope_and_write_kv(*inputs, *caches, HEADS, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -125,10 +119,8 @@ def test_decode_attention_quantises_its_heads(device, programs, fp8_cache):
     if not fp8_cache:
         k, v = k.to(dtype), v.to(dtype)
     q = torch.randn(3, 2, HEADS, 128).to(device, dtype)
-    table, context = (
-        (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device),
-        torch.tensor([40, -1, 7], device=device),
-    )
+    table = (torch.randperm(11)[:9].view(3, 3).int() + 1).to(device)
+    context = torch.tensor([40, -1, 7], device=device)
     plain = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales)
     quantised = paged_attention_triton(q, k, v, table, context, Launch(programs, 2), **scales, quantise=True)
     expected = quantise_rows_reference(plain.flatten(0, 1).flatten(1).cpu())
@@ -152,9 +144,7 @@ def test_prefill_attention(device):
 
 
 def test_pairs_hold_every_number():
-    """What the kernels make of a pair of E4M3 numbers: float16 bits of the even and the odd one, times 2^-8,
-    exactly.
-    """
+    """What kernels make of a pair of E4M3 numbers: float16 bits of each, times 2^-8, exactly."""
     every = torch.arange(256, dtype=torch.uint8)
     every = every[~every.view(E4M3).float().isnan()]
     pairs = torch.cartesian_prod(every, every).contiguous().view(torch.int16).flatten()

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels import history_index
+from paceline.kernels import history_index, history_lookup
 from paceline.kernels.history_index import END, LENGTHS, MAX_MATCH, MIN_MATCH, HistoryIndex
 
-SLOTS, WIDTH, BANK, COUNT = 5, 90, 160, 8
+SLOTS = 5
+WIDTH = 90
+BANK = 160
+COUNT = 8
 
 
 @dataclass
 class Text:
-    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index was told of
-    it.
-    """
+    """Rows that grow, end and begin anew, each slot of one of two prompts; and what the index knows of it."""
 
     seed: int
     buckets: int
@@ -48,7 +49,7 @@ class Text:
         self.tokens[slot, : len(prompt)] = torch.tensor(prompt)
         self.length[slot] = len(prompt)
         self.index.prompt_S[slot] = 1000003 * (1 + slot % 2)
-        self.index.filed_S[slot] = 0
+        self.index.indexed_S[slot] = 0
 
     def grow(self, slot: int) -> None:
         for _ in range(self.rng.randint(0, 4)):
@@ -62,7 +63,9 @@ class Text:
         if self.head + length - first + 1 > BANK:
             self.entries = [e for e in self.entries if e[1] < self.head]
             self.head = 0
-        start, self.head, self.number = self.head, self.head + length - first + 1, self.number + 1
+        start = self.head
+        self.head += length - first + 1
+        self.number += 1
         self.entries = [e for e in self.entries if e[2] < start or e[1] >= self.head] + [
             (self.number, start, self.head - 1)
         ]
@@ -78,7 +81,7 @@ class Dictionaries:
         self.text = text
         self.running: dict[tuple, tuple[int, int]] = {}  # slot and position
         self.finished: dict[tuple, tuple[int, list[int], int]] = {}  # number, text, position
-        self.filed = [0] * SLOTS
+        self.indexed = [0] * SLOTS
 
     def row(self, slot: int) -> list[int]:
         return self.text.tokens[slot, : self.text.length[slot]].tolist()
@@ -93,20 +96,22 @@ class Dictionaries:
                         row,
                         position,
                     )
-        self.filed[slot] = 0
+        self.indexed[slot] = 0
 
     def propose(self, slots: list[int], count: int) -> list[list[int]]:
         for slot in sorted(slots):
             row = self.row(slot)
-            for position in range(self.filed[slot], len(row) - 1):
+            for position in range(self.indexed[slot], len(row) - 1):
                 for n in LENGTHS:
                     if position + 1 >= n:
                         self.running[slot % 2, *row[position + 1 - n : position + 1]] = (slot, position)
-            self.filed[slot] = max(self.filed[slot], len(row) - 1)
+            self.indexed[slot] = max(self.indexed[slot], len(row) - 1)
         return [self.best(slot, count) for slot in slots]
 
     def best(self, slot: int, count: int) -> list[int]:
-        own, best, answer = self.row(slot), (MIN_MATCH - 1,), []
+        own = self.row(slot)
+        best = (MIN_MATCH - 1,)
+        answer = []
         for rank, n in enumerate(LENGTHS * 2):
             key = (slot % 2, *own[-n:])
             found = (
@@ -147,7 +152,7 @@ def test_reference_is_a_dictionary():
             proposals = torch.full((SLOTS, COUNT + 1), 99)
             count = text.rng.randint(1, COUNT)
             expected = model.propose(slots, count)
-            history_index.propose_from_history(
+            history_lookup.propose_from_history(
                 torch.tensor(slots), text.tokens, text.length, text.index, count, proposals
             )
             assert [proposals[slot, :count].tolist() for slot in slots] == expected
@@ -160,9 +165,7 @@ def test_reference_is_a_dictionary():
 
 @pytest.mark.parametrize("buckets", [8, 256])
 def test_a_crowded_table_only_forgets(buckets):
-    """Whatever is proposed really followed an equal run of tokens somewhere, however often buckets were taken
-    by others.
-    """
+    """Whatever is proposed followed an equal run of tokens somewhere, however often buckets were taken."""
     text, said = Text(1, buckets, vocab=6), 0
     texts: list[list[int]] = []
     for step in range(80):
@@ -172,7 +175,7 @@ def test_a_crowded_table_only_forgets(buckets):
             texts.append(text.tokens[int(text.length.argmax()), : text.length.max()].tolist())
             text.bank(int(text.length.argmax()), history_index.bank_row)
         proposals = torch.full((SLOTS, COUNT), 99)
-        history_index.propose_from_history(
+        history_lookup.propose_from_history(
             torch.arange(SLOTS), text.tokens, text.length, text.index, COUNT, proposals
         )
         rows = [text.tokens[slot, : text.length[slot]].tolist() for slot in range(SLOTS)]
@@ -207,31 +210,28 @@ def test_a_steps_work_does_not_grow_with_the_text():
     work = []
     for length in (40, 4000):
         index = HistoryIndex.empty(2, 4096, 4096, 1 << 10, torch.device("cpu"))
-        tokens, lengths, proposals = (
-            torch.randint(0, 9, (2, 4096)),
-            torch.full((2,), length),
-            torch.zeros(2, COUNT, dtype=torch.int64),
-        )
+        tokens = torch.randint(0, 9, (2, 4096))
+        lengths = torch.full((2,), length)
+        proposals = torch.zeros(2, COUNT, dtype=torch.int64)
         history_index.bank_row(tokens, index, 1, 0, 1, length, 0, 1)
-        history_index.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
+        history_lookup.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         lengths += 3
         with Produced() as produced:
-            history_index.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
+            history_lookup.propose_from_history(torch.tensor([0]), tokens, lengths, index, COUNT, proposals)
         work.append(produced.numbers)
     assert work[0] == work[1] > 0
 
 
 def check_kernels(device: str, monkeypatch) -> None:
-    monkeypatch.setattr(history_index, "_FILED_AT_ONCE", 4)  # so that there are several rounds
+    monkeypatch.setattr(history_index, "_POSITIONS_AT_ONCE", 4)  # so that there are several rounds
     monkeypatch.setattr(history_index, "_BANKED_AT_ONCE", 16)
     for seed in range(2):
         for buckets in (64, 1 << 12):
             ours, theirs = (Text(seed, buckets, device) for _ in range(2))
             for step in range(14):
-                count, slots = (
-                    1 + (step * 3) % COUNT,
-                    [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1],
-                )  # the last: a null row, twice
+                count = 1 + (step * 3) % COUNT
+                # The last: a null row, twice.
+                slots = [0, 2, 1 if step > 11 else 3, SLOTS - 1, SLOTS - 1]
                 for text in (ours, theirs):
                     for slot in range(SLOTS - 1):
                         text.grow(slot)
@@ -241,8 +241,8 @@ def check_kernels(device: str, monkeypatch) -> None:
                     theirs.bank(slot, history_index.bank_row_reference)
                 proposals = [torch.full((SLOTS, COUNT), 99, device=device) for _ in range(2)]
                 rows = torch.tensor(slots, device=device)
-                history_index.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
-                history_index.propose_reference(
+                history_lookup.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
+                history_lookup.propose_reference(
                     rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1]
                 )
                 assert torch.equal(*proposals)

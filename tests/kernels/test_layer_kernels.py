@@ -1,6 +1,4 @@
-"""RMSNorm, SwiGLU, and RoPE with the cache write: kernels against references, references against Hugging
-Face.
-"""
+"""RMSNorm, SwiGLU, RoPE with the cache write: kernels against references, those against Hugging Face."""
 
 import pytest
 import torch
@@ -75,11 +73,9 @@ def test_rope_and_write_kv(device, num_heads, num_kv_heads, head_dim, qk_norm):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cpu_rows_are_invariant(dtype):
-    x, residual, weight = (
-        torch.randn(128, 96, dtype=dtype),
-        torch.randn(128, 96, dtype=dtype),
-        torch.randn(96, dtype=dtype),
-    )
+    x = torch.randn(128, 96, dtype=dtype)
+    residual = torch.randn(128, 96, dtype=dtype)
+    weight = torch.randn(96, dtype=dtype)
     angle = torch.rand(128, 16, dtype=dtype)
     whole = (
         rms_norm_residual_reference(x, residual, weight, 1e-6),

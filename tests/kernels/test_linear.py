@@ -1,6 +1,4 @@
-"""The product is right, and a row's bits depend neither on how many rows ran with it nor on its place among
-them.
-"""
+"""The product is right, and a row's bits do not depend on how many rows ran with it or on its place."""
 
 import pytest
 import torch
@@ -85,10 +83,8 @@ def test_gpu_is_right(depth, width):
 @pytest.mark.parametrize("depth, width", [(4096, 1024), (12288, 512), (576, 1000), (128, 384)])
 def test_gpu_rows_are_invariant(depth, width):
     """Every batch size through its own tile, and every tile, in the float32 that the accumulator holds."""
-    weight, x = (
-        bf16(width, depth),
-        bf16(700, depth) * torch.logspace(-3, 3, 700, device="cuda")[:, None].bfloat16(),
-    )
+    weight = bf16(width, depth)
+    x = bf16(700, depth) * torch.logspace(-3, 3, 700, device="cuda")[:, None].bfloat16()
     whole = linear(x, weight, torch.float32, deterministic=True)
     for num_rows in (*range(1, 257), 300, 511, 513):
         first = (num_rows * 31) % (701 - num_rows)

@@ -1,13 +1,11 @@
-"""Experts: right against a token-by-token sum, and a token's bits depend on no other token, wherever those
-are sent.
-"""
+"""Experts are right against a token-by-token sum, and a token's bits depend on no other token."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels import moe
-from paceline.kernels.linear import Tile
+from paceline.kernels import moe, moe_routing
+from paceline.kernels.linear import Tile, linear
 from paceline.kernels.triton_support import INTERPRETED
 
 SMALL_TILE = Tile(16, 32, 32, 4, 2)
@@ -52,9 +50,7 @@ def test_reference_is_right(experts, k, size, inner, normalise):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("experts, k, size, inner", [(8, 2, 128, 128), (8, 3, 48, 40), (64, 8, 64, 48)])
 def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
-    """Any number of tokens, any place among them, and neighbours who all choose a token's own expert or never
-    do.
-    """
+    """Any number of tokens, any place among them, neighbours that all choose the same expert or never do."""
     weights = make_weights(experts, size, inner, dtype)
     x = torch.randn(96, size, dtype=dtype)
     whole = moe.expert_feed_forward(x, *weights, k, True)
@@ -76,7 +72,7 @@ def test_cpu_tokens_are_invariant(experts, k, size, inner, dtype):
 
 def test_equal_scores_take_the_lowest_expert():
     scores = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    _, experts = moe.route_reference(scores, 3, False, torch.float32)
+    _, experts = moe_routing.route_reference(scores, 3, False, torch.float32)
     assert experts.tolist() == [[1, 2, 4], [0, 1, 2]]
 
 
@@ -85,8 +81,8 @@ def test_equal_scores_take_the_lowest_expert():
 def test_route(device, num_rows, experts, k, normalise):
     scores = torch.randn(num_rows, experts) * 3
     scores[0, : experts // 2] = scores[0, 0]  # ties
-    weights, chosen = moe.route_triton(scores.to(device), k, normalise, torch.float32)
-    expected_weights, expected = moe.route_reference(scores, k, normalise, torch.float32)
+    weights, chosen = moe_routing.route_triton(scores.to(device), k, normalise, torch.float32)
+    expected_weights, expected = moe_routing.route_reference(scores, k, normalise, torch.float32)
     assert torch.equal(chosen.cpu().long(), expected)
     torch.testing.assert_close(weights.cpu(), expected_weights)
 
@@ -94,7 +90,7 @@ def test_route(device, num_rows, experts, k, normalise):
 def test_a_row_of_nan_stays_inside(device):
     scores = torch.randn(3, 6)
     scores[1] = torch.nan
-    _, chosen = moe.route_triton(scores.to(device), 2, True, torch.float32)
+    _, chosen = moe_routing.route_triton(scores.to(device), 2, True, torch.float32)
     assert chosen.min() >= 0 and chosen.max() < 6
     assert torch.equal(chosen[0::2].cpu().long(), scores[0::2].topk(2).indices)
 
@@ -131,7 +127,7 @@ def test_kernels_interpreted(num_rows, experts, k, size, inner):
         pytest.skip("kernels are compiled here, not interpreted")
     weights = make_weights(experts, size, inner, torch.float32)
     x = torch.randn(num_rows, size)
-    routed = moe.route_triton(x @ weights[0].t(), k, True, torch.float32)
+    routed = moe_routing.route_triton(x @ weights[0].t(), k, True, torch.float32)
     out = moe.experts_triton(x, *routed, *weights[1:], SMALL_TILE)
     torch.testing.assert_close(
         out, moe.expert_feed_forward_reference(x, *weights, k, True), rtol=1e-5, atol=1e-5
@@ -169,7 +165,7 @@ def test_gpu_tokens_are_invariant(shape):
         rows = slice(first, first + num_rows)
         assert torch.equal(moe.expert_feed_forward(x[rows], *weights, k, True), whole[rows]), num_rows
     for tile in {moe.choose_expert_tile(slots, shape[0]) for slots in (1, 20 * shape[0], 500 * shape[0])}:
-        routed = moe.route_triton(moe.linear(x, weights[0], torch.float32, True), k, True, x.dtype)
+        routed = moe_routing.route_triton(linear(x, weights[0], torch.float32, True), k, True, x.dtype)
         assert torch.equal(moe.experts_triton(x, *routed, *weights[1:], tile), whole), tile
     crowd = x[:1].repeat(300, 1)
     assert torch.equal(moe.expert_feed_forward(crowd, *weights, k, True), whole[:1].repeat(300, 1))

@@ -1,6 +1,4 @@
-"""The noise is Philox, is Gumbel distributed, resolves the winning end, and is the same function whatever the
-shape.
-"""
+"""The noise is Philox, Gumbel distributed, resolves the winning end, and does not depend on the shape."""
 
 import math
 

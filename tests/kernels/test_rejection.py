@@ -1,6 +1,4 @@
-"""Rejection gives the policy's distribution at every position that is reached, and its tests notice when it
-does not.
-"""
+"""Rejection gives the policy's distribution at every position reached; the tests notice when it does not."""
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ def draw(
     known: bool = True,
     proposals: int = 3,
 ):
-    """ROWS rows of `proposals` tokens drawn from `draft` logits with shared noise, verified; kept tokens by
-    position, and their logprobs.
+    """Draws and verifies ROWS rows of `proposals` tokens from `draft` logits with shared noise.
+
+    Returns the kept tokens by position, and their logprobs.
     """
     seed = torch.arange(ROWS) * 7919 + 5
     position = torch.arange(10, 11 + proposals).expand(ROWS, -1)
@@ -114,12 +113,12 @@ def test_no_proposal_means_the_policys_own_draw():
 
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
-    """The bug that a released engine had, where a 60% token came out 63% of the time: that a token was not
-    drafted says that its noise is small.
+    """The bug that a released engine had, where a 60% token came out 63% of the time.
+
+    That a token was not drafted says that its noise is small.
     """
-    draft = (
-        torch.tensor([0.4, 0.05, 0.35, 0.1, 0.1]) if known else Q
-    )  # what recovery draws from must have two tokens or more
+    # What recovery draws from must have two tokens or more.
+    draft = torch.tensor([0.4, 0.05, 0.35, 0.1, 0.1]) if known else Q
     monkeypatch.setattr(rejection, "STREAM_RECOVER", STREAM_SAMPLE)
     tokens, _, _ = draw(draft.log(), P.log(), known=known)
     assert abs(float((tokens[:, 0] == 0).float().mean()) - 0.6) > 0.02 and p_value(tokens[:, 0], P) < 1e-6
@@ -131,18 +130,12 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
 @pytest.mark.gpu
 def test_it_can_be_captured():
     shape = (8, 4)
-    logits, seed = (
-        torch.randn(*shape, 5000, device="cuda"),
-        torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous(),
-    )
-    position, heat = (
-        torch.arange(4, device="cuda").expand(shape).contiguous(),
-        torch.ones(shape, device="cuda"),
-    )
-    proposals, probabilities = (
-        torch.randint(5000, (8, 3), device="cuda"),
-        torch.randn(8, 3, 5000, device="cuda").softmax(-1),
-    )
+    logits = torch.randn(*shape, 5000, device="cuda")
+    seed = torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous()
+    position = torch.arange(4, device="cuda").expand(shape).contiguous()
+    heat = torch.ones(shape, device="cuda")
+    proposals = torch.randint(5000, (8, 3), device="cuda")
+    probabilities = torch.randn(8, 3, 5000, device="cuda").softmax(-1)
     cut = Truncation(torch.full((8,), 50).cuda(), torch.full((8,), 0.9).cuda(), torch.zeros(8).cuda())
     case = logits, heat, seed, position, cut, proposals, probabilities
     expected = verify_by_rejection(*case)

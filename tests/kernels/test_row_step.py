@@ -1,6 +1,4 @@
-"""Gather and append: the kernel against the reference, and the reference against a plain Python account of
-one row.
-"""
+"""Gather and append: the kernel against the reference, the reference against plain Python for one row."""
 
 import copy
 
@@ -10,7 +8,10 @@ import torch
 from paceline.kernels import row_step
 from paceline.kernels.row_step import RowTensors
 
-BLOCK_SIZE, SLOTS, WIDTH, PROPOSALS = 4, 7, 40, 7
+BLOCK_SIZE = 4
+SLOTS = 7
+WIDTH = 40
+PROPOSALS = 7
 
 
 def make_rows(seed: int, device: str = "cpu") -> tuple[RowTensors, torch.Tensor, torch.Tensor]:
@@ -84,10 +85,8 @@ def check_kernels(device: str) -> None:
         for queries in (1, 3, 8):
             rows, slots, proposals = make_rows(seed, device)
             args = (slots, proposals, queries, 17, BLOCK_SIZE)
-            ours, theirs = (
-                row_step.gather_queries_triton(rows, *args),
-                row_step.gather_queries_reference(rows, *args),
-            )
+            ours = row_step.gather_queries_triton(rows, *args)
+            theirs = row_step.gather_queries_reference(rows, *args)
             for name, tensor in vars(theirs).items():
                 assert torch.equal(getattr(ours, name), tensor), name
             sampled = torch.randint(0, 5, (5, queries), device=device)

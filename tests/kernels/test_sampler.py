@@ -76,11 +76,9 @@ def test_truncation_of_some_rows_leaves_the_others_bits(device, vocab_size):
     """In a mixed batch every row takes the truncating path; alone, a row without truncation does not."""
     case = [t.to(device) for t in inputs(10, vocab_size)]
     whole = torch.arange(10, device=device) < 5
-    top_k, top_p, min_p = (
-        torch.where(whole, 0, 7),
-        torch.where(whole, 1.0, 0.9),
-        torch.zeros(10, device=device),
-    )
+    top_k = torch.where(whole, 0, 7)
+    top_p = torch.where(whole, 1.0, 0.9)
+    min_p = torch.zeros(10, device=device)
     token, logprob, log_mass = sample_truncated(*case, top_k, top_p, min_p)
     alone_token, alone_logprob = sample(*case)
     assert torch.equal(token[whole], alone_token[whole]) and torch.equal(logprob[whole], alone_logprob[whole])
@@ -140,7 +138,9 @@ def test_gpu_rows_are_invariant():
 def test_truncation_keeps_what_hugging_face_keeps(top_k, top_p, min_p):
     num_rows = 4000
     logits = (torch.randn(1, 60, dtype=torch.float64) * 2).expand(num_rows, -1)
-    temperature, seed, position = torch.full((num_rows,), 1.5), torch.arange(num_rows), torch.arange(num_rows)
+    temperature = torch.full((num_rows,), 1.5)
+    seed = torch.arange(num_rows)
+    position = torch.arange(num_rows)
     token, logprob, log_mass = sample_truncated(
         logits,
         temperature,

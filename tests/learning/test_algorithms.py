@@ -1,5 +1,4 @@
-"""Every algorithm against its paper's formula, written as loops over samples and tokens in float64: loss and
-gradients.
+"""Every algorithm's loss and gradients against its paper's formula, as loops over samples and tokens.
 
 The oracles share nothing with the code but the forward pass of one sequence.
 """
@@ -40,7 +39,8 @@ def clipped(ratio: torch.Tensor, advantage: float, low: float, high: float) -> t
 def token_losses(
     policy: Decoder, sample: Sample, advantage: float, low: float, high: float
 ) -> list[torch.Tensor]:
-    new, completion = response_logprobs(policy, sample.completion), sample.completion
+    new = response_logprobs(policy, sample.completion)
+    completion = sample.completion
     ratios = [
         (new[t] - completion.logprobs[t]).exp() for t, sampled in enumerate(completion.loss_mask) if sampled
     ]
@@ -48,7 +48,8 @@ def token_losses(
 
 
 def group_advantages(group: Group) -> list[float]:
-    mean, deviation = statistics.mean(group.rewards), statistics.stdev(group.rewards)
+    mean = statistics.mean(group.rewards)
+    deviation = statistics.stdev(group.rewards)
     return [(reward - mean) / (deviation + 1e-6) for reward in group.rewards]
 
 
@@ -57,10 +58,8 @@ def grpo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tens
     responses = []
     for group in groups:
         for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
-            new, fixed = (
-                response_logprobs(policy, sample.completion),
-                response_logprobs(reference, sample.completion).detach(),
-            )
+            new = response_logprobs(policy, sample.completion)
+            fixed = response_logprobs(reference, sample.completion).detach()
             kls = [
                 (f - n).exp() - (f - n) - 1
                 for n, f, m in zip(new, fixed, sample.completion.loss_mask, strict=True)
@@ -102,33 +101,29 @@ def gspo(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tens
             completion = sample.completion
             sampled = [t for t, use in enumerate(completion.loss_mask) if use]
             new = response_logprobs(policy, completion)
-            new_likelihood, old_likelihood = (
-                sum(new[t] for t in sampled),
-                sum(completion.logprobs[t] for t in sampled),
-            )
+            new_likelihood = sum(new[t] for t in sampled)
+            old_likelihood = sum(completion.logprobs[t] for t in sampled)
             ratio = (new_likelihood.exp() / math.exp(old_likelihood)) ** (1 / len(sampled))
             responses.append(clipped(ratio, advantage, 3e-4, 4e-4))
     return sum(responses) / len(responses)
 
 
 def reinforce_plus_plus(policy: Decoder, reference: Decoder, groups: list[Group]) -> torch.Tensor:
-    """Returns of a reward at the end and a KL penalty of 0.01 at each token, whitened over the step's
-    tokens.
-    """
-    returns, ratios = [], []
+    """Returns of a reward at the end and a KL penalty of 0.01 per token, whitened over the step's tokens."""
+    returns = []
+    ratios = []
     for group in groups:
         for sample in group.samples:
             completion = sample.completion
-            fixed, new = (
-                response_logprobs(reference, completion).detach(),
-                response_logprobs(policy, completion),
-            )
+            fixed = response_logprobs(reference, completion).detach()
+            new = response_logprobs(policy, completion)
             sampled = [t for t, use in enumerate(completion.loss_mask) if use]
             for t in sampled:
                 kl_to_go = sum(completion.logprobs[i] - fixed[i].item() for i in sampled if i >= t)
                 returns.append(sample.score.reward - 0.01 * kl_to_go)
                 ratios.append((new[t] - completion.logprobs[t]).exp())
-    mean, deviation = statistics.mean(returns), statistics.stdev(returns)
+    mean = statistics.mean(returns)
+    deviation = statistics.stdev(returns)
     losses = [
         clipped(ratio, (value - mean) / (deviation + 1e-6), 0.2, 0.2)
         for ratio, value in zip(ratios, returns, strict=True)
@@ -159,11 +154,9 @@ def test_loss_and_gradients_follow_the_paper(algorithm, budget):
     )
     # GSPO's clip is so narrow that all samples would be outside of it, were they far from the policy.
     groups = near_policy(make_groups()) if algorithm == "gspo" else make_groups()
-    policy, reference, expected_policy = (
-        make_policy(),
-        make_policy(seed=1).requires_grad_(False),
-        make_policy(),
-    )
+    policy = make_policy()
+    reference = make_policy(seed=1).requires_grad_(False)
+    expected_policy = make_policy()
     learner = Learner(policy, config)
     if learner.reference is not None:
         learner.reference = reference
@@ -180,12 +173,12 @@ def test_loss_and_gradients_follow_the_paper(algorithm, budget):
 
 
 def near_policy(groups: list[Group]) -> list[Group]:
-    """Samples of nearly this policy: each a little more or less likely as a whole, those with an observation
-    exactly as likely.
+    """Makes samples of nearly this policy: each a little more or less likely as a whole.
 
-    An observation has logprob 0, as in rollouts.
+    Those with an observation are exactly as likely. An observation has logprob 0, as in rollouts.
     """
-    policy, shifts = make_policy(), torch.Generator().manual_seed(5)
+    policy = make_policy()
+    shifts = torch.Generator().manual_seed(5)
     for sample in (sample for group in groups for sample in group.samples):
         shift = (
             1e-3 * torch.randn((), generator=shifts, dtype=torch.float64) * all(sample.completion.loss_mask)
@@ -203,7 +196,8 @@ def near_policy(groups: list[Group]) -> list[Group]:
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
 def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
     """The mean of three times 0.1 is not 0.1; reinforce++ must not turn the KL that is left into a signal."""
-    policy, reference = make_policy(), make_policy(seed=1)
+    policy = make_policy()
+    reference = make_policy(seed=1)
     learner = Learner(policy, make_config(f"learning.algorithm={algorithm}", "learning.kl_coef=0.1"))
     learner.reference = reference
     groups = [
@@ -247,11 +241,14 @@ def test_overlong_punishment_is_a_reward_component_of_its_own():
 
 
 def test_clip_fraction_counts_the_tokens_without_a_gradient():
-    policy, groups = make_policy(), make_groups()
-    without, tokens = 0, 0
+    policy = make_policy()
+    groups = make_groups()
+    without = 0
+    tokens = 0
     for group in groups:
         for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
-            new, completion = response_logprobs(policy, sample.completion), sample.completion
+            new = response_logprobs(policy, sample.completion)
+            completion = sample.completion
             ratios = [
                 math.exp(new[t].item() - completion.logprobs[t])
                 for t, sampled in enumerate(completion.loss_mask)
@@ -266,11 +263,10 @@ def test_clip_fraction_counts_the_tokens_without_a_gradient():
 
 
 def test_a_token_outside_the_loss_cannot_spoil_it_through_the_reference():
-    """An observation that the policy finds impossible and the reference does not: exp of the difference is
-    infinite in float32.
-    """
+    """The policy finds an observation impossible, the reference does not: exp of that is infinite."""
     logprobs_R = torch.tensor([-1.0, -120.0], requires_grad=True)
-    mask_R, nothing_R = torch.tensor([1.0, 0.0]), torch.zeros(2)
+    mask_R = torch.tensor([1.0, 0.0])
+    nothing_R = torch.zeros(2)
     found = with_reference_kl(
         make_config("learning.kl_coef=0.1").learning,
         nothing_R,

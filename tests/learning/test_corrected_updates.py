@@ -1,6 +1,4 @@
-"""Whole updates with correction: loss and gradients against formulas, when the learner's logprobs are taken,
-what is skipped.
-"""
+"""Updates with correction: loss and gradients against formulas, the old-logprobs pass, skipped updates."""
 
 import copy
 import math
@@ -47,15 +45,15 @@ def overrides_for(name: str) -> list[str]:
 
 
 def objective(name: str, groups: list[Group], policy, before, loss_mean: str) -> torch.Tensor:
-    """w min(r A, clip(r) A) over what is kept; `before` is the learner's policy before the step's first
-    update.
-    """
+    """w min(r A, clip(r) A) over what is kept; `before` is the learner's policy before the first update."""
     config = correction_config(**CORRECTIONS[name])
     terms: list[list[torch.Tensor]] = []
-    token_weights, sequence_weights = [], []
+    token_weights = []
+    sequence_weights = []
     for group in groups:
         for sample, advantage in zip(group.samples, group_advantages(group), strict=True):
-            mask, rollout = sample.completion.loss_mask, sample.completion.logprobs
+            mask = sample.completion.loss_mask
+            rollout = sample.completion.logprobs
             new = response_logprobs(policy, sample.completion)
             old = response_logprobs(before, sample.completion).tolist()
             anchor = old if config.mode == "decoupled" else rollout
@@ -91,7 +89,9 @@ def assert_gradients(gradients: dict[str, torch.Tensor], policy) -> None:
     "loss_mean, budget", [("token", 64), ("token", 4096), ("sequence", 64), ("constant", 64)]
 )
 def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
-    groups, policy, expected_policy = make_groups(), make_policy(), make_policy()
+    groups = make_groups()
+    policy = make_policy()
+    expected_policy = make_policy()
     config = make_config(
         f"learning.micro_batch_tokens={budget}", f"learning.loss_mean={loss_mean}", *overrides_for(name)
     )
@@ -110,7 +110,8 @@ def test_loss_and_gradients_follow_the_formula(name, loss_mean, budget):
 
 @pytest.mark.parametrize("name", ["token-tis", "seq-mis", "normalised"])
 def test_later_updates_keep_the_policy_and_the_weights_from_before_the_first(name):
-    groups, before = make_groups(), make_policy()
+    groups = make_groups()
+    before = make_policy()
     learner = Learner(
         make_policy(), make_config("learning.epochs=2", "learning.lr=1e-2", *overrides_for(name))
     )
@@ -335,7 +336,9 @@ class Refused(Exception):
 def test_whoever_inspects_the_mismatch_can_stop_the_update(overrides):
     learner = Learner(make_policy(), make_config(*overrides))
     learner.update(make_groups())
-    before, steps, seen = snapshot(learner), learner.optimiser.steps, []
+    before = snapshot(learner)
+    steps = learner.optimiser.steps
+    seen = []
 
     def refuse(mismatch: Mismatch) -> None:
         seen.append(mismatch.kl)

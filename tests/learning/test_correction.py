@@ -1,6 +1,4 @@
-"""Rollout correction against its formulas, written as loops over responses and tokens in plain Python
-floats.
-"""
+"""Rollout correction against its formulas, written as loops over responses and tokens in Python floats."""
 
 import math
 import random
@@ -11,10 +9,10 @@ import torch
 from paceline.config import CORRECTION_PRESETS, ConfigError, CorrectionConfig, load_config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import correct, corrected
-from paceline.learning.mismatch import Mismatch, measure, total
+from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
 from tests.learning.correction_oracle import Drawn, bounded_exp, correction_config, expected, k3
 
-# -- inputs -------------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 def draw(seed: int, spread: float, responses: int = 12) -> list[Drawn]:
@@ -57,7 +55,8 @@ CONFIGS = {preset: correction_config(preset=preset) for preset in CORRECTION_PRE
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spread", [0.002, 0.3, 3.0, 60.0])  # the last one reaches the clamps
 def test_weights_and_masks_are_the_formula(name, spread):
-    config, drawn = CONFIGS[name], draw(seed=len(name), spread=spread)
+    config = CONFIGS[name]
+    drawn = draw(seed=len(name), spread=spread)
     batch, learner_R = pack_drawn(drawn)
     correction = correct(config, batch, learner_R)
     wanted = [token for response in drawn for token in expected(config, response)]
@@ -97,9 +96,7 @@ def one(delta: float, tokens: int = 1) -> tuple[MicroBatch, torch.Tensor]:
     "ratio, kept", [(0.55, True), (0.45, False), (4.5, True), (5.5, False), (0.25, False), (1.9, True)]
 )
 def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
-    """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: with [0.5, 5] that is [0.2,
-    2].
-    """
+    """verl compares -log rho with log lo and log hi, which keeps [1/hi, 1/lo]: [0.2, 2] for [0.5, 5]."""
     delta = math.log(ratio)
     batch, learner_R = one(delta)
     got = bool(
@@ -137,21 +134,21 @@ def test_weights_have_no_gradient():
     seen = corrected(config, batch, correction, current_R, 1.0)
     assert not any(
         x.requires_grad
-        for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.anchor_logprobs_R)
+        for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.old_logprobs_R)
     )
 
 
 def test_decoupled_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
     batch, learner_R = pack_drawn(draw(1, 0.3))
-    for mode, anchor_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
+    for mode, old_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
         config = correction_config(mode=mode)
         assert torch.equal(
-            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).anchor_logprobs_R,
-            anchor_R,
+            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).old_logprobs_R,
+            old_R,
         )
 
 
-# -- mismatch -----------------------------------------------------------------------------------------------------------
+# -- mismatch --------------------------------------------------------------------------------------
 
 
 def expected_metrics(config: CorrectionConfig, drawn: list[Drawn]) -> dict[str, float]:
@@ -194,12 +191,15 @@ def expected_metrics(config: CorrectionConfig, drawn: list[Drawn]) -> dict[str, 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("spread", [0.002, 0.3, 3.0, 60.0])
 def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
-    config, drawn = CONFIGS[name], draw(seed=7, spread=spread)
+    config = CONFIGS[name]
+    drawn = draw(seed=7, spread=spread)
     parts: list[Mismatch] = []
     for piece in (drawn[:5], drawn[5:6], drawn[6:]):
         batch, learner_R = pack_drawn(piece)
-        parts.append(measure(batch, correct(config, batch, learner_R), learner_R, config.weight != "none"))
-    got = total(parts)
+        parts.append(
+            measure_mismatch(batch, correct(config, batch, learner_R), learner_R, config.weight != "none")
+        )
+    got = sum_mismatches(parts)
     assert got.metrics() == pytest.approx(expected_metrics(config, drawn), rel=1e-10, abs=1e-15)
     assert got.finite
 
@@ -209,10 +209,12 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
     config = correction_config(preset="icepop")
     for sampled in (True, False):
         batch, learner_R = pack_drawn([Drawn([-1.0, -1.0], [-1.0, bad], [True, sampled])])
-        assert measure(batch, correct(config, batch, learner_R), learner_R, True).finite == (not sampled)
+        assert measure_mismatch(batch, correct(config, batch, learner_R), learner_R, True).finite == (
+            not sampled
+        )
 
 
-# -- recipes ------------------------------------------------------------------------------------------------------------
+# -- recipes ---------------------------------------------------------------------------------------
 
 
 def test_presets_set_keys_and_explicit_keys_win():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.learning.batch import cut, micro_batches, training_sequence
+from paceline.learning.batch import micro_batches, split_by_tokens, training_sequence
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from tests.learning.samples import make_config, make_groups, make_policy
@@ -26,7 +26,8 @@ def test_entropy_and_chunking(monkeypatch):
 
 
 def test_a_nan_gradient_leaves_weights_and_moments_alone():
-    policy, groups = make_policy(), make_groups()
+    policy = make_policy()
+    groups = make_groups()
     learner = Learner(policy, make_config())
     learner.update(groups)
     before = [p.clone() for p in policy.parameters()] + [m.clone() for m in learner.optimiser.second_moments]
@@ -119,6 +120,6 @@ def test_when_one_response_does_not_fit_the_error_says_what_helps(monkeypatch):
 def test_cutting_keeps_every_sequence_once():
     sequences = [training_sequence(sample.completion) for group in make_groups() for sample in group.samples]
     for budget in (1, 16, 30, 1000):
-        parts = cut(sequences, budget)
+        parts = split_by_tokens(sequences, budget)
         assert sorted(map(id, sequences)) == sorted(id(s) for part in parts for s in part)
         assert all(len(part) == 1 or sum(len(s.tokens) for s in part) <= budget for part in parts)

@@ -1,6 +1,4 @@
-"""Learning on a GPU: the flash kernel, grouped products of experts and bf16 adapters give the CPU's float32
-gradients.
-"""
+"""Learning on a GPU: the flash kernel, grouped expert GEMMs and bf16 adapters give the CPU's gradients."""
 
 import copy
 import random

@@ -1,6 +1,4 @@
-"""Learning with adapters: only they change, the reference is the policy without them, a run resumes where it
-was.
-"""
+"""Learning with adapters: only they change, the reference is the policy without them, runs resume."""
 
 import pytest
 import torch
@@ -31,7 +29,8 @@ def weights(policy: Decoder) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_training_changes_the_adapters_and_nothing_else(dtype):
     learner = make_learner(make_config("learning.lr=1e-2", "learning.epochs=3"), dtype)
-    before, base = weights(learner.policy), weights(Decoder(CONFIG, dtype).initialise(0))
+    before = weights(learner.policy)
+    base = weights(Decoder(CONFIG, dtype).initialise(0))
     assert all(torch.equal(before[name], base[name]) for name in base)
     factors = {
         name: parameter.clone()
@@ -51,9 +50,7 @@ def test_training_changes_the_adapters_and_nothing_else(dtype):
 
 
 def test_an_update_equals_one_of_the_unfused_adapters():
-    """The merged forward pass gives the policy gradient of base + scale B A: checked by finite
-    differences.
-    """
+    """The merged forward pass gives the gradient of base + scale B A, by finite differences."""
     learner = make_learner(make_config("learning.lr=1e-2"))
     learner.update(make_groups())  # B is no longer zero
     metrics: list[float] = []
@@ -87,7 +84,9 @@ def test_the_reference_is_the_adapter_switched_off(algorithm):
         learner.update(make_groups())["policy/reference_kl"] == pytest.approx(0, abs=1e-12)
         or algorithm == "reinforce++"
     )
-    base, groups, kls = make_policy(), make_groups(), []
+    base = make_policy()
+    groups = make_groups()
+    kls = []
     for sample in (sample for group in groups for sample in group.samples):
         ours = response_logprobs(learner.policy, sample.completion).detach()
         if algorithm == "reinforce++":  # its KL is that of the policy that sampled

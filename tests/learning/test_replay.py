@@ -1,6 +1,4 @@
-"""Router replay in learning: the rollout's experts with the learner's own weights, and how often the router
-disagreed.
-"""
+"""Router replay in learning: the rollout's experts with the learner's weights, and rerouted tokens."""
 
 import dataclasses
 
@@ -86,9 +84,7 @@ def expert_by_expert(module: ExpertFeedForward, x: torch.Tensor, experts: torch.
 
 
 def test_recorded_experts_run_with_the_learners_weights():
-    """Output and the router's gradient against a loop over tokens; a token that was not recorded goes where
-    the router says.
-    """
+    """Output and gradient against a loop over tokens; tokens that were not recorded go by the router."""
     module = make_policy().layers[2].feed_forward
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     own = module.route(x)[1]
@@ -115,10 +111,8 @@ def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
     groups = roll_out(policy)
     batch = packed(groups)
     with torch.no_grad():
-        replayed, own = (
-            token_logprobs(policy, batch)[0],
-            token_logprobs(policy, packed(groups, replayed=False))[0],
-        )
+        replayed = token_logprobs(policy, batch)[0]
+        own = token_logprobs(policy, packed(groups, replayed=False))[0]
     assert batch.replay.rerouted == 0 and batch.replay.routed == 2 * sum(
         3 + 20 - 1 for g in groups for _ in g.samples
     )
@@ -127,23 +121,18 @@ def test_with_the_rollouts_weights_replay_changes_nothing(dtype, tolerance):
 
 
 def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
-    """Routers that order the experts otherwise but weigh any chosen set alike: only with replay is it the
-    rollout's policy.
-    """
+    """Routers that choose other experts, weighted alike: only with replay is it the rollout's policy."""
     policy = make_policy()
     for i in CONFIG.expert_layers:
-        policy.layers[i].feed_forward.router.weight.data.mul_(
-            1e-9
-        )  # chosen by the sign of nearly nothing, weighed equally
+        # Chosen by the sign of nearly nothing, weighted equally.
+        policy.layers[i].feed_forward.router.weight.data.mul_(1e-9)
     groups = roll_out(policy)
     for i in CONFIG.expert_layers:
         policy.layers[i].feed_forward.router.weight.data.neg_()
     batch = packed(groups)
     with torch.no_grad():
-        replayed, own = (
-            token_logprobs(policy, batch)[0],
-            token_logprobs(policy, packed(groups, replayed=False))[0],
-        )
+        replayed = token_logprobs(policy, batch)[0]
+        own = token_logprobs(policy, packed(groups, replayed=False))[0]
     torch.testing.assert_close(replayed, batch.rollout_logprobs_R, rtol=0, atol=1e-6)
     assert (own - batch.rollout_logprobs_R).abs().max() > 0.1
     assert batch.replay.rerouted == batch.replay.routed
@@ -152,7 +141,8 @@ def test_with_other_routers_the_learner_still_uses_the_rollouts_experts():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
     """The share of one forward pass; activation checkpointing runs layers twice and must count once."""
-    groups, other = roll_out(make_policy()), make_policy(router_seed=1)
+    groups = roll_out(make_policy())
+    other = make_policy(router_seed=1)
     batch = packed(groups)
     with torch.no_grad():
         token_logprobs(other, batch)
@@ -171,7 +161,8 @@ def test_an_update_reports_the_share_that_was_rerouted(checkpointing):
 
 
 def test_the_reference_routes_for_itself():
-    groups, policy = roll_out(make_policy()), make_policy(router_seed=1)
+    groups = roll_out(make_policy())
+    policy = make_policy(router_seed=1)
     learner = Learner(policy, make_config("learning.kl_coef=0.1"))
     with torch.no_grad():
         own = token_logprobs(policy, packed(groups, replayed=False))[0]

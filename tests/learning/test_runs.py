@@ -1,6 +1,4 @@
-"""Whole runs with DAPO, with rollout correction and with LoRA: they report what they do, and a resumed run
-continues as if never stopped.
-"""
+"""Runs with DAPO, rollout correction and LoRA report what they do and resume as if never stopped."""
 
 import json
 from pathlib import Path

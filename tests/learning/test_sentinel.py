@@ -1,6 +1,4 @@
-"""Low-precision rollouts that go wrong: the run falls back, says so, loses nothing, and a resumed one decides
-the same.
-"""
+"""Low-precision rollouts that go wrong: the run falls back, says so, loses nothing, resumes alike."""
 
 import json
 import math
@@ -59,7 +57,8 @@ def in_base(policy, tmp_path_factory) -> list[dict[str, float]]:
 
 
 def listen() -> tuple[Console, list[str]]:
-    console, warnings = Console(quiet=True), []
+    console = Console(quiet=True)
+    warnings = []
     console.warn = warnings.append
     return console, warnings
 
@@ -91,16 +90,18 @@ def test_the_step_that_counts_is_the_one_base_precision_makes(
     assert fell_back_from(records) == ([] if not falls_at else list(range(falls_at, 7)))
     assert [warning for warning in warnings if "SENTINEL" in warning] == warnings
     if falls_at:
-        said = f"SENTINEL, step {falls_at}: {reason}. Rollouts go on in base precision instead of fp8; the step is made again"
+        said = (
+            f"SENTINEL, step {falls_at}: {reason}. "
+            "Rollouts go on in base precision instead of fp8; the step is made again"
+        )
         assert warnings == [said]
 
 
 def test_a_wrong_scale_of_the_real_cache_trips_it(tmp_path, monkeypatch):
-    """The native engine, the built-in policy: from the first update on the scales are a tenth of what they
-    should be, and large keys are cut off.
-    """
+    """From the first update on, the engine's scales are a tenth of what they should be: large keys clip."""
     monkeypatch.undo()  # the task's own reward
-    sound, calls = KVScales.calibrate, []
+    sound = KVScales.calibrate
+    calls = []
 
     def spoiled(self):
         unfit = sound(self)
@@ -170,7 +171,7 @@ def test_a_threshold_of_zero_watches_nothing(policy, tmp_path, monkeypatch):
     )
 
 
-# -- resuming -----------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -188,16 +189,13 @@ def wait_for_lines(path: Path, count: int) -> None:
 
 
 def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
-    """Killed before the checkpoint that holds the fallback, and after it: it is decided again, or
-    remembered.
-    """
+    """Killed before the checkpoint with the fallback, it is decided again; after it, remembered."""
     run = tmp_path / "killed"
     process = start("kl", "3", "train", *tiny_overrides(policy, tmp_path, "killed"), *SETTINGS)
-    outputs, said = [], [True]
-    for lines in (
-        4,
-        7,
-    ):  # an evaluation and steps 1 to 3; then another evaluation, step 4 with its checkpoint, step 5
+    outputs = []
+    said = [True]
+    # An evaluation and steps 1 to 3; then another evaluation, step 4 with its checkpoint, step 5.
+    for lines in (4, 7):
         wait_for_lines(run / "metrics.jsonl", lines)
         process.kill()
         outputs.append(process.communicate()[0])
@@ -213,9 +211,7 @@ def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
 
 
 def test_a_count_that_has_begun_survives_a_resume(policy, tmp_path, monkeypatch):
-    """All responses at the cap in step 2, then a stop: step 3 is the second in a row for the resumed run as
-    well.
-    """
+    """All responses at the cap in step 2, then a stop: step 3 is the second in a row after resuming, too."""
     monkeypatch.setattr(session, "make_backend", breaking_session("capped", 2))
     settings = (*SETTINGS, "eval.every=0")
     whole = train(tiny_config(policy, tmp_path, "whole", *settings, "run.steps=4")).summary.run
@@ -247,7 +243,7 @@ def test_a_resumed_run_falls_back_before_it_rolls_out(policy, tmp_path, monkeypa
     assert fell_back_from(comparable_metrics(run)) == [1, 2, 3]
 
 
-# -- updates that are not finite ----------------------------------------------------------------------------------------
+# -- updates that are not finite -------------------------------------------------------------------
 
 
 def fail_updates(monkeypatch, *updates: int) -> list[int]:
@@ -301,9 +297,7 @@ def test_two_in_a_row_stop_the_run_and_name_the_checkpoint(policy, tmp_path, mon
 
 
 def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
-    """Neither when it is time nor at the end; the next step that learns is saved although it is not its
-    turn.
-    """
+    """Neither when a checkpoint is due nor at the end; the next step that learns is saved out of turn."""
     settings = (*SETTINGS, *ONE_PASS, "checkpoint.every=2", "checkpoint.keep=9")
     with monkeypatch.context() as patch:
         fail_updates(patch, 2, 5)
@@ -316,9 +310,7 @@ def test_nothing_is_saved_after_a_failed_step(policy, tmp_path, monkeypatch):
 
 
 def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_path, monkeypatch):
-    """Step 3 leaves weights that are finite and yet give no finite logit: its own checkpoint is useless, the
-    one before it is not.
-    """
+    """Step 3's weights are finite but give no finite logit: its checkpoint is useless, the one before not."""
     spoil_weights(monkeypatch, 3, 1e38, "head.weight")
     with pytest.raises(TrainingFailed) as caught:
         train(
@@ -330,16 +322,17 @@ def test_a_blown_update_does_not_push_out_the_last_sound_checkpoint(policy, tmp_
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000003"]
     assert f"goes on from {folder}/step_000003; if it fails there again" in str(caught.value)
     assert (
-        f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy or what this run began with"
-        in str(caught.value)
-    )
+        f"policy.path={folder}/step_000003/policy or policy.path={folder}/step_000002/policy "
+        "or what this run began with"
+    ) in str(caught.value)
 
 
 def test_weights_that_are_not_finite_are_never_saved(policy, tmp_path, monkeypatch):
     spoil_weights(monkeypatch, 3, math.nan)
     with pytest.raises(
         TrainingFailed,
-        match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight.*goes on from .*step_000002",
+        match=r"after step 3 1 parameters are not finite, first layers.0.feed_forward.down.weight"
+        r".*goes on from .*step_000002",
     ):
         train(
             tiny_config(
@@ -386,15 +379,14 @@ def test_updates_that_were_made_before_one_fails_stand(policy, tmp_path, monkeyp
 
 
 def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypatch):
-    """Falling back builds a new pool: it would be taken on top of what learning holds, and woken although it
-    is awake.
-    """
+    """Falling back builds a new pool, which would add to what learning holds and be woken while awake."""
     backends: list[BreakingBackend] = []
     make = breaking_session("none", 1)
     monkeypatch.setattr(
         session, "make_backend", lambda *arguments: backends.append(make(*arguments)) or backends[-1]
     )
-    asleep, states = [False], []
+    asleep = [False]
+    states = []
 
     @contextmanager
     def learning_memory(self, needed):
@@ -430,14 +422,15 @@ def test_a_policy_that_is_not_finite_falls_back_once_and_then_stops(policy, tmp_
     assert sum("SENTINEL" in warning for warning in warnings) == 1
 
 
-# -- weights that are not finite ----------------------------------------------------------------------------------------
+# -- weights that are not finite -------------------------------------------------------------------
 
 
 def spoil_weights(
     monkeypatch, step: int, value: float, name: str = "layers.0.feed_forward.down.weight"
 ) -> None:
     """The update of this step, whose gradient is sound, leaves weights that are not."""
-    calls, real = [], Learner.update
+    calls = []
+    real = Learner.update
 
     def update(self, *arguments):
         metrics = real(self, *arguments)
@@ -464,9 +457,9 @@ def test_weights_that_fp8_cannot_hold_stop_the_run_and_name_the_checkpoint(polic
     with pytest.raises(TrainingFailed) as caught:
         train(tiny_config(policy, tmp_path, "run", *IN_FP8))
     assert (
-        "after step 3 the weights of 1 of 8 projections are not finite, first layers.0.feed_forward.down.weight"
-        in str(caught.value)
-    )
+        "after step 3 the weights of 1 of 8 projections are not finite, "
+        "first layers.0.feed_forward.down.weight"
+    ) in str(caught.value)
     assert f"goes on from {tmp_path}/run/checkpoints/step_000002" in str(caught.value)
 
 
@@ -478,7 +471,8 @@ def test_a_policy_that_is_not_finite_is_refused(policy, tmp_path, settings):
     save_policy(poisoned, tmp_path / "poisoned", tokenizer_from=policy)
     with pytest.raises(
         ConfigError,
-        match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, first layers.1.attention.qkv.weight",
+        match=r"policy.path = .*poisoned': 1 parameters are not finite in .*, "
+        r"first layers.1.attention.qkv.weight",
     ):
         train(tiny_config(tmp_path / "poisoned", tmp_path, "run", *settings))
     assert not (tmp_path / "run").exists()

@@ -69,9 +69,7 @@ def make_oracle(case: str) -> transformers.PreTrainedModel:
 
 
 def oracle_gradient(name: str, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
-    """transformers keeps a layer's experts in one tensor, gate above up, but writes them to disk one by
-    one.
-    """
+    """transformers keeps a layer's experts in one tensor, gate above up, but writes them one by one."""
     if name in parameters:
         return parameters[name].grad
     layer, expert, projection, _ = name.rsplit(".", 3)
@@ -126,9 +124,7 @@ def test_saved_folder_opens_in_transformers(case, tmp_path):
 
 
 def test_experts_on_disk(tmp_path):
-    """Written one by one under the published names; read also as transformers 5 keeps them, one tensor per
-    layer.
-    """
+    """Written one by one under the published names; read also as one tensor per layer (transformers 5)."""
     oracle = make_oracle("moe-dense-layer")
     oracle.save_pretrained(tmp_path / "single")
     oracle.save_pretrained(tmp_path / "fused", save_original_format=False)

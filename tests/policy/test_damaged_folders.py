@@ -1,6 +1,4 @@
-"""Folders that are damaged: each error names the file and what is wrong with it, whatever library found
-it.
-"""
+"""Folders that are damaged: each error names the file and what is wrong, whatever library found it."""
 
 import json
 from pathlib import Path

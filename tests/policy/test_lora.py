@@ -1,6 +1,4 @@
-"""LoRA against PEFT: the same numbers, the same folders; and against itself: nothing drifts, only adapters
-learn.
-"""
+"""LoRA against PEFT, with the same numbers and folders, and against itself: only adapters learn."""
 
 import json
 
@@ -146,8 +144,9 @@ def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone():
 
 
 def test_the_engine_samples_from_the_policy_that_learns():
-    """Engine with merged weights against base and adapters computed apart, in float64; storage and names stay
-    where they were.
+    """Engine with merged weights against base and adapters computed apart, in float64.
+
+    Storage and names stay where they were.
     """
     policy = small_decoder()
     storages = {name: tensor.data_ptr() for name, tensor in exported_tensors(policy)}

@@ -1,6 +1,4 @@
-"""Dynamic sampling takes groups in prompt order, bounds its rounds, reports, and never repeats a prompt's
-noise.
-"""
+"""Dynamic sampling takes groups in prompt order, bounds its rounds, reports, and never repeats a seed."""
 
 from dataclasses import replace
 
@@ -14,9 +12,7 @@ from tests.learning.samples import make_config, make_groups, make_policy
 
 
 class Rounds:
-    """A source whose groups score as told: `/` unevenly, `=` alike; one string per round, then nothing but
-    `=`.
-    """
+    """A source whose groups score as told: `/` unevenly, `=` alike; a string per round, then all `=`."""
 
     def __init__(self, *rounds: str) -> None:
         self.rounds = list(rounds)

@@ -1,6 +1,4 @@
-"""Chat templates render what transformers renders, and prompts become the tokens transformers would make of
-them.
-"""
+"""Chat templates render what transformers renders, and prompts encode to the tokens transformers gives."""
 
 import json
 
@@ -11,10 +9,11 @@ from transformers import PreTrainedTokenizerFast
 from paceline.config import ConfigError
 from paceline.tasks.base import Observation, Problem
 from paceline.tasks.chat import ChatTemplate
-from paceline.tasks.prompts import PromptEncoder, without_overlong
+from paceline.tasks.prompts import PromptEncoder, filter_overlong_prompts
 
 CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -47,7 +46,10 @@ ALTERNATING = (
 )
 THINKING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- if message.role == 'user' %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}{%- endif %}
+    {%- if message.role == 'user' %}
+        {%- set ns.last = messages|length - 1 - loop.index0 %}
+        {%- break %}
+    {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
@@ -62,7 +64,9 @@ THINKING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
 {%- endif %}"""
 INDENTED = """{% for message in messages %}
     {% if message.role == 'user' %}
@@ -192,9 +196,7 @@ def test_prompt_tokens_equal_transformers(tmp_path, template):
 
 
 def test_follow_up_continues_the_conversation(tmp_path):
-    """What is said so far and the observation's tokens together are the rendering of the whole
-    conversation.
-    """
+    """The tokens so far and the observation's together are the rendering of the whole conversation."""
     folder = save_folder(tmp_path / "policy", CHATML)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     template = ChatTemplate.from_folder(folder)
@@ -227,7 +229,7 @@ def test_missing_templates_and_system_prompts_say_what_to_do(tmp_path):
 def test_overlong_prompts_are_dropped_and_counted(caplog):
     encoder = PromptEncoder(byte_tokenizer())
     problems = [Problem(str(n), "x" * n, "") for n in (1, 5, 9)]
-    assert [p.id for p in without_overlong(problems, encoder, 6, "training")] == ["1", "5"]  # and <s>
+    assert [p.id for p in filter_overlong_prompts(problems, encoder, 6, "training")] == ["1", "5"]  # and <s>
     assert "1 of 3 training prompts are longer and were dropped" in caplog.text
     with pytest.raises(ConfigError, match="leaves no training prompts: the shortest has 6 tokens"):
-        without_overlong(problems[1:], encoder, 5, "training")
+        filter_overlong_prompts(problems[1:], encoder, 5, "training")

@@ -18,7 +18,8 @@ GYM_OPTIONS = "task.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digi
 ROWS = [
     {
         "question": f"Ann has {a} pears and buys {b} bags of {c}. How many pears does she have?",
-        "answer": f"She buys {b}*{c} = <<{b}*{c}={b * c}>>{b * c} pears.\nThen she has {a}+{b * c}.\n#### {a + b * c:,}",
+        "answer": f"She buys {b}*{c} = <<{b}*{c}={b * c}>>{b * c} pears.\n"
+        f"Then she has {a}+{b * c}.\n#### {a + b * c:,}",
     }
     for a, b, c in [(3, 2, 5), (1200, 4, 25), (7, 1, 9), (0, 3, 3), (10, 10, 10), (5, 6, 7)]
 ]

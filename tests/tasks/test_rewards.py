@@ -1,6 +1,4 @@
-"""Rewards of the user: what they are told, what they return, and that nothing they do stops the run or
-outlives it.
-"""
+"""The user's rewards: their arguments, their results, and that nothing they do stops or outlives the run."""
 
 import os
 import signal
@@ -21,9 +19,8 @@ from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_overri
 from tests.tasks.test_chat import byte_tokenizer
 
 EXAMPLES = "tests.tasks.reward_examples"
-SLEEP = os.environ["TEST_SLEEP"] = (
-    f"1000.{os.getpid()}"  # how processes that a reward starts are told from other people's
-)
+# Tells the processes that a reward of this test starts from those of others.
+SLEEP = os.environ["TEST_SLEEP"] = f"1000.{os.getpid()}"
 PROBLEM = Problem("p", "?", "4", {"data_source": "sums", "extra_info": {"index": 7}})
 
 
@@ -38,7 +35,8 @@ def children() -> set[int]:
                 continue
             if fields[0] != "Z":
                 parents[int(entry.name)] = int(fields[1])
-    found, new = set(), {os.getpid()}
+    found = set()
+    new = {os.getpid()}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new} - found
         found |= new
@@ -62,7 +60,8 @@ def _read(path: Path) -> bytes:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    before, sleeping = children(), set(sleepers())
+    before = children()
+    sleeping = set(sleepers())
     yield
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and (children() - before or set(sleepers()) - sleeping):
@@ -212,7 +211,7 @@ def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
 
 
 def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypatch):
-    monkeypatch.setattr(coroutines, "GRACE", 0.5)
+    monkeypatch.setattr(coroutines, "GRACE_SECONDS", 0.5)
     rewards = scoring({"function": f"{EXAMPLES}:stubborn", "time_limit": 0.2})
     assert score(rewards, "x")[0].components["failed/stubborn/timeout"] == 1.0
     rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 0.5})
@@ -262,7 +261,8 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
         "sys.stdin.readline()\n"
     )
     root = Path(__file__).parent.parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    search_path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search_path}
     process = subprocess.Popen(
         [sys.executable, str(script)],
         cwd=root,
@@ -287,9 +287,7 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
 
 
 def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
-    """It hangs on some responses and kills its process on others; the same samples fail in the same way every
-    time.
-    """
+    """It hangs on some responses and kills its process on others; the same samples fail alike every time."""
     policy = make_tiny_policy(tmp_path / "policy")
     extra = [
         "task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]",

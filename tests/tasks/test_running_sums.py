@@ -1,6 +1,4 @@
-"""The built-in task: disjoint problems, exact scoring, honest demonstrations, an order that can be
-resumed.
-"""
+"""The built-in task: disjoint problems, exact scoring, honest demonstrations, a resumable order."""
 
 import random
 

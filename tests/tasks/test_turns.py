@@ -1,6 +1,4 @@
-"""Turns: a tool's answer goes on where the policy stopped, and the merged completion is what one long sample
-would be.
-"""
+"""Turns: a tool's answer follows what the policy wrote, and the merged completion is one long sample's."""
 
 import time
 
@@ -36,7 +34,8 @@ def make_sampler(policy_folder):
     opened = []
 
     def make(backend="native", tool="echo_twice", stop=(";", "a"), **rollout):
-        policy, tokenizer = load_policy(policy_folder, torch.float32), load_tokenizer(policy_folder)
+        policy = load_policy(policy_folder, torch.float32)
+        tokenizer = load_tokenizer(policy_folder)
         config = TaskConfig(
             turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=8, eval_problems=1
         )
@@ -120,7 +119,9 @@ def test_logprobs_are_those_of_one_forward_pass_over_the_whole(make_sampler):
 
 
 def test_backends_agree_and_nothing_stays_held(make_sampler):
-    native, reference, tight = make_sampler(), make_sampler("reference"), make_sampler(kv_tokens=320)
+    native = make_sampler()
+    reference = make_sampler("reference")
+    tight = make_sampler(kv_tokens=320)
     tokens = [c.tokens for c in completions_of(native)[0]]
     assert tokens == [c.tokens for c in completions_of(reference)[0]]
     assert tokens == [c.tokens for c in completions_of(tight)[0]], "also when held caches have to be given up"
@@ -161,13 +162,15 @@ def test_a_tool_that_fails_ends_the_conversation_and_is_counted(make_sampler, ca
 
 
 class Script:
-    """A backend that answers from a list of texts per request, and finishes `slow` only once everybody else
-    is done.
-    """
+    """A backend that answers from a list of texts per request; those in `slow` finish after all others."""
 
     def __init__(self, tokenizer, texts, slow=()):
-        self.tokenizer, self.texts, self.slow = tokenizer, texts, slow
-        self.requests, self.seen, self.paused = [], [], False
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.slow = slow
+        self.requests = []
+        self.seen = []
+        self.paused = False
 
     def submit(self, requests):
         self.requests += requests
@@ -227,9 +230,9 @@ def test_calculator_streams_while_others_run(tmp_path):
     right, wrong = sampler.sample([problem], Purpose.TRAIN, 1, 2, SamplingParams(max_tokens=200))[0].samples
     sampler.close()
     text = byte_tokenizer().decode(right.completion.tokens)
-    assert (
-        text
-        == f"Let me see. <calc>1/0</calc> error: Fraction(1, 0)\n<calc>{question}</calc> = {problem.answer}\nSo\nAnswer: {problem.answer}"
+    assert text == (
+        "Let me see. <calc>1/0</calc> error: Fraction(1, 0)\n"
+        f"<calc>{question}</calc> = {problem.answer}\nSo\nAnswer: {problem.answer}"
     )
     assert right.score.correct and not wrong.score.correct
     assert backend.seen[0].sampling.stop == ("</calc>",) and backend.seen[0].hold
@@ -261,7 +264,9 @@ def test_tools_may_answer_with_chat_messages(tmp_path):
     (tmp_path / "tools.py").write_text(
         "from paceline.tasks.base import Done, Observation\n"
         "def ask(problem, conversation, question):\n"
-        "    return Done() if len(conversation) > 1 else Observation(({'role': 'user', 'content': question},))\n"
+        "    if len(conversation) > 1:\n"
+        "        return Done()\n"
+        "    return Observation(({'role': 'user', 'content': question},))\n"
     )
     folder = save_folder(tmp_path / "policy", CHATML)
     turns = TurnsConfig(step=f"{tmp_path}/tools.py:ask", options={"question": "Sure?"})

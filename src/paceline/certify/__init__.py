@@ -1,1 +1,1 @@
-"""Tests of losslessness that run against any backend, and can fail: `paceline certify`."""
+"""`paceline certify`: statistical tests of whether a backend samples what the policy says."""

@@ -1,27 +1,30 @@
-"""The verdict: every check with its figures, as a table and as JSON."""
+"""The certificate: every check with its figures, as a table and as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paceline.certify.statistics import holm
 
-ALPHA = 1e-3  # chance that a sound backend fails any of the statistical checks
+# Chance that a sound backend fails any of the statistical checks.
+ALPHA = 1e-3
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `p_value` is None where it holds or does not, without chance."""
+    """The result of one check."""
 
     name: str
     passed: bool | None  # None: decided with the other p-values, or only reported
     detail: str
-    p_value: float | None = None
-    adjusted: float | None = None
-    promised: bool = True  # False: reported, but nobody said it would hold
+    p_value: float | None = None  # None: the check is exact, not statistical
+    adjusted: float | None = None  # the p-value after Holm's correction
+    promised: bool = True  # False: reported, but the backend does not promise it
 
 
 @dataclass(frozen=True)
 class Certificate:
+    """The checks of one backend, and whether they passed."""
+
     subject: str
     settings: dict[str, str]
     checks: tuple[Check, ...]
@@ -29,40 +32,31 @@ class Certificate:
 
     @classmethod
     def of(cls, subject: str, settings: dict[str, str], checks: list[Check], seconds: float) -> "Certificate":
-        """Decides the statistical checks together, so that many of them do not fail a sound backend by
-        chance.
-        """
-        tested = [check for check in checks if check.p_value is not None]
-        adjusted = dict(zip(map(id, tested), holm([check.p_value for check in tested]), strict=True))
+        """Decides the statistical checks together, so that their number does not fail a sound backend."""
+        adjusted = iter(holm([check.p_value for check in checks if check.p_value is not None]))
         decided = []
         for check in checks:
             if check.p_value is not None:
-                values = {
-                    **vars(check),
-                    "adjusted": adjusted[id(check)],
-                    "passed": adjusted[id(check)] >= ALPHA,
-                }
-                check = Check(**values)
+                p_value = next(adjusted)
+                check = replace(check, adjusted=p_value, passed=p_value >= ALPHA)
             decided.append(check)
         return cls(subject, settings, tuple(decided), seconds)
 
     @property
     def passed(self) -> bool:
-        """Without a single frequency that could be tested there is nothing to certify."""
-        return all(check.passed for check in self.checks if check.promised) and any(
-            check.p_value is not None for check in self.checks
-        )
+        """Returns whether every promised check passed, and at least one frequency could be tested."""
+        tested = any(check.p_value is not None for check in self.checks)
+        return tested and all(check.passed for check in self.checks if check.promised)
 
     def table(self) -> str:
+        """Returns the certificate for human readers: a line per check, and the verdict."""
         width = max(len(check.name) for check in self.checks)
         lines = [f"{self.subject}: {', '.join(f'{key} {value}' for key, value in self.settings.items())}", ""]
         for check in self.checks:
             word = "noted" if not check.promised else "ok" if check.passed else "FAILED"
-            p_value = (
-                ""
-                if check.p_value is None
-                else f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
-            )
+            p_value = ""
+            if check.p_value is not None:
+                p_value = f"p {_figure(check.p_value)} ({_figure(check.adjusted)} among all)  "
             lines.append(f"{word:<7}{check.name:<{width}}  {p_value}{check.detail}")
         failed = sum(1 for check in self.checks if check.promised and not check.passed)
         why = (
@@ -71,15 +65,11 @@ class Certificate:
             else "no frequency could be tested; take more samples or a policy that is less sure"
         )
         verdict = "PASSED" if self.passed else f"FAILED: {why}"
-        return "\n".join(
-            [
-                *lines,
-                "",
-                f"{verdict} ({self.seconds:.0f} s; a sound backend fails once in {1 / ALPHA:.0f} times)",
-            ]
-        )
+        closing = f"{verdict} ({self.seconds:.0f} s; a sound backend fails once in {1 / ALPHA:.0f} times)"
+        return "\n".join([*lines, "", closing])
 
     def json(self) -> str:
+        """Returns the certificate as JSON."""
         record = {
             "subject": self.subject,
             "passed": self.passed,

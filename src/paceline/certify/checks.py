@@ -1,4 +1,7 @@
-"""The same bits, and the right frequencies. Logprobs are in `parity.py`."""
+"""Checks of equality (the same bits in any batch, with any drafter) and of sampled frequencies.
+
+The checks of logprobs are in `parity.py`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,13 +11,21 @@ import torch
 
 from paceline.certify.certificate import Check
 from paceline.certify.distribution import Expected, expected_tokens
-from paceline.certify.statistics import FrequencyTest, test_frequencies
-from paceline.certify.subject import Opened, Subject, rounded_copies
+from paceline.certify.statistics import test_frequencies
+from paceline.certify.subject import OpenedBackend, Subject, rounded_copies
 from paceline.engine.rows import MAX_QUERY
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
 
-PARITY_COMPLETIONS, PARITY_TOKENS = 24, 8  # of each sampling, for the logprobs
-SAME_CONTEXT = 200  # tokens, from which on a context is tested for itself
+# Completions per kind of sampling whose logprobs are compared.
+PARITY_COMPLETIONS = 24
+
+# Tokens of each of those completions.
+PARITY_TOKENS = 8
+
+# A context with at least this many tokens sampled after it is tested separately.
+SAME_CONTEXT = 200
+
+# The kinds of sampling that the checks of equality mix.
 MIXED_SAMPLINGS = (
     SamplingParams(1.0),
     SamplingParams(0.7),
@@ -28,7 +39,7 @@ MIXED_SAMPLINGS = (
 def mixed_requests(
     prompts: Sequence[tuple[int, ...]], count: int, max_tokens: int, seed: int
 ) -> list[Request]:
-    """Every kind of sampling, lengths from one token on, some that go on past the end token."""
+    """Returns requests of every kind of sampling and length, some of which go on past the end token."""
     rng = random.Random(seed)
     requests = []
     for i in range(count):
@@ -53,9 +64,7 @@ def mixed_requests(
 
 
 def check_equality(subject: Subject, requests: list[Request], plain: list[Completion]) -> list[Check]:
-    """Tokens and logprobs against plain decoding: other batches, and every depth of speculation up to the
-    subject's.
-    """
+    """Compares tokens and logprobs with plain decoding: in other batches, and with several draft lengths."""
     runs = [(f"same bits, plain, {n} at a time", 0, n) for n in (1, 5)]
     depths = sorted({1, subject.tokens, min(2 * subject.tokens + 1, MAX_QUERY - 1)}) if subject.tokens else []
     depth = "up to {} proposed" if subject.adaptive else "{} proposed"
@@ -85,21 +94,24 @@ def _bits(completion: Completion) -> tuple:
 
 
 def describe(sampling: SamplingParams) -> str:
-    extra = (
-        f", top-k {sampling.top_k}"
-        if sampling.top_k
-        else f", top-p {sampling.top_p}"
-        if sampling.top_p < 1
-        else ""
-    )
+    """Returns sampling parameters as a label of checks."""
+    extra = ""
+    if sampling.top_k:
+        extra = f", top-k {sampling.top_k}"
+    elif sampling.top_p < 1:
+        extra = f", top-p {sampling.top_p}"
     return f"T {sampling.temperature:g}{extra}"
 
 
 def sampling_requests(
     prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int
 ) -> list[Request]:
-    """Of one kind, over many prompts: those who share one share whatever rounding did to it."""
-    label, sampling = describe(sampling), replace(sampling, max_tokens=PARITY_TOKENS, ignore_eos=True)
+    """Returns requests of one kind of sampling over many prompts.
+
+    Samples of one prompt share whatever rounding did to it, so many prompts show more than many samples.
+    """
+    label = describe(sampling)
+    sampling = replace(sampling, max_tokens=PARITY_TOKENS, ignore_eos=True)
     chosen = [prompts[i % len(prompts)] for i in range(PARITY_COMPLETIONS)]
     return [
         Request(
@@ -114,22 +126,47 @@ def sampling_requests(
 
 def check_frequencies(
     subject: Subject,
-    opened: Opened,
+    opened: OpenedBackend,
     prompts: Sequence[tuple[int, ...]],
     samples: int,
     sampling: SamplingParams,
     seed: int,
     tolerance: float,
 ) -> list[Check]:
-    """Many seeds over few prompts: are tokens drawn as they should, by their place in the step that made
-    them?
+    """Samples many seeds of few prompts and tests the tokens' frequencies by their place in their step.
 
     A token is reached because of what was accepted before it, and given that it must have its own context's
-    distribution. `tolerance`: how far the same logits may lie apart anywhere; contexts in which so little
-    decides what truncation keeps are left out.
+    distribution. `tolerance` is how far two computations of the same logits may differ anywhere; contexts in
+    which so little decides what truncation keeps are left out.
     """
     label = describe(sampling)
-    requests = [
+    opened.step_starts.clear()
+    completions = opened.run(_frequency_requests(prompts, samples, sampling, seed))
+    copies = rounded_copies(subject)
+    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, copies)
+    certain_N = tokens.certain_N
+    uncertain = int((~certain_N).sum())
+    if uncertain == len(certain_N):
+        detail = f"what rounding does decides all {uncertain} tokens"
+        return [Check(f"{label}: nothing to test", None, detail, promised=False)]
+    if sampling.temperature == 0:
+        name = f"{label}: the most likely token"
+        return [_most_likely_check(name, tokens.where(certain_N), bool(copies), uncertain)]
+    depth_N = _depths(completions, opened)
+    checks = []
+    for depth in range(int(depth_N.max()) + 1):
+        mask_N = certain_N & (depth_N == depth)
+        if mask_N.any():
+            name = f"{label}: {_describe_depth(depth, bool(opened.step_starts))}"
+            checks.append(_frequency_check(name, tokens, mask_N, uncertain))
+    return checks
+
+
+def _frequency_requests(
+    prompts: Sequence[tuple[int, ...]], samples: int, sampling: SamplingParams, seed: int
+) -> list[Request]:
+    label = describe(sampling)
+    return [
         Request(
             f"{label}/{p}/{s}",
             prompt,
@@ -140,82 +177,53 @@ def check_frequencies(
         for p, prompt in enumerate(prompts)
         for s in range(samples)
     ]
-    opened.step_starts.clear()
-    completions = opened.run(requests)
-    copies = rounded_copies(subject)
-    tokens = expected_tokens(subject.exact_policy, completions, sampling, tolerance, copies)
-    depth_N, certain_N = _depths(completions, opened), tokens.certain_N
-    uncertain = int((~certain_N).sum())
-    if uncertain == len(certain_N):
-        return [
-            Check(
-                f"{label}: nothing to test",
-                None,
-                f"what rounding does decides all {uncertain} tokens",
-                promised=False,
-            )
-        ]
-    if sampling.temperature == 0:
-        return [
-            _most_likely_check(
-                f"{label}: the most likely token", tokens.where(certain_N), bool(copies), uncertain
-            )
-        ]
-    checks = []
-    for depth in range(int(depth_N.max()) + 1):
-        mask_N = certain_N & (depth_N == depth)
-        if mask_N.any():
-            part = tokens.where(mask_N)
-            result = test_frequencies(
-                part.probabilities_NB, part.observed_N, _strata(tokens, mask_N), part.shaken_NSB
-            )
-            place = (
-                "every token"
-                if not opened.step_starts
-                else "first of a step"
-                if depth == 0
-                else f"after {depth} accepted"
-            )
-            checks.append(_frequency_check(f"{label}: {place}", result, uncertain))
-    return checks
+
+
+def _describe_depth(depth: int, steps_known: bool) -> str:
+    if not steps_known:
+        return "every token"
+    return "first of a step" if depth == 0 else f"after {depth} accepted"
 
 
 def _most_likely_check(name: str, tokens: Expected, by_chance: bool, uncertain: int) -> Check:
-    result = test_frequencies(tokens.probabilities_NB, tokens.observed_N, None, tokens.shaken_NSB)
-    detail = f"{result.ruled_out} of {result.tokens} tokens are not the most likely one ({uncertain} too close to tell)"
+    """Checks greedy sampling; `by_chance`: rounding may make another token the most likely one."""
+    result = test_frequencies(tokens.probabilities_NB, tokens.observed_N, None, tokens.perturbed_NSB)
+    detail = (
+        f"{result.ruled_out} of {result.tokens} tokens are not the most likely one "
+        f"({uncertain} too close to tell)"
+    )
     if not by_chance:
         return Check(name, result.ruled_out == 0, detail)
     return Check(name, None, f"{detail}; rounding may explain {result.explained:.1f}", result.p_value)
 
 
-def _frequency_check(name: str, result: FrequencyTest, uncertain: int) -> Check:
-    told = f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, expected {100 * result.expected_top:.2f}%"
+def _frequency_check(name: str, tokens: Expected, mask_N: torch.Tensor, uncertain: int) -> Check:
+    """Tests the masked tokens; `uncertain` is how many tokens were left out before."""
+    part = tokens.where(mask_N)
+    result = test_frequencies(
+        part.probabilities_NB, part.observed_N, _strata(tokens, mask_N), part.perturbed_NSB
+    )
+    top = (
+        f"most likely token {100 * result.observed_top:.2f}% of {result.tokens}, "
+        f"expected {100 * result.expected_top:.2f}%"
+    )
     if result.p_value == 1.0 and not result.degrees:
-        return Check(name, None, f"{told}: too little randomness to test", promised=False)
-    left_out = f", {uncertain} left out" if uncertain else ""
-    rounding = (
-        f", rounding may add {result.shift:.1f} to the chi-square of {result.statistic:.0f} "
-        f"({result.degrees} degrees)"
-        if result.shift
-        else ""
-    )
-    ruled_out = (
-        f", {result.ruled_out} ruled out by truncation, {result.explained:.1f} explained"
-        if result.ruled_out
-        else ""
-    )
-    return Check(
-        name,
-        None,
-        f"{told} (5 sigma: {100 * result.resolution:.2f}%{left_out}{rounding}{ruled_out})",
-        result.p_value,
-    )
+        return Check(name, None, f"{top}: too little randomness to test", promised=False)
+    notes = f"5 sigma: {100 * result.resolution:.2f}%"
+    if uncertain:
+        notes += f", {uncertain} left out"
+    if result.shift:
+        notes += (
+            f", rounding may add {result.shift:.1f} to the chi-square of {result.statistic:.0f} "
+            f"({result.degrees} degrees)"
+        )
+    if result.ruled_out:
+        notes += f", {result.ruled_out} ruled out by truncation, {result.explained:.1f} explained"
+    return Check(name, None, f"{top} ({notes})", result.p_value)
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
-    """Tokens with the same text before them together, where there are enough; the others by the token before
-    (see `_previous_top`).
-    """
+    """Groups tokens by their context where it has enough of them, else by `_previous_top`."""
     context_N = tokens.context_N[mask_N]
     _, index_N, count_C = context_N.unique(return_inverse=True, return_counts=True)
     return torch.where(
@@ -225,23 +233,23 @@ def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _depths(completions: list[Completion], opened: Opened) -> torch.Tensor:
-    """How many tokens of the same step stand before each one; 0 where nobody says where steps began."""
+def _depths(completions: list[Completion], opened: OpenedBackend) -> torch.Tensor:
+    """Returns each token's place in its step; 0 where the backend does not say where steps began."""
     depths = []
     for completion in completions:
         starts = set(opened.step_starts.get(completion.request.id, ()))
+        first = len(completion.request.prompt)
         depth = 0
-        for position in range(
-            len(completion.request.prompt), len(completion.request.prompt) + len(completion.tokens)
-        ):
+        for position in range(first, first + len(completion.tokens)):
             depth = 0 if position in starts or not starts else depth + 1
             depths.append(depth)
     return torch.tensor(depths)
 
 
 def _previous_top(observed_N: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-    """0: a response's first token; 1: the token before was its context's most likely; 2: it was not. Noise
-    used twice would show here.
+    """Returns 0 for a response's first token, 1 after a context's most likely token, 2 after another.
+
+    Noise that is used twice would show here.
     """
     before_N = torch.where(observed_N.roll(1) == 0, 1, 2)
     return torch.where(place_N == 0, 0, before_N)

@@ -1,11 +1,10 @@
-"""What each token of a completion should have been drawn from: the policy's own forward pass over the whole
-text.
+"""The distribution each token should have been drawn from, by the policy's forward pass over the whole text.
 
 Probabilities are given by rank, the most likely token first, and everything beyond the first RANKS in one
 bin: a sampler that favours likely tokens, or proposed ones, shows there whatever the contexts are.
 
-Where an exact policy is exact only up to rounding that nobody can predict, its shaken copies come along: the
-probabilities they give the same tokens.
+Where the policy is exact only up to rounding that nobody can predict, perturbed copies of it say how far that
+may go: the probabilities that they give the same tokens come along.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,43 +18,55 @@ from paceline.kernels.sampler import kept_tokens, row_logsumexp, scaled_logits
 from paceline.policy.attention import PackedAttention
 from paceline.types import Completion, SamplingParams
 
+# Most likely tokens that have a bin of their own.
 RANKS = 32
+
+# Tokens of a forward pass.
 PASS_TOKENS = 4096
-PASS_LOGITS = 1 << 25  # held at once
-APART = (
-    2.0  # how far two logits move apart, over the standard deviation of what moved a context's; few go beyond
-)
-ALONE_APART = 6.0  # with a single copy, which shows too little of what may happen: hardly any of thousands
+
+# Logits that a forward pass holds at once.
+PASS_LOGITS = 1 << 25
+
+# How far rounding may move two logits apart, over the standard deviation of its effect in their context; few
+# pairs go beyond.
+SPREAD_FACTOR = 2.0
+
+# The same with a single copy, which shows too little of what may happen: hardly any of thousands go beyond.
+SINGLE_COPY_SPREAD_FACTOR = 6.0
+
+# A remainder of probability below this is rounding, not a possible token.
+MIN_REST = 1e-6
 
 
-def apart(copies: int) -> float:
-    return APART if copies > 1 else ALONE_APART
+def spread_factor(copies: int) -> float:
+    """Returns how far rounding may move two logits apart, over the standard deviation of its effect."""
+    return SPREAD_FACTOR if copies > 1 else SINGLE_COPY_SPREAD_FACTOR
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Texts that run together, and the contexts within them that are wanted."""
+    """Texts of one forward pass, and the contexts within them whose logits are wanted."""
 
     texts: list[tuple[int, ...]]
     contexts: list[tuple[int, ...]]
     places: list[int]  # of each context's last token among all tokens
 
     def logits(self, policy: Policy) -> torch.Tensor:
-        """After each of the contexts."""
+        """Returns the logits after each of the contexts."""
         packed = PackedAttention([len(text) for text in self.texts], policy.device)
-        tokens_T, places_N = (
-            torch.tensor(x, device=policy.device)
-            for x in ([token for text in self.texts for token in text], self.places)
-        )
+        tokens_T = torch.tensor([token for text in self.texts for token in text], device=policy.device)
+        places_N = torch.tensor(self.places, device=policy.device)
         return policy.logits(policy(tokens_T, packed.positions_T, packed)[places_N])
 
 
 def passes(policy: Policy, texts: dict[tuple[int, ...], int]) -> Iterator[Pass]:
-    """Texts with the length of their prompt: wanted is every context from the prompt on."""
+    """Yields forward passes over texts, given with the length of their prompt.
+
+    Every context from the prompt on is wanted.
+    """
     waiting = sorted(texts, key=len)
-    per_pass = max(
-        1, min(PASS_TOKENS // len(waiting[-1]), PASS_LOGITS // (policy.config.vocab_size * len(waiting[-1])))
-    )
+    longest = len(waiting[-1])
+    per_pass = max(1, min(PASS_TOKENS // longest, PASS_LOGITS // (policy.config.vocab_size * longest)))
     for start in range(0, len(waiting), per_pass):
         part = Pass(waiting[start : start + per_pass], [], [])
         first = 0
@@ -69,16 +80,17 @@ def passes(policy: Policy, texts: dict[tuple[int, ...], int]) -> Iterator[Pass]:
 
 @dataclass(frozen=True)
 class Expected:
-    """One entry per response token N of all completions, in their order."""
+    """What is expected of the response tokens N of all completions, in their order."""
 
     probabilities_NB: torch.Tensor  # by rank; the last bin is the rest
     observed_N: torch.Tensor  # the bin of the token that was sampled
-    certain_N: torch.Tensor  # what truncation leaves does not hang on the last digits
+    certain_N: torch.Tensor  # what truncation leaves does not depend on rounding
     place_N: torch.Tensor  # index within the response
     context_N: torch.Tensor  # equal for tokens with the same text before them
-    shaken_NSB: torch.Tensor  # the probabilities of the same bins under each shaken copy
+    perturbed_NSB: torch.Tensor  # the probabilities of the same bins under each perturbed copy
 
     def where(self, mask_N: torch.Tensor) -> "Expected":
+        """Returns the entries of the masked tokens."""
         return Expected(*(x[mask_N] for x in vars(self).values()))
 
 
@@ -88,16 +100,19 @@ def expected_tokens(
     completions: Sequence[Completion],
     sampling: SamplingParams,
     tolerance: float,
-    shaken: Sequence[Policy] = (),
+    perturbed: Sequence[Policy] = (),
 ) -> Expected:
-    """`tolerance`: how far the backend's logits may lie from the policy's at least; contexts where so little,
-    or what a shaken copy does there, decides what is kept are not certain.
+    """Computes what each token should have been drawn from.
 
-    Each context is computed once: many seeds over few prompts share most of theirs.
+    `tolerance` is how far the backend's logits may be from the policy's anywhere; contexts where so little,
+    or what a perturbed copy does there, decides what is kept are not certain. Each context is computed once:
+    many seeds over few prompts share most of theirs.
     """
     contexts: dict[tuple[int, ...], int] = {}
     texts: dict[tuple[int, ...], int] = {}  # the longest contexts, with the length of their prompt
-    context_of, places, tokens = [], [], []
+    context_of = []
+    places = []
+    tokens = []
     for completion in completions:
         prompt = completion.request.prompt
         texts.setdefault(prompt + completion.tokens[:-1], len(prompt))
@@ -105,11 +120,11 @@ def expected_tokens(
             context_of.append(contexts.setdefault(prompt + completion.tokens[:place], len(contexts)))
             places.append(place)
             tokens.append(token)
-    order_CR, probabilities_CB, certain_C, shaken_CSB = _by_rank(
-        policy, shaken, texts, contexts, sampling, tolerance
+    order_CR, probabilities_CB, certain_C, perturbed_CSB = _by_rank(
+        policy, perturbed, texts, contexts, sampling, tolerance
     )
-    context_N, token_N = torch.tensor(context_of), torch.tensor(tokens)
-    is_token_NR = order_CR[context_N] == token_N.unsqueeze(1)
+    context_N = torch.tensor(context_of)
+    is_token_NR = order_CR[context_N] == torch.tensor(tokens).unsqueeze(1)
     observed_N = torch.where(is_token_NR.any(1), is_token_NR.int().argmax(1), order_CR.shape[1])
     return Expected(
         probabilities_CB[context_N],
@@ -117,41 +132,44 @@ def expected_tokens(
         certain_C[context_N],
         torch.tensor(places),
         context_N,
-        shaken_CSB[context_N],
+        perturbed_CSB[context_N],
     )
 
 
 def _by_rank(
     policy: Policy,
-    shaken: Sequence[Policy],
+    perturbed: Sequence[Policy],
     texts: dict[tuple[int, ...], int],
     contexts: dict[tuple[int, ...], int],
     sampling: SamplingParams,
     tolerance: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By context: the tokens of the first ranks, the probabilities of the bins, whether that is certain, and
-    the shaken probabilities.
+    """Returns four tensors by context.
+
+    They are the tokens of the first ranks, the probabilities of the bins, whether truncation is certain, and
+    the probabilities under the perturbed copies.
     """
     ranks = min(RANKS, policy.config.vocab_size)
     order_CR = torch.zeros(len(contexts), ranks, dtype=torch.int64)
     probabilities_CB = torch.zeros(len(contexts), ranks + 1, dtype=torch.float64)
     certain_C = torch.zeros(len(contexts), dtype=torch.bool)
-    shaken_CSB = torch.zeros(len(contexts), len(shaken), ranks + 1)
+    perturbed_CSB = torch.zeros(len(contexts), len(perturbed), ranks + 1)
     for part in passes(policy, texts):
         wanted = [contexts[context] for context in part.contexts]
         logits_NV = part.logits(policy)
-        p_NV, tolerance_N = _sampled(logits_NV, sampling), torch.full_like(logits_NV[:, 0], tolerance)
+        p_NV = _sampled(logits_NV, sampling)
+        tolerance_N = torch.full_like(logits_NV[:, 0], tolerance)
         order_NR = p_NV.topk(ranks).indices
-        for i, other in enumerate(shaken):
+        for i, other in enumerate(perturbed):
             other_NV = part.logits(other).to(logits_NV)
-            tolerance_N = torch.maximum(tolerance_N, apart(len(shaken)) * (other_NV - logits_NV).std(-1))
-            shaken_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
-        order_CR[wanted], probabilities_CB[wanted] = (
-            order_NR.cpu(),
-            _binned(p_NV, order_NR, sampling).double().cpu(),
-        )
+            tolerance_N = torch.maximum(
+                tolerance_N, spread_factor(len(perturbed)) * (other_NV - logits_NV).std(-1)
+            )
+            perturbed_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
+        order_CR[wanted] = order_NR.cpu()
+        probabilities_CB[wanted] = _binned(p_NV, order_NR, sampling).double().cpu()
         certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()
-    return order_CR, probabilities_CB, certain_C, shaken_CSB
+    return order_CR, probabilities_CB, certain_C, perturbed_CSB
 
 
 def _sampled(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -167,18 +185,17 @@ def _temperatures(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Te
 def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     top_NR = p_NV.gather(1, order_NR)
     rest_N1 = (1 - top_NR.sum(1, keepdim=True)).clamp(min=0)
-    if (
-        order_NR.shape[1] == p_NV.shape[1] or sampling.truncates
-    ):  # what rounding leaves there must not pass for a possible token
-        rest_N1 = torch.where(rest_N1 < 1e-6, 0.0, rest_N1)
+    if order_NR.shape[1] == p_NV.shape[1] or sampling.truncates:
+        rest_N1 = torch.where(rest_N1 < MIN_REST, 0.0, rest_N1)
     return torch.cat((top_NR, rest_N1), 1)
 
 
 def _truncation(
     sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None
 ) -> Truncation | None:
-    """As scaled logits that moved so far would see it: the mass p of the first tokens changes by p (1 - p) of
-    that, a ratio by all of it.
+    """Returns the truncation that corresponds to scaled logits which moved by `moved_N`.
+
+    The mass p of the first tokens changes by p (1 - p) times that, a ratio of probabilities by all of it.
     """
     if not sampling.truncates:
         return None
@@ -190,18 +207,17 @@ def _truncation(
 
 
 def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: torch.Tensor) -> torch.Tensor:
-    """Whether the kept tokens stay the same when logits move by that much; at temperature 0, whether the most
-    likely token does.
+    """Returns whether the kept tokens stay the same when logits move by that much.
+
+    At temperature 0 it is whether the most likely token does.
     """
     if sampling.temperature == 0:
         ordered_N2 = logits_NV.topk(2).values
         return ordered_N2[:, 0] - ordered_N2[:, 1] > tolerance_N
     if not sampling.truncates:
         return torch.ones_like(logits_NV[:, 0], dtype=torch.bool)
-    scaled_NV, tolerance_N = (
-        scaled_logits(logits_NV, _temperatures(logits_NV, sampling)),
-        tolerance_N / sampling.temperature,
-    )
+    scaled_NV = scaled_logits(logits_NV, _temperatures(logits_NV, sampling))
+    tolerance_N = tolerance_N / sampling.temperature
     logsumexp_N = row_logsumexp(scaled_NV)
     cuts = (
         _truncation(sampling, len(scaled_NV), scaled_NV.device, moved_N)

@@ -1,8 +1,8 @@
 """The native engine in FP8 as a subject.
 
-Calibration runs once, in an engine that is given prompts as any other is; every engine opened later starts
-from its scales, as a resumed run does. The oracle (`fp8_policy.py`) takes those scales too, and they are
-measured again without the engine.
+Calibration runs once, in an engine that is given prompts as in a run; every engine opened later starts from
+its scales, as a resumed run does. The oracle (`fp8_policy.py`) takes those scales, too, and they are measured
+again without the engine.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,28 @@ import torch
 from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
 from paceline.certify.native import KV_TOKENS, MakeDrafter, NativeSubject, widest
-from paceline.certify.subject import Opened
+from paceline.certify.subject import OpenedBackend
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.types import Request, SamplingParams
 
-COPIES = 8  # of the oracle, shaken
-CALIBRATION_TOKENS = 4096  # the engine measures no more than this
-KV_MARGIN = 1.05  # of a scale over what was measured
-SCALE_TOLERANCE = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.05,
-}  # relative; bf16 measures in bf16
+# Perturbed copies of the oracle.
+COPIES = 8
+
+# Prompt tokens that calibration sees; the engine measures no more than this.
+CALIBRATION_TOKENS = 4096
+
+# Factor of a KV scale over what was measured.
+KV_MARGIN = 1.05
+
+# Relative difference allowed between the engine's scales and those measured here; bf16 measures in bf16.
+SCALE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
 class Fp8Subject(NativeSubject):
+    """The native engine rolling out in FP8, with the FP8 policy as its oracle."""
+
     name = "native engine in FP8"
 
     def __init__(
@@ -43,7 +48,7 @@ class Fp8Subject(NativeSubject):
     ) -> None:
         self.prompts = _up_to(prompts, CALIBRATION_TOKENS)
         engine = Engine(policy, replace(settings, max_running=64, kv_tokens=KV_TOKENS))
-        Opened(engine).run(
+        OpenedBackend(engine).run(
             [
                 Request(str(i), prompt, i, SamplingParams(max_tokens=1))
                 for i, prompt in enumerate(self.prompts)
@@ -56,7 +61,7 @@ class Fp8Subject(NativeSubject):
             frozenset(engine.reduced.kv_base_layers),
         )
         super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
-        self.shaken = [self.exact_policy.shaken(seed) for seed in range(COPIES)]
+        self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
 
     def _prepare(self, engine: Engine) -> None:
         engine.load_calibration_state(self.calibrated)
@@ -67,7 +72,7 @@ class Fp8Subject(NativeSubject):
 
     @torch.inference_mode()
     def _check_scales(self) -> Check:
-        """The recipe, without the engine's code: the largest magnitude over the prompts x 1.05 / 448."""
+        """Measures the scales without the engine's code: largest magnitude over the prompts x 1.05 / 448."""
         largest: list[torch.Tensor] = []
         attention = PackedAttention([len(prompt) for prompt in self.prompts], self.policy.device)
         attention.observe = lambda layer, q_THD, k_THD, v_THD: largest.append(
@@ -82,13 +87,17 @@ class Fp8Subject(NativeSubject):
             largest_L2H = largest_L2H.amax(-1, keepdim=True).expand_as(largest_L2H)
         expected_L2H = (KV_MARGIN * largest_L2H).clamp(min=SMALLEST_AMAX) / LARGEST
         off = float((self.recipe.kv_scales_L2H / expected_L2H - 1).abs().max())
-        tolerance, base = SCALE_TOLERANCE[self.policy.dtype], len(self.recipe.kv_base_layers)
-        detail = f"off by {off:.1e} at most (allowed: {tolerance:g}); {base} of {len(largest)} layers keep the policy's type"
+        tolerance = SCALE_TOLERANCE[self.policy.dtype]
+        base = len(self.recipe.kv_base_layers)
+        detail = (
+            f"off by {off:.1e} at most (allowed: {tolerance:g}); "
+            f"{base} of {len(largest)} layers keep the policy's type"
+        )
         return Check("KV scales", off <= tolerance, detail)
 
 
 def _up_to(prompts: Sequence[tuple[int, ...]], budget: int) -> list[tuple[int, ...]]:
-    """Different ones, with no more tokens than that altogether."""
+    """Returns different prompts with at most `budget` tokens together."""
     chosen: list[tuple[int, ...]] = []
     for prompt in dict.fromkeys(prompts):
         if chosen and len(prompt) > budget:

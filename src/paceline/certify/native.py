@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.subject import Opened, Policy
+from paceline.certify.subject import OpenedBackend, Policy
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
@@ -25,17 +25,25 @@ from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Decision, FixedPacer, Moment, Observation, Pacer, Strategy
 from paceline.policy.decoder import Decoder
 
-DISTURBANCE = (
-    0.2  # of a disturbed copy's matrices, in their own standard deviations: accepted often, rejected often
-)
+# Noise on a disturbed copy's matrices, in their own standard deviations: its drafts are often accepted and
+# often rejected.
+DISTURBANCE = 0.2
+
+# Tokens of an engine's KV pool.
 KV_TOKENS = 65536
+
+# A recipe's drafters.
 DRAFTERS = ("history", "eagle", "draft_model")
+
+# Makes a new drafter for each engine.
 MakeDrafter = Callable[[], Drafter]
 
 
 class NativeSubject:
+    """The native engine in the policy's own type."""
+
     name = "native engine"
-    shaken: Sequence[Policy] = ()
+    perturbed: Sequence[Policy] = ()
 
     def __init__(
         self,
@@ -46,36 +54,38 @@ class NativeSubject:
         settings: EngineSettings,
         adaptive: bool = False,
     ) -> None:
-        """`settings` as far as they concern what is computed. Only the adaptive pacer can use more than one
-        drafter.
-        """
-        self.policy, self.exact_policy, self.settings = policy, exact_policy, settings
-        self.drafters, self.tokens, self.adaptive = drafters, tokens, adaptive
+        """Takes the `settings` that concern what is computed; only adaptive pacing uses several drafters."""
+        self.policy = policy
+        self.exact_policy = exact_policy
+        self.settings = settings
+        self.drafters = drafters
+        self.tokens = tokens
+        self.adaptive = adaptive
         self.same_in_any_batch = policy.device.type == "cpu" or settings.deterministic
         self.same_with_any_drafter = self.same_in_any_batch and settings.verify == Verify.SHARED_NOISE
-        self.paced: list[Opened] = []
+        self.paced: list[OpenedBackend] = []
 
-    def open(self, tokens: int, max_running: int) -> Opened:
+    def open(self, tokens: int, max_running: int) -> OpenedBackend:
         settings = replace(self.settings, max_running=max_running, kv_tokens=KV_TOKENS)
         drafters = [make() for make in self.drafters] if tokens else []
         engine = Engine(self.policy, settings, drafters=drafters)
         self._prepare(engine)
-        opened = Opened(engine)
+        opened = OpenedBackend(engine)
         if not tokens:
             return opened
-        engine.pacer = _NotingPacer(self._pacer(drafters, tokens, max_running), opened)
+        engine.pacer = _RecordingPacer(self._pacer(drafters, tokens, max_running), opened)
         self.paced.append(opened)
 
-        def note(sequences: list[EngineSequence], lengths: np.ndarray, gained: np.ndarray) -> None:
+        def record(sequences: list[EngineSequence], lengths: np.ndarray, gained: np.ndarray) -> None:
             for sequence, length, new in zip(sequences, lengths.tolist(), gained.tolist(), strict=True):
                 if new:
                     opened.step_starts.setdefault(sequence.request.id, []).append(length - new)
 
-        engine.outcomes.observer = note
+        engine.outcomes.observer = record
         return opened
 
     def _prepare(self, engine: Engine) -> None:
-        """Whatever it needs before its first request."""
+        """Does what an engine needs before its first request; for subclasses."""
 
     def _pacer(self, drafters: list[Drafter], tokens: int, max_running: int) -> Pacer:
         if self.adaptive:
@@ -86,7 +96,7 @@ class NativeSubject:
                 seed=0,
                 shape=self.policy.config,
             )
-            # A certificate is over before a trial has been earned, and is after changes, not after speed.
+            # A certificate ends before trials are due by their usual share, and it needs changes, not speed.
             return AdaptivePacer(replace(pacer.settings, trial_share=1.0, catch_up={}))
         return FixedPacer(Strategy(drafters[0].name, tokens), max_running)
 
@@ -94,7 +104,7 @@ class NativeSubject:
         return [self._check_changes()] if self.adaptive and self.tokens else []
 
     def _check_changes(self) -> Check:
-        """A pacer that never changed its mind has shown nothing about changes."""
+        """Checks that strategies changed at all: otherwise nothing has been shown about changes."""
         runs = [run for opened in self.paced for run in opened.strategies]
         steps = Counter(str(strategy) for run in runs for strategy in run)
         changes = sum(before != after for run in runs for before, after in pairwise(run))
@@ -102,9 +112,12 @@ class NativeSubject:
         return Check("strategies change in mid-rollout", changes > 0, f"{changes} times; steps: {used}")
 
 
-class _NotingPacer:
-    def __init__(self, pacer: Pacer, opened: Opened) -> None:
-        self.pacer, self.opened = pacer, opened
+class _RecordingPacer:
+    """Passes everything on to another pacer and records the strategies it chooses."""
+
+    def __init__(self, pacer: Pacer, opened: OpenedBackend) -> None:
+        self.pacer = pacer
+        self.opened = opened
 
     def choose(self, moment: Moment) -> Decision:
         decision = self.pacer.choose(moment)
@@ -119,17 +132,21 @@ class _NotingPacer:
 
 
 class ReferenceSubject:
-    """Never speculates; a check of the checks."""
+    """The reference backend, which never speculates; it shows that the checks pass what is right."""
 
-    name, tokens, adaptive = "reference backend", 0, False
-    same_in_any_batch = same_with_any_drafter = False
-    shaken: Sequence[Policy] = ()
+    name = "reference backend"
+    tokens = 0
+    adaptive = False
+    same_in_any_batch = False
+    same_with_any_drafter = False
+    perturbed: Sequence[Policy] = ()
 
     def __init__(self, policy: Decoder, exact_policy: Decoder) -> None:
-        self.policy, self.exact_policy = policy, exact_policy
+        self.policy = policy
+        self.exact_policy = exact_policy
 
-    def open(self, tokens: int, max_running: int) -> Opened:
-        return Opened(ReferenceBackend(self.policy, max_running))
+    def open(self, tokens: int, max_running: int) -> OpenedBackend:
+        return OpenedBackend(ReferenceBackend(self.policy, max_running))
 
     def own_checks(self) -> list[Check]:
         return []
@@ -138,8 +155,9 @@ class ReferenceSubject:
 def drafter_maker(
     name: str, policy: Decoder, settings: SpeculationConfig, tokenizer: Tokenizer | None = None
 ) -> MakeDrafter:
-    """A recipe's drafter, or `disturbed`: the policy itself with noise on its weights, so that no drafter
-    need be there.
+    """Returns a maker of a recipe's drafter, or of `disturbed`: the policy itself with noisy weights.
+
+    The latter needs no trained drafter.
     """
     if name == "disturbed":
         model = disturbed(policy)
@@ -150,12 +168,13 @@ def drafter_maker(
 
 
 def widest(policy: Decoder) -> Decoder:
-    """The very same weights in double precision, in single on a GPU."""
+    """Returns the same weights in double precision, in single precision on a GPU."""
     return copy.deepcopy(policy).to(torch.float64 if policy.device.type == "cpu" else torch.float32)
 
 
 @torch.no_grad()
 def disturbed(policy: Decoder, scale: float = DISTURBANCE) -> Decoder:
+    """Returns a copy of the policy with noise of `scale` standard deviations on its matrices."""
     generator = torch.Generator().manual_seed(0)
     other = copy.deepcopy(policy)
     for parameter in other.parameters():

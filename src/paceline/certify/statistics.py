@@ -1,4 +1,4 @@
-"""Do sampled tokens follow the probabilities they should have been drawn from?
+"""Tests whether sampled tokens follow the probabilities they should have been drawn from.
 
 Token n falls into bin b with probability p_n(b), which differs from token to token because the context does.
 Given everything before it, that is all that may be said about it; so counts minus expectations are a sum of
@@ -7,7 +7,7 @@ chi-square distributed for many tokens (the martingale central limit theorem, Br
 this is Pearson's chi-square test. Conditioning on anything that was decided before the token, such as that a
 step got as far as its third position, changes nothing.
 
-Where p_n is known only up to rounding, shaken copies of it say how far counts may be shifted by that alone. A
+Where p_n is known only up to rounding, perturbed copies of it say how far that alone may shift counts. A
 shift of m makes the statistic noncentral chi-square with m^T S^-1 m, and tokens that p_n rules out may appear
 as often as the copies let them.
 """
@@ -16,16 +16,24 @@ from dataclasses import dataclass
 
 import torch
 
-MIN_VARIANCE = 25.0  # of a bin's count; smaller bins are pooled, since their counts are far from normal
-# times what the copy that moved most explains: the backend is one more copy, and may be the one that moved
-# most
+# Variance of a bin's count; smaller bins are pooled, since their counts are far from normal.
+MIN_VARIANCE = 25.0
+
+# Factor on what the copy that moved most explains: the backend is one more copy, and may have moved farther.
 ROUNDING_MARGIN = 2.0
-UNSEEN = 0.5  # tokens ruled out by rounding that no copy happened to show
+
+# Tokens ruled out by rounding that no copy happened to show.
+UNSEEN = 0.5
+
+# Eigenvalues of the covariance below this share of the largest belong to bins that always fall together.
+MIN_EIGENVALUE = 1e-6
 
 
 @dataclass(frozen=True)
 class FrequencyTest:
-    statistic: float
+    """The result of a test of frequencies."""
+
+    statistic: float  # chi-square, summed over strata
     degrees: int  # 0: too little randomness to say anything
     p_value: float
     tokens: int
@@ -41,104 +49,127 @@ def test_frequencies(
     probabilities_NB: torch.Tensor,
     observed_N: torch.Tensor,
     stratum_N: torch.Tensor | None = None,
-    shaken_NSB: torch.Tensor | None = None,
+    perturbed_NSB: torch.Tensor | None = None,
 ) -> FrequencyTest:
-    """`observed_N` is each token's bin. Strata are tested each for itself and their statistics added; they
-    must be known before the token.
+    """Tests the tokens' bins `observed_N` against their probabilities.
+
+    Each stratum is tested separately and the statistics are added; which stratum a token belongs to must be
+    known before the token.
     """
     probabilities_NB = probabilities_NB.double()
-    shaken_SNB = (
+    perturbed_SNB = (
         probabilities_NB.new_zeros(0, *probabilities_NB.shape)
-        if shaken_NSB is None
-        else shaken_NSB.double().transpose(0, 1)
+        if perturbed_NSB is None
+        else perturbed_NSB.double().transpose(0, 1)
     )
     ruled_out_NB = probabilities_NB <= 0
     impossible_N = ruled_out_NB.gather(1, observed_N.unsqueeze(1)).squeeze(1)
     explained = (
-        UNSEEN + ROUNDING_MARGIN * float((shaken_SNB * ruled_out_NB).sum((1, 2)).max())
-        if shaken_SNB.numel()
+        UNSEEN + ROUNDING_MARGIN * float((perturbed_SNB * ruled_out_NB).sum((1, 2)).max())
+        if perturbed_SNB.numel()
         else 0.0
     )
-    statistic, degrees, shift_S = 0.0, 0, probabilities_NB.new_zeros(len(shaken_SNB))
     possible = (~impossible_N).nonzero().flatten()
     strata = (
         [possible]
         if stratum_N is None
         else [possible[stratum_N[possible] == s] for s in stratum_N[possible].unique()]
     )
-    for index in strata:
-        part_statistic, part_degrees, part_shift_S = _chi_square(
-            probabilities_NB[index], observed_N[index], shaken_SNB[:, index]
-        )
-        statistic, degrees, shift_S = (
-            statistic + part_statistic,
-            degrees + part_degrees,
-            shift_S + part_shift_S,
-        )
+    statistic, degrees, shift_S = _summed_chi_square(probabilities_NB, observed_N, perturbed_SNB, strata)
     shift = ROUNDING_MARGIN * float(shift_S.max()) if len(shift_S) else 0.0
-    frequencies, ruled_out = _chi_square_tail(statistic, degrees, shift), int(impossible_N.sum())
-    p_value = min(1.0, 2 * frequencies, 2 * _poisson_tail(ruled_out, explained)) if ruled_out else frequencies
+    ruled_out = int(impossible_N.sum())
+    p_value = _chi_square_tail(statistic, degrees, shift)
+    if ruled_out:  # two tests, hence twice the smaller p-value (Bonferroni)
+        p_value = min(1.0, 2 * p_value, 2 * _poisson_tail(ruled_out, explained))
     top_N = probabilities_NB[:, 0]
+    deviation = float((top_N * (1 - top_N)).sum().sqrt())
     tokens = len(observed_N)
-    top, deviation = float((observed_N == 0).double().mean()), float((top_N * (1 - top_N)).sum().sqrt())
     return FrequencyTest(
-        statistic,
-        degrees,
-        p_value,
-        tokens,
-        top,
-        float(top_N.mean()),
-        5 * deviation / max(1, tokens),
-        ruled_out,
-        explained,
-        shift,
+        statistic=statistic,
+        degrees=degrees,
+        p_value=p_value,
+        tokens=tokens,
+        observed_top=float((observed_N == 0).double().mean()),
+        expected_top=float(top_N.mean()),
+        resolution=5 * deviation / max(1, tokens),
+        ruled_out=ruled_out,
+        explained=explained,
+        shift=shift,
     )
 
 
 test_frequencies.__test__ = False  # not one of pytest's
 
 
-def _chi_square(
-    probabilities_NB: torch.Tensor, observed_N: torch.Tensor, shaken_SNB: torch.Tensor
+def _summed_chi_square(
+    probabilities_NB: torch.Tensor,
+    observed_N: torch.Tensor,
+    perturbed_SNB: torch.Tensor,
+    strata: list[torch.Tensor],
 ) -> tuple[float, int, torch.Tensor]:
-    """The statistic, its degrees of freedom, and its noncentrality under each shaken copy."""
+    """Returns the sums of `_chi_square` over strata, given as indices of tokens."""
+    statistic = 0.0
+    degrees = 0
+    shift_S = probabilities_NB.new_zeros(len(perturbed_SNB))
+    for index in strata:
+        part_statistic, part_degrees, part_shift_S = _chi_square(
+            probabilities_NB[index], observed_N[index], perturbed_SNB[:, index]
+        )
+        statistic += part_statistic
+        degrees += part_degrees
+        shift_S = shift_S + part_shift_S
+    return statistic, degrees, shift_S
+
+
+def _chi_square(
+    probabilities_NB: torch.Tensor, observed_N: torch.Tensor, perturbed_SNB: torch.Tensor
+) -> tuple[float, int, torch.Tensor]:
+    """Returns the statistic, its degrees of freedom, and its noncentrality under each perturbed copy."""
     pools_B = _pools((probabilities_NB * (1 - probabilities_NB)).sum(0))
     count = int(pools_B.max()) + 1
     if count < 2:
-        return 0.0, 0, torch.zeros(len(shaken_SNB), dtype=torch.float64)
+        return 0.0, 0, torch.zeros(len(perturbed_SNB), dtype=torch.float64)
     pooled_NP = torch.zeros(len(observed_N), count, dtype=torch.float64).index_add_(
         1, pools_B, probabilities_NB
     )
     # Bins add up to the number of tokens, so the last one says nothing new.
-    pooled_NP, expected_P = pooled_NP[:, :-1], pooled_NP.sum(0)[:-1]
+    expected_P = pooled_NP.sum(0)[:-1]
+    pooled_NP = pooled_NP[:, :-1]
     difference_P = torch.bincount(pools_B[observed_N], minlength=count).double()[:-1] - expected_P
-    shift_SB = shaken_SNB.sum(1) - probabilities_NB.sum(0)
+    shift_SB = perturbed_SNB.sum(1) - probabilities_NB.sum(0)
     shift_SP = torch.zeros(len(shift_SB), count, dtype=torch.float64).index_add_(1, pools_B, shift_SB)[:, :-1]
     covariance_PP = torch.diag(expected_P) - pooled_NP.T @ pooled_NP
     values, vectors = torch.linalg.eigh(covariance_PP)
-    kept = values > values.max() * 1e-6  # bins that always fall together
-    along, shift_along = vectors.T[kept] @ difference_P, shift_SP @ vectors[:, kept]
+    kept = values > values.max() * MIN_EIGENVALUE
+    along = vectors.T[kept] @ difference_P
+    shift_along = shift_SP @ vectors[:, kept]
     return float((along**2 / values[kept]).sum()), int(kept.sum()), (shift_along**2 / values[kept]).sum(1)
 
 
 def _pools(variance_B: torch.Tensor) -> torch.Tensor:
-    """Which pool each bin goes to: neighbours together until their count varies enough; what is left at the
-    end joins the last.
+    """Returns the pool of each bin: neighbours share one until their count varies enough.
+
+    Bins that are left at the end join the last pool.
     """
-    pools, pool, gathered = [], 0, 0.0
+    pools = []
+    pool = 0
+    gathered = 0.0
     for variance in variance_B.tolist():
         pools.append(pool)
         gathered += variance
         if gathered >= MIN_VARIANCE:
-            pool, gathered = pool + 1, 0.0
+            pool += 1
+            gathered = 0.0
     if gathered < MIN_VARIANCE:
         pools = [min(p, max(0, pool - 1)) for p in pools]
     return torch.tensor(pools)
 
 
 def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0) -> float:
-    """A noncentral chi-square is a central one with 2 j more degrees of freedom, j Poisson with half the
-    noncentrality.
+    """Returns the probability of a statistic at least as large.
+
+    A noncentral chi-square is a central one with 2 j more degrees of freedom, where j is Poisson distributed
+    with half the noncentrality as its mean.
     """
     if degrees == 0:
         return 1.0
@@ -154,7 +185,7 @@ def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0)
 
 
 def _poisson_tail(count: int, mean: float) -> float:
-    """Of `count` or more."""
+    """Returns the probability of `count` or more events."""
     if count == 0:
         return 1.0
     case = torch.tensor([count, mean], dtype=torch.float64)
@@ -162,10 +193,12 @@ def _poisson_tail(count: int, mean: float) -> float:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Adjusted p-values, in the given order: any below alpha means that something is wrong, with an error
-    rate of alpha over all (Holm 1979).
+    """Returns p-values adjusted for their number (Holm 1979), in the given order.
+
+    Calling anything below alpha wrong then has an error rate of alpha over all of them.
     """
-    adjusted, largest = [0.0] * len(p_values), 0.0
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
         adjusted[index] = largest

@@ -1,4 +1,4 @@
-"""What is certified: a backend that can be opened plain and with speculation, and what it promises."""
+"""The subject of a certificate: a backend that can be opened plain and with speculation, and its promises."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,25 +13,25 @@ from paceline.pacing.strategy import Strategy
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion, Request
 
+# What can compute the logits of a text.
 Policy = Decoder | Fp8Policy
-# How far apart the same logits may come out in a wide type.
+
+# How far two computations of the same logits may differ in a wide type.
 LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 @dataclass
-class Opened:
-    """A backend that runs one way. `step_starts` fills where the backend says where its steps began: by
-    request, absolute positions.
-    """
+class OpenedBackend:
+    """A backend with fixed settings, and what it reports about its steps."""
 
     backend: Backend
+    # By request, the absolute positions at which its steps began; empty where the backend does not say.
     step_starts: dict[str, list[int]] = field(default_factory=dict)
-    strategies: list[list[Strategy]] = field(
-        default_factory=list
-    )  # of the steps of each run, where a pacer chose them
+    # The strategies of each run's steps, where a pacer chose them.
+    strategies: list[list[Strategy]] = field(default_factory=list)
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions in the requests' order; one that was refused is an error."""
+        """Returns completions in the requests' order; raises ValueError where one was refused."""
         self.strategies.append([])
         self.backend.submit(requests)
         with torch.inference_mode():
@@ -44,24 +44,29 @@ class Opened:
 
 
 class Subject(Protocol):
+    """A backend to certify."""
+
     name: str
     policy: Decoder  # in the backend's own type: what a learner would run
     exact_policy: Policy  # the same weights in the widest type that is worth running
-    shaken: Sequence[Policy]  # copies of an FP8 policy as rounding may move it
-    same_in_any_batch: bool  # bit for bit, promised of plain decoding
-    same_with_any_drafter: bool  # bit for bit, promised of speculation
-    tokens: int  # proposed per step
-    adaptive: bool  # a pacer chooses who proposes, and how many
+    perturbed: Sequence[Policy]  # copies of an FP8 policy as rounding may move it
+    same_in_any_batch: bool  # plain decoding promises the same bits
+    same_with_any_drafter: bool  # speculation promises the same bits
+    tokens: int  # proposed per step; 0: it does not speculate
+    adaptive: bool  # a pacer chooses the drafter and the number of tokens
 
-    def open(self, tokens: int, max_running: int) -> Opened:
-        """At most `tokens` proposed per step; 0: without speculation."""
+    def open(self, tokens: int, max_running: int) -> OpenedBackend:
+        """Opens a backend that proposes at most `tokens` per step; with 0 it does not speculate."""
 
     def own_checks(self) -> list[Check]:
-        """What only this subject can say, after everything else ran."""
+        """Returns the checks that only this subject has; called after all others."""
 
 
 def rounded_copies(subject: Subject) -> Sequence[Policy]:
-    """The exact policy as rounding may move it, where that is more than last digits: a narrow type has one
-    copy, a learner's pass in it.
+    """Returns copies of the exact policy as rounding may move it, where that is more than last digits.
+
+    A subject in FP8 has its perturbed copies, one in another narrow type has one: a learner's pass in it.
     """
-    return subject.shaken or (() if subject.policy.dtype in LOGIT_TOLERANCE else (subject.policy,))
+    if subject.perturbed:
+        return subject.perturbed
+    return () if subject.policy.dtype in LOGIT_TOLERANCE else (subject.policy,)

@@ -1,7 +1,7 @@
-"""Where a policy is unsure, and how far rounding may move it there: over the texts that plain decoding wrote.
+"""The policy's entropy, and how far rounding moves its logits, over the texts that plain decoding wrote.
 
-The first says where to sample: sampling has most to get wrong there. The second says what can be known at
-all.
+The entropy says where to sample: sampling has most to get wrong where it is high. The effect of rounding says
+what can be known at all.
 """
 
 from collections.abc import Sequence
@@ -9,67 +9,74 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.certify.distribution import APART, apart, passes
+from paceline.certify.distribution import SPREAD_FACTOR, passes, spread_factor
 from paceline.certify.subject import Subject, rounded_copies
 from paceline.types import Completion
 
-CALM = 4  # of the contexts, one in so many may begin samples: those that rounding moves least
+# One in so many of the contexts may begin samples: those that rounding moves least.
+STABLE_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class ContextUncertainty:
+    """The policy's entropy after one context, and how far rounding moves its logits there."""
+
     prompt: tuple[int, ...]
     context: tuple[int, ...]
     entropy: float
-    moved: tuple[
-        float, ...
-    ]  # by each shaken copy: the standard deviation, over the vocabulary, of what it did to the logits
+    # By each perturbed copy: the standard deviation, over the vocabulary, of what it did to the logits.
+    moved: tuple[float, ...]
 
     @property
     def most_moved(self) -> float:
+        """Returns what the copy that moved farthest did."""
         return max(self.moved, default=0.0)
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    places: list[Place]
+    """All contexts of the texts that plain decoding wrote."""
+
+    contexts: list[ContextUncertainty]
 
     def moved(self, share: float) -> float:
-        """Over contexts and copies."""
-        return float(
-            torch.tensor(
-                [moved for place in self.places for moved in place.moved], dtype=torch.float64
-            ).quantile(share)
-        )
+        """Returns a quantile of what rounding did, over contexts and copies."""
+        moved = [moved for context in self.contexts for moved in context.moved]
+        return float(torch.tensor(moved, dtype=torch.float64).quantile(share))
 
     @property
     def tolerance(self) -> float:
-        """How far apart rounding may take two logits where no copy shows it: as far as in nine contexts of
-        ten.
-        """
-        return APART * self.moved(0.9)
+        """Returns how far rounding may move two logits apart where no copy shows it (90% of contexts)."""
+        return SPREAD_FACTOR * self.moved(0.9)
 
     def describe(self) -> str:
+        """Returns what rounding moves as the detail of a check."""
         moved = ", ".join(f"{self.moved(share):.1e}" for share in (0.5, 0.9, 0.99))
-        there = f"{apart(len(self.places[0].moved)):g} times what was seen there"
-        return f"logits by {moved} (median, 90%, 99% of contexts); what hangs on less than {self.tolerance:.2g}, or than {there}, is left out"
+        there = f"{spread_factor(len(self.contexts[0].moved)):g} times what was seen there"
+        return (
+            f"logits by {moved} (median, 90%, 99% of contexts); "
+            f"what hangs on less than {self.tolerance:.2g}, or than {there}, is left out"
+        )
 
-    def contested(self, count: int) -> list[tuple[int, ...]]:
-        """Contexts in which the policy is least sure, one per prompt; every sample begins there, so rounding
-        must not move them much.
+    def least_certain(self, count: int) -> list[tuple[int, ...]]:
+        """Returns the contexts with the highest entropy, one per prompt.
+
+        Every sample begins in one of them, so only contexts that rounding moves little are considered.
         """
-        calm = sorted(self.places, key=lambda place: (place.most_moved, -place.entropy))
-        if calm[-1].most_moved:
-            calm = calm[: -(-len(calm) // CALM)]
-        best: dict[tuple[int, ...], Place] = {}
-        for place in calm:
-            if place.prompt not in best or place.entropy > best[place.prompt].entropy:
-                best[place.prompt] = place
-        return [place.context for place in sorted(best.values(), key=lambda place: -place.entropy)[:count]]
+        stable = sorted(self.contexts, key=lambda context: (context.most_moved, -context.entropy))
+        if stable[-1].most_moved:
+            stable = stable[: -(-len(stable) // STABLE_SHARE)]
+        best: dict[tuple[int, ...], ContextUncertainty] = {}
+        for context in stable:
+            if context.prompt not in best or context.entropy > best[context.prompt].entropy:
+                best[context.prompt] = context
+        ordered = sorted(best.values(), key=lambda context: -context.entropy)
+        return [context.context for context in ordered[:count]]
 
 
 @torch.inference_mode()
 def measure(subject: Subject, completions: Sequence[Completion]) -> Uncertainty:
+    """Runs the exact policy and its rounded copies over the completions' texts."""
     texts = {
         completion.request.prompt + completion.tokens: len(completion.request.prompt)
         for completion in completions
@@ -77,12 +84,14 @@ def measure(subject: Subject, completions: Sequence[Completion]) -> Uncertainty:
     prompts = {
         text[:end]: text[:length] for text, length in texts.items() for end in range(length, len(text) + 1)
     }
-    places = []
+    found = []
     for part in passes(subject.exact_policy, texts):
         logits_NV = part.logits(subject.exact_policy)
         entropy_N = torch.distributions.Categorical(logits=logits_NV).entropy()
         moved_SN = [(part.logits(other) - logits_NV).std(-1).tolist() for other in rounded_copies(subject)]
         moved = list(zip(*moved_SN, strict=True)) or [()] * len(part.contexts)
         numbers = zip(part.contexts, entropy_N.tolist(), moved, strict=True)
-        places += [Place(prompts[context], context, entropy, by) for context, entropy, by in numbers]
-    return Uncertainty(places)
+        found += [
+            ContextUncertainty(prompts[context], context, entropy, by) for context, entropy, by in numbers
+        ]
+    return Uncertainty(found)

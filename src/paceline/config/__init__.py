@@ -1,7 +1,7 @@
-"""The recipe: typed settings with defaults. Each class is one section of the YAML file, each file here a
-large section.
+"""The recipe: typed settings with defaults, one class per section of the YAML file.
 
-No torch in this room: `paceline --help` must answer at once.
+The description of each field says what its key does. This package imports no torch: `paceline --help` must
+answer at once.
 """
 
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig

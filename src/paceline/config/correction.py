@@ -1,7 +1,6 @@
 """The recipe's `learning.correction`: presets under the names people know, and the keys they stand for.
 
-What each key computes stands in `learning/correction.py`; docs/correction.md has formulas and sources. No
-torch here.
+What each key computes is in `learning/correction.py`; docs/correction.md has formulas and sources.
 """
 
 from typing import Annotated, Any, Literal, get_args
@@ -32,16 +31,16 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "k3-rs-token-tis": _K3_RS | _TOKEN_TIS,
 }
 
-BOUNDS = {
-    "weight": ("weight_bounds", "weight_outside"),
-    "reject": ("reject_bounds",),
-}  # keys that apply only where there are weights, or rejection
+# Keys that apply only where there are weights, or rejection.
+BOUNDS = {"weight": ("weight_bounds", "weight_outside"), "reject": ("reject_bounds",)}
 
-
-Bound = Annotated[float, Field(allow_inf_nan=True)]  # inf: no bound
+# A bound of a weight or ratio; inf: none.
+Bound = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class CorrectionConfig(Section):
+    """The section `learning.correction`: what is done about samples of a policy that is not the learner's."""
+
     preset: Literal[
         "none",
         "tis",
@@ -55,10 +54,11 @@ class CorrectionConfig(Section):
         "geo-rs-seq-tis",
         "k3-rs",
         "k3-rs-token-tis",
-    ] = "none"
+    ] = Field("none", description="sets the keys below under a known name; a key given beside it wins")
     mode: Literal["bypass", "decoupled"] = Field(
         "bypass",
-        description="what the clipped ratio is taken to: bypass: the rollout's logprobs; decoupled: the learner's own before the update",
+        description="old logprobs of the clipped ratio: bypass: the rollout's; "
+        "decoupled: the learner's own before the update",
     )
     weight: Literal["none", "token", "sequence"] = Field(
         "none", description="importance weights learner / rollout, of each token or each response"
@@ -70,7 +70,8 @@ class CorrectionConfig(Section):
     normalise: bool = Field(False, description="divide the weights by their mean over the step")
     reject: Literal["none", "token", "sequence", "geometric", "k3"] = Field(
         "none",
-        description="leave out tokens, or responses by their ratio, the geometric mean of their tokens' ratios, or their mean k3",
+        description="rejection sampling: leaves out tokens, or responses by their ratio, "
+        "the geometric mean of their tokens' ratios, or their mean k3",
     )
     reject_bounds: tuple[Bound, Bound] = Field(
         (0.5, 2.0), description="[lowest, highest] ratio (k3: divergence) that is kept"
@@ -88,10 +89,8 @@ class CorrectionConfig(Section):
         if not isinstance(given, dict):
             return given
         preset = CORRECTION_PRESETS.get(str(given.get("preset", "none")), {})
-        for (
-            kind,
-            keys,
-        ) in BOUNDS.items():  # a preset's bounds are for its own kind of weight, and mean nothing for another
+        # A preset's bounds are for its own kind of weight, and mean nothing for another.
+        for kind, keys in BOUNDS.items():
             if given.get(kind, preset.get(kind)) != preset.get(kind):
                 preset = {key: value for key, value in preset.items() if key not in keys}
         return preset | given
@@ -107,19 +106,20 @@ class CorrectionConfig(Section):
                 )
         if self.reject == "k3" and self.reject_bounds[0] > 0:
             raise ValueError(
-                f"reject_bounds = {list(self.reject_bounds)}: a k3 divergence has only an upper bound; write "
-                f"[0, {self.reject_bounds[1]}]"
+                f"reject_bounds = {list(self.reject_bounds)}: a k3 divergence has only an upper bound; "
+                f"write [0, {self.reject_bounds[1]}]"
             )
         if self.weight != "none" and self.mode == "bypass":
             raise ValueError(
-                f"weight = {self.weight!r} needs mode: decoupled; in bypass mode the clipped ratio already "
-                "is learner / rollout"
+                f"weight = {self.weight!r} needs mode: decoupled; "
+                "in bypass mode the clipped ratio already is learner / rollout"
             )
         if self.normalise and self.weight == "none":
             raise ValueError("normalise = true needs weights to normalise: set weight to token or sequence")
         return self
 
     def _keys_apply(self) -> None:
+        """Refuses keys that undo the preset, and bounds of weights or rejection that are off."""
         preset = CORRECTION_PRESETS[self.preset]
         if {"weight", "reject"} & preset.keys() and self.weight == self.reject == "none" and not self.veto:
             undone = ", ".join(f"{key} = 'none'" for key in ("weight", "reject") if key in preset)
@@ -131,12 +131,10 @@ class CorrectionConfig(Section):
         for kind, keys in BOUNDS.items():
             for key in keys:
                 if getattr(self, kind) == "none" and not self.is_default(key):
-                    value, choices = (
-                        getattr(self, key),
-                        ", ".join(get_args(type(self).model_fields[kind].annotation)[1:]),
-                    )
+                    value = getattr(self, key)
                     shown = list(value) if isinstance(value, tuple) else value
+                    choices = ", ".join(get_args(type(self).model_fields[kind].annotation)[1:])
                     raise ValueError(
-                        f"{key} = {shown!r} does not apply where {kind} = 'none'; leave it out, or set "
-                        f"{kind} to one of {choices}"
+                        f"{key} = {shown!r} does not apply where {kind} = 'none'; "
+                        f"leave it out, or set {kind} to one of {choices}"
                     )

@@ -1,5 +1,6 @@
-"""The recipe's `learning`: algorithm, optimiser, batches. What each algorithm sets is here; what it computes
-in `learning/algorithms`.
+"""The recipe's `learning`: algorithm, optimiser, batches.
+
+The settings that belong to each algorithm are here; what it computes is in `learning/algorithms`.
 """
 
 from typing import Any, Literal
@@ -9,8 +10,8 @@ from pydantic import Field, model_validator
 from paceline.config.correction import CorrectionConfig
 from paceline.config.section import Section
 
-# What each algorithm's paper sets, where that differs from the defaults below; a key that a recipe names
-# beside it wins. docs/algorithms.md has the sources.
+# The settings of each algorithm's paper, where they differ from the defaults below; a key that a recipe names
+# beside the algorithm wins. docs/algorithms.md has the sources.
 ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dapo": {"clip_high": 0.28, "overlong_share": 0.2, "dynamic_sampling_rounds": 10},
@@ -21,26 +22,34 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class LearningConfig(Section):
-    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = "grpo"
-    lr: float = Field(1e-6, gt=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.99, ge=0, lt=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    """The section `learning`: the policy's update."""
+
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = Field(
+        "grpo", description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md)"
+    )
+    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW, after warm-up")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="the learning rate after warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(0, ge=0, description="optimiser steps over which the learning rate rises to lr")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay, on matrices only")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's first moment")
+    beta2: float = Field(0.99, ge=0, lt=1, description="decay of AdamW's second moment")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
     clip_low: float = Field(
         0.2, gt=0, lt=1, description="the probability ratio is clipped to [1 - clip_low, 1 + clip_high]"
     )
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0, description="see clip_low")
     kl_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the KL to the starting policy; above 0 a reference copy is kept (none with LoRA)",
+        description="weight of the KL to the starting policy; above 0 a reference copy is kept "
+        "(none with LoRA)",
     )
     loss_mean: Literal["token", "sequence", "constant"] = Field(
         "token",
-        description="token: every token counts the same; sequence: every response; constant: a token is 1 / (responses x rollout.max_tokens)",
+        description="token: every token counts the same; sequence: every response; "
+        "constant: a token is 1 / (responses x rollout.max_tokens)",
     )
     overlong_share: float = Field(
         0.0,
@@ -51,14 +60,19 @@ class LearningConfig(Section):
     dynamic_sampling_rounds: int = Field(
         0,
         ge=0,
-        description="times a step may draw prompts until rollout.prompts_per_step groups scored unevenly; 0: take groups as they come",
+        description="times a step may draw prompts until rollout.prompts_per_step groups have unequal "
+        "rewards; 0: take groups as they come",
     )
     epochs: int = Field(1, ge=1, description="passes over the step's samples")
-    minibatches: int = Field(1, ge=1, description="optimiser steps per pass")
+    minibatches: int = Field(
+        1, ge=1, description="optimiser steps per pass; must divide rollout.prompts_per_step"
+    )
     micro_batch_tokens: int = Field(
         2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out"
     )
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = Field(
+        CorrectionConfig(), description="correction for samples of a policy that is not the learner's"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,4 @@
-"""What a recipe says that its reader may not expect, though nothing is wrong with it: said when a run
-starts.
-"""
+"""Notes on a recipe that is valid but may not do what its reader expects; printed when a run starts."""
 
 from paceline.config.correction import CORRECTION_PRESETS
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
@@ -9,18 +7,20 @@ from paceline.config.section import Section
 
 
 def rollout_notes(rollout: RolloutConfig) -> list[str]:
+    """Returns a note where drafters are named that the backend does not use."""
     drafters = rollout.speculation.drafters
     if rollout.backend != "reference" or not drafters:
         return []
     return [
-        f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' never "
-        "speculates; rollout.backend=native does"
+        f"rollout.speculation.drafters = {drafters}: not used, rollout.backend = 'reference' "
+        "never speculates; rollout.backend=native does"
     ]
 
 
 def learning_notes(learning: LearningConfig) -> list[str]:
-    """Keys that depart from what the algorithm or the preset stands for: meant, or left over in a recipe that
-    spells out every key.
+    """Returns a note for keys that override the algorithm's or the preset's own values.
+
+    They may be meant, or left over in a recipe that spells out every key.
     """
     choices = (
         ("learning", "algorithm", learning, ALGORITHM_DEFAULTS[learning.algorithm]),
@@ -44,12 +44,10 @@ def _departures(section: str, choice: str, settings: Section, stands_for: dict[s
         for key, (value, usual) in own.items()
         if value != usual
     )
+    if not others:
+        return ""
     name = f"{section}.{choice} = {getattr(settings, choice)!r}"
-    return (
-        f"{name}: the recipe itself says {others}; leave these keys out to have the {choice}'s own"
-        if others
-        else ""
-    )
+    return f"{name}: the recipe itself says {others}; leave these keys out to have the {choice}'s own"
 
 
 def _shown(value: object) -> object:

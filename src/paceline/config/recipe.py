@@ -26,26 +26,30 @@ from paceline.config.task import TaskConfig
 
 
 class RunConfig(Section):
-    name: str = Field("", description="folder name below `root`; empty: recipe name and date")
-    root: str = Field("runs", description="where run directories are made")
-    seed: int = 0
-    steps: int = Field(40, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The section `run`: where, how long and on what a run runs."""
+
+    name: str = Field("", description="name of the run directory; empty: recipe name and date")
+    root: str = Field("runs", description="folder in which run directories are made")
+    seed: int = Field(0, description="decides samples and the order of problems; the same seed repeats a run")
+    steps: int = Field(40, ge=1, description="RL steps: one rollout and one update each")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one"
     )
 
 
 class EvalConfig(Section):
+    """The section `eval`: accuracy on held-out problems, before, during and after a run."""
+
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     samples: int = Field(1, ge=1, description="samples per problem (avg@n)")
     pass_k: list[int] = Field(
         default_factory=list, description="k of each pass@k to report; at most `samples`"
     )
-    temperature: float = Field(1.0, ge=0.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    max_tokens: int = Field(288, ge=1)
-    problems: int = Field(0, ge=0, description="0: all held-out problems")
+    temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="nucleus sampling: 1 keeps all tokens")
+    max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
+    problems: int = Field(0, ge=0, description="held-out problems to evaluate on; 0: all")
 
     @model_validator(mode="after")
     def _pass_k_within_samples(self) -> "EvalConfig":
@@ -55,17 +59,23 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(10, ge=1)
-    keep: int = Field(2, ge=1)
+    """The section `checkpoint`: how often checkpoints are written, and how many are kept."""
+
+    every: int = Field(10, ge=1, description="steps between checkpoints; the last step has one, too")
+    keep: int = Field(2, ge=1, description="newest checkpoints to keep; older ones are deleted")
 
 
 class ReportConfig(Section):
-    tensorboard: bool = False
-    wandb: bool = False
+    """The section `report`: what is written besides `metrics.jsonl`."""
+
+    tensorboard: bool = Field(False, description="also write metrics for TensorBoard")
+    wandb: bool = Field(False, description="also send metrics to Weights & Biases")
     samples_per_step: int = Field(2, ge=0, description="groups written to samples/ at each step")
 
 
 class Config(Section):
+    """A whole recipe."""
+
     run: RunConfig = RunConfig()
     policy: PolicyConfig = PolicyConfig()
     task: TaskConfig = TaskConfig()
@@ -79,13 +89,13 @@ class Config(Section):
     def _batches_divide(self) -> "Config":
         if self.rollout.prompts_per_step % self.learning.minibatches:
             raise ValueError(
-                f"learning.minibatches = {self.learning.minibatches} must divide rollout.prompts_per_step = "
-                f"{self.rollout.prompts_per_step}"
+                f"learning.minibatches = {self.learning.minibatches} must divide "
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step}"
             )
         return self
 
 
-# What may differ between a run and its resumption: everything else would make the two halves incomparable.
+# Keys that may differ between a run and its resumption; any other would make the two halves incomparable.
 RESUME_MAY_CHANGE = (
     "run.steps",
     "run.root",
@@ -106,16 +116,19 @@ CHOICES = {
     "learning.correction.preset": tuple(key for key in CorrectionConfig.model_fields if key != "preset"),
 }
 
+# Where the shipped recipes are.
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
+    """Returns the paths of the shipped recipes by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
 
 
 def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """A recipe is a path or the name of a shipped one; overrides are `section.key=value`, the value read as
-    YAML.
+    """Reads a recipe, given as a path or the name of a shipped one, and applies overrides.
+
+    An override is `section.key=value`, the value read as YAML.
     """
     tree: dict[str, Any] = {}
     if recipe is not None:
@@ -129,6 +142,7 @@ def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
+    """Validates a recipe's sections; raises ConfigError with a sentence per problem."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -136,12 +150,14 @@ def parse_config(tree: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
+    """Returns the recipe as YAML, every key spelt out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    old, new = _flatten(before.model_dump()), _flatten(after.model_dump())
+    """Returns the dotted keys whose values differ, with both values."""
+    old = _flatten(before.model_dump())
+    new = _flatten(after.model_dump())
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
@@ -197,12 +213,13 @@ def _split(override: str) -> tuple[str, Any]:
         return key, _parse_scalar(value)
     except yaml.YAMLError:
         raise ConfigError(
-            f"override {override!r} is not readable YAML: write lists as [a, b], and text with brackets in "
-            "quotes"
+            f"override {override!r} is not readable YAML: "
+            "write lists as [a, b], and text with brackets in quotes"
         ) from None
 
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
+    """Removes `keys` from the section at `path`, where there is one."""
     for part in path:
         tree = tree.get(part) if isinstance(tree, dict) else None
     for key in keys if isinstance(tree, dict) else ():
@@ -218,7 +235,7 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any, override: str) ->
 
 
 def _explain(problem: dict[str, Any]) -> str:
-    """One validation problem as a sentence: key, value, what is allowed, nearest match."""
+    """Returns one validation problem as a sentence: key, value, what is allowed, nearest match."""
     path = [str(part) for part in problem["loc"]]
     key = ".".join(path) or "recipe"
     if problem["type"] == "extra_forbidden":

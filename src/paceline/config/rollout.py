@@ -1,4 +1,4 @@
-"""The recipe's `rollout`: how much is generated, and how fast: speculation, precision, memory."""
+"""The recipe's `rollout`: how much is generated, and with which speculation, precision and memory."""
 
 from typing import Literal
 
@@ -7,23 +7,27 @@ from pydantic import Field, model_validator
 from paceline.config.section import Section
 from paceline.types import Precision
 
-DRAFTER_FOLDERS = {
-    "eagle": "eagle_path",
-    "draft_model": "draft_model_path",
-}  # the key that names a drafter's folder
-FRESH = "fresh"  # in place of an eagle head's folder
+# The key that names each drafter's folder.
+DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
+
+# Stands for a new eagle head in place of a folder.
+FRESH = "fresh"
 
 
 class OnlineDrafterConfig(Section):
+    """The section `rollout.speculation.online`: training the eagle head during the run."""
+
     when: Literal["never", "drift", "always"] = Field(
         "never",
-        description="the eagle head learns from the run's own responses: when its acceptance has fallen, or after every step",
+        description="when the eagle head learns from the run's own responses: "
+        "drift: when its acceptance has fallen; always: after every step",
     )
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, description="learning rate of the eagle head")
     tokens: int = Field(
         8192,
         ge=1,
-        description="response tokens to learn from per step, the longest responses of it and of the one before first",
+        description="response tokens to learn from per step, taken from this step's and the previous "
+        "step's responses, longest first",
     )
     batch: int = Field(16, ge=1, description="responses per optimiser step")
     unroll: int = Field(
@@ -36,40 +40,47 @@ class OnlineDrafterConfig(Section):
             if self.when == "never" and not self.is_default(key):
                 named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
                 raise ValueError(
-                    f"{named} does not apply: rollout.speculation.online.when = 'never'. Use when=drift or "
-                    "when=always, or leave it out"
+                    f"{named} does not apply: rollout.speculation.online.when = 'never'. "
+                    "Use when=drift or when=always, or leave it out"
                 )
         return self
 
 
 class SpeculationConfig(Section):
+    """The section `rollout.speculation`: drafters and how their proposals are used."""
+
     drafters: list[Literal["history", "eagle", "draft_model"]] = Field(
         default_factory=list,
-        description="who may propose tokens; completions are the same whoever does; empty: no speculation",
+        description="what may propose tokens; completions are the same with any of them; "
+        "empty: no speculation",
     )
     pacing: Literal["adaptive", "fixed"] = Field(
-        "adaptive", description="adaptive: whatever is fastest now, or no speculation; fixed: always the same"
+        "adaptive",
+        description="adaptive: the fastest strategy at the moment, which may be no speculation; "
+        "fixed: always the same",
     )
     tokens: int = Field(
-        7, ge=1, le=15, description="proposed per step: at most (adaptive), or exactly (fixed)"
+        7, ge=1, le=15, description="proposed tokens per step: at most (adaptive), or exactly (fixed)"
     )
     max_running: int = Field(
         0, ge=0, description="fixed: speculate while at most this many requests run; 0: always"
     )
     eagle_path: str = Field(
         "auto",
-        description="the eagle head's folder; auto: the shipped head, where the policy has its shape, else nobody; see `paceline drafter`; "
-        "fresh: a new one, which learns in the run (online.when=always)",
+        description="the eagle head's folder (see `paceline drafter`); auto: the shipped head where it fits "
+        "the policy, else none; fresh: a new head, which learns in the run (online.when=always)",
     )
     draft_model_path: str = Field(
         "", description="the draft model's Hugging Face folder; it must have the policy's tokenizer"
     )
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise",
-        description="rejection: classical, the same distribution but tokens that depend on the drafter; for comparison",
+        description="shared-noise: bit-exact; rejection: classical rejection sampling, the same distribution "
+        "but tokens that depend on the drafter; for comparison",
     )
-
-    online: OnlineDrafterConfig = OnlineDrafterConfig()
+    online: OnlineDrafterConfig = Field(
+        OnlineDrafterConfig(), description="training of the eagle head during the run"
+    )
 
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
@@ -77,8 +88,8 @@ class SpeculationConfig(Section):
             raise ValueError(f"rollout.speculation.drafters = {self.drafters}: each drafter once")
         if self.pacing == "fixed" and len(self.drafters) > 1:
             raise ValueError(
-                f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; use "
-                "pacing=adaptive for several"
+                f"rollout.speculation.drafters = {self.drafters}: pacing = 'fixed' takes one drafter; "
+                "use pacing=adaptive for several"
             )
         if self.pacing == "adaptive" and self.max_running:
             raise ValueError(
@@ -89,71 +100,81 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "SpeculationConfig":
-        """A key that nobody would read is a mistake."""
+        """Refuses keys that would be ignored."""
+        drafters = f"rollout.speculation.drafters = {self.drafters}"
         for drafter, key in DRAFTER_FOLDERS.items():
             if drafter not in self.drafters and not self.is_default(key):
-                named, default = f"rollout.speculation.{key}", type(self).model_fields[key].default
+                named = f"rollout.speculation.{key}"
+                default = type(self).model_fields[key].default
                 raise ValueError(
-                    f"{named} = {getattr(self, key)!r} does not apply: rollout.speculation.drafters = "
-                    f"{self.drafters} lacks {drafter!r}. "
+                    f"{named} = {getattr(self, key)!r} does not apply: {drafters} lacks {drafter!r}. "
                     f"Add it there, or leave the path out ({named}={default})"
                 )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(
-                f"rollout.speculation.online.when = {self.online.when!r} does not apply: "
-                f"rollout.speculation.drafters = {self.drafters} lacks "
-                "'eagle', the one that can learn. Add it there, or leave it out "
-                "(rollout.speculation.online.when=never)"
+                f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
+                "'eagle', the one that can learn. "
+                "Add it there, or leave it out (rollout.speculation.online.when=never)"
             )
         if self.eagle_path == FRESH and self.online.when != "always":
             raise ValueError(
                 f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
-                f"rollout.speculation.online.when = {self.online.when!r}: "
-                "nobody would teach it. Use online.when=always, or name the folder of a trained head"
+                f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
+                "Use online.when=always, or name the folder of a trained head"
             )
         if not self.drafters and not self.is_default("verify"):
             raise ValueError(
-                f"rollout.speculation.verify = {self.verify!r} does not apply: rollout.speculation.drafters "
-                "is empty, so nothing is verified. "
+                f"rollout.speculation.verify = {self.verify!r} does not apply: "
+                "rollout.speculation.drafters is empty, so nothing is verified. "
                 "Name a drafter, or leave it out (rollout.speculation.verify=shared-noise)"
             )
         return self
 
 
 class SentinelConfig(Section):
-    kl: float = Field(
-        0.1, ge=0, description="low-precision rollouts end when mismatch/kl exceeds this; 0: not watched"
-    )
+    """The section `rollout.sentinel`: when low-precision rollouts fall back to the policy's own type."""
+
+    kl: float = Field(0.1, ge=0, description="fall back when mismatch/kl exceeds this; 0: it is not watched")
     capped_steps: int = Field(
         2,
         ge=0,
-        description="... or when all responses of this many steps in a row reach max_tokens; 0: not watched",
+        description="fall back when all responses of this many steps in a row reach max_tokens; "
+        "0: it is not watched",
     )
 
 
 class RolloutConfig(Section):
+    """The section `rollout`: what is sampled at each step, and how the engine runs."""
+
     backend: Literal["native", "reference"] = Field(
-        "native", description="reference: a plain generator, the engine's test oracle"
+        "native", description="native: the engine; reference: a plain generator, the engine's test oracle"
     )
-    prompts_per_step: int = Field(16, ge=1)
-    samples_per_prompt: int = Field(8, ge=1)
-    temperature: float = Field(1.0, ge=0.0)
-    max_tokens: int = Field(288, ge=1)
+    prompts_per_step: int = Field(16, ge=1, description="prompts, and thus groups, of a step")
+    samples_per_prompt: int = Field(8, ge=1, description="responses sampled per prompt: the group's size")
+    temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
+    max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
     max_running: int = Field(256, ge=1, le=65536, description="requests decoded together at most")
     kv_tokens: int = Field(
         0,
         ge=0,
-        description="tokens the KV pool holds; 0: room for every running request at full length, or what fits the GPU",
+        description="tokens the KV pool holds; 0: enough for every running request at full length, "
+        "or what fits the GPU",
     )
-    prefill_tokens: int = Field(16384, ge=1, description="prompt tokens computed at a time")
+    prefill_tokens: int = Field(16384, ge=1, description="prompt tokens per prefill batch")
     admission: Literal["fifo", "longest"] = Field(
-        "fifo", description="longest: requests expected to be long go first"
+        "fifo",
+        description="order in which waiting requests start; longest is refused until requests carry "
+        "expected lengths",
     )
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculation: SpeculationConfig = Field(SpeculationConfig(), description="speculative decoding")
     graph_memory_gb: float = Field(
-        2.0, gt=0, description="for captured steps; limits how much a large batch may have proposed"
+        2.0,
+        gt=0,
+        description="GB for CUDA graphs of captured steps; limits the proposed tokens of a large batch",
     )
-    sentinel: SentinelConfig = SentinelConfig()
+    sentinel: SentinelConfig = Field(
+        SentinelConfig(), description="when low-precision rollouts fall back to the policy's own type"
+    )
     deterministic: bool = Field(
         False, description="GPU: a completion's bits do not depend on its batch; on a CPU they never do"
     )
@@ -170,7 +191,7 @@ class RolloutConfig(Section):
     kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
     router_replay: bool = Field(
         False,
-        description="policies with experts: the learner sends each token to the experts that the rollout chose",
+        description="MoE policies: the learner routes each token to the experts that the rollout chose",
     )
 
     @model_validator(mode="after")
@@ -191,6 +212,16 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _admission_works(self) -> "RolloutConfig":
+        """Refuses `longest`, which would silently be `fifo`: no request carries an expected length yet."""
+        if self.admission == "longest":
+            raise ValueError(
+                "rollout.admission = 'longest' has no effect yet: requests carry no expected lengths, and "
+                "longest-first admission arrives with them. Use rollout.admission=fifo, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _backend_can(self) -> "RolloutConfig":
         if self.backend == "reference" and self.precision is not Precision.BASE:
             raise ValueError(
@@ -200,7 +231,6 @@ class RolloutConfig(Section):
         if self.router_replay and self.backend != "native":
             raise ValueError(
                 f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which "
-                "experts it chose; "
-                "use rollout.backend=native, or leave router_replay out"
+                "experts it chose; use rollout.backend=native, or leave router_replay out"
             )
         return self

@@ -8,30 +8,41 @@ from paceline.config.section import Section
 
 
 class RewardConfig(Section):
+    """An entry of `task.rewards`: a reward function, how it is called and what it counts."""
+
     function: str = Field(
-        description="`task` (the task's own), `exact`, `last-number`, `math-verify`, module:function or path/to/file.py:function"
+        description="`task` (the task's own verifier), `exact`, `last-number`, `math-verify`, "
+        "module:function or path/to/file.py:function"
     )
-    weight: float = 1.0
-    name: str = Field("", description="what metrics call it; empty: the function's name")
+    weight: float = Field(1.0, description="factor of this reward in the sum")
+    name: str = Field("", description="name in the metrics; empty: the function's name")
     batch: bool = Field(False, description="the function takes lists: the responses of one group in one call")
     options: dict[str, Any] = Field(
         default_factory=dict, description="further keyword arguments for the function"
     )
-    time_limit: float = Field(10.0, gt=0, description="seconds per call")
+    time_limit: float = Field(
+        10.0,
+        gt=0,
+        description="seconds that one call of this reward may take; then its worker process is killed, "
+        "or its coroutine cancelled, and the response gets failed_score",
+    )
     failed_score: float = Field(
         0.0, description="score of a response whose reward raised or exceeded its time limit"
     )
-    concurrency: int = Field(64, ge=1, description="coroutines: how many calls may run at once")
+    concurrency: int = Field(64, ge=1, description="coroutines only: calls that may run at once")
 
     @property
     def label(self) -> str:
+        """Returns the reward's name in the metrics."""
         return self.name or self.function.rpartition(":")[2]
 
 
 class TurnsConfig(Section):
+    """The section `task.turns`: the tool that answers the policy in a task with several turns."""
+
     step: str = Field(
         "",
-        description="what answers a response: `calculator`, module:function or path/to/file.py:function; empty: one turn",
+        description="the tool: `calculator`, module:function or path/to/file.py:function; empty: one turn",
     )
     stop: list[str] = Field(
         default_factory=list, description="texts that end a turn; a named tool brings its own"
@@ -39,20 +50,29 @@ class TurnsConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="further keyword arguments for the function"
     )
-    time_limit: float = Field(10.0, gt=0, description="seconds per call")
+    time_limit: float = Field(
+        10.0, gt=0, description="seconds that one call of the tool may take; then the conversation ends"
+    )
 
 
 class DataConfig(Section):
-    path: str = Field("", description="a .jsonl or .parquet file")
+    """The section `task.data`: where the problems of `task.name: file` come from."""
+
+    path: str = Field("", description="a .jsonl or .parquet file of problems")
     held_out_path: str = Field("", description="a second file to evaluate on; empty: a share of the first")
     held_out_share: float = Field(
-        0.05, gt=0, lt=1, description="of the rows, by a hash of the prompt, where there is no second file"
+        0.05,
+        gt=0,
+        lt=1,
+        description="share of the rows to evaluate on, by a hash of the prompt, without a second file",
     )
     prompt_column: str = Field(
-        "prompt", description="text, or a list of chat messages; a dot reaches into a column"
+        "prompt",
+        description="column of the prompt: text, or a list of chat messages; a dot reaches into a column",
     )
     answer_column: str = Field(
-        "", description="empty: `answer`, or `reward_model.ground_truth` as verl has it"
+        "",
+        description="column of the answer; empty: `answer`, or `reward_model.ground_truth` as in verl",
     )
     answer_pattern: str = Field(
         "", description="regular expression whose first group is the answer within the answer column"
@@ -60,13 +80,17 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    name: Literal["running-sums", "calculator", "countdown", "reasoning-gym", "file"] = "running-sums"
-    seed: int = Field(
-        0, description="which problems there are; not the run's seed, so that runs are comparable"
+    """The section `task`: problems, prompts, rewards and turns."""
+
+    name: Literal["running-sums", "calculator", "countdown", "reasoning-gym", "file"] = Field(
+        "running-sums", description="the source of problems"
     )
-    train_problems: int = Field(128, ge=1, description="of tasks that generate problems")
-    eval_problems: int = Field(512, ge=1, description="of tasks that generate problems")
-    dataset: str = Field("", description="reasoning-gym: which of its datasets")
+    seed: int = Field(
+        0, description="which problems are drawn; not the run's seed, so that runs are comparable"
+    )
+    train_problems: int = Field(128, ge=1, description="problems to train on, of tasks that generate them")
+    eval_problems: int = Field(512, ge=1, description="held-out problems, of tasks that generate them")
+    dataset: str = Field("", description="reasoning-gym: name of the dataset")
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="countdown: how hard, see docs/tasks.md; reasoning-gym: the dataset's settings",
@@ -75,16 +99,18 @@ class TaskConfig(Section):
         0.1,
         ge=0,
         le=1,
-        description="reasoning-gym: scores below this count 0 (some verifiers pay a little for anything)",
+        description="reasoning-gym: scores below this count as 0 (some verifiers give a little for anything)",
     )
-    data: DataConfig = DataConfig()
+    data: DataConfig = Field(DataConfig(), description="file: where the problems are")
 
-    prompt_format: str = Field("{prompt}", description="what is asked; {prompt} stands for a problem's text")
+    prompt_format: str = Field(
+        "{prompt}", description="text of each prompt; {prompt} stands for the problem's text"
+    )
     chat: bool = Field(
         False,
         description="render texts as a user message through the policy's chat template; messages always are",
     )
-    system_prompt: str = Field("", description="a system message before each chat")
+    system_prompt: str = Field("", description="system message before each chat; empty: none")
     template_options: dict[str, Any] = Field(
         default_factory=dict, description="further variables of the chat template, such as enable_thinking"
     )
@@ -92,20 +118,23 @@ class TaskConfig(Section):
 
     extract: str = Field(
         "whole",
-        description="the answer within a response: whole, answer-line, or a regular expression whose first group it is",
+        description="the answer within a response: whole, answer-line, or a regular expression "
+        "whose first group it is",
     )
     require_end: bool = Field(
         True, description="a response cut off at max_tokens is wrong for every built-in scorer"
     )
     rewards: list[RewardConfig] = Field(
-        default_factory=list, description="summed with their weights; empty: the task's own"
+        default_factory=list,
+        description="rewards, summed with their weights, each with its own time_limit; "
+        "empty: the task's own verifier",
     )
     reward_workers: int = Field(4, ge=1, description="processes that run reward functions and tools")
-    turns: TurnsConfig = TurnsConfig()
+    turns: TurnsConfig = Field(TurnsConfig(), description="the tool of a task with several turns")
 
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
-        """A key that this task would ignore is a mistake."""
+        """Refuses keys that this task would ignore."""
         wanted_by = {
             "dataset": ("reasoning-gym",),
             "options": ("countdown", "reasoning-gym"),
@@ -130,7 +159,7 @@ class TaskConfig(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError(
-                f"task.rewards: the names {', '.join(labels)} must differ; set `name` where a function is "
-                "used twice"
+                f"task.rewards: the names {', '.join(labels)} must differ; "
+                "set `name` where a function is used twice"
             )
         return self

@@ -4,8 +4,9 @@ A draft counts up to its first disagreement with the text, and until there its o
 one pass over the text with the head unrolled (`unroll.py`) gives, for every start and step, the chance that
 the drafted token is accepted:
 
-    shared noise   1 if argmax(logits / T + gumbel(seed, place, ·)) of the head is the token in the text, else 0
-    rejection      min(1, q(token) / p(token)): given that the policy's token came out, the chance that it came from the draft
+    shared noise   1 if argmax(logits / T + gumbel(seed, place, ·)) of the head is the text's token, else 0
+    rejection      min(1, q(token) / p(token)): given that the policy's token came out, the chance that it was
+                   the drafted one
 
 A walk over the response, from each step's first token to the next one's, then gives what a rollout at a fixed
 k would do: exactly for shared noise, in expectation for rejection. Nothing is generated.
@@ -29,35 +30,33 @@ from paceline.types import Completion
 class Acceptance:
     """Sums over the steps of walks; with rejection they are expectations."""
 
+    # The policy's steps, and the tokens that they emitted.
     steps: float = 0.0
     tokens: int = 0
-    accepted_at: list[float] = field(
-        default_factory=list
-    )  # drafts whose first i + 1 tokens were all accepted
-    tried_at: list[float] = field(
-        default_factory=list
-    )  # drafts whose first i tokens were, and whose response went on
+    # Drafts whose first i + 1 tokens were all accepted.
+    accepted_at: list[float] = field(default_factory=list)
+    # Drafts whose first i tokens were, and whose response went on.
+    tried_at: list[float] = field(default_factory=list)
 
     @property
     def accept_length(self) -> float:
-        """Tokens emitted per step of the policy, its own token included; the one that ends a response cuts a
-        step short.
-        """
+        """Tokens emitted per step of the policy, its own included; a response's end cuts a step short."""
         return self.tokens / max(1e-9, self.steps)
 
     def rate_at(self, place: int) -> float:
-        """Share of the tokens at `place` that were accepted, where those before were and the response had not
-        ended.
-        """
+        """Returns the share of the tokens at `place` that were accepted, of those that were tried."""
         return self.accepted_at[place] / max(1e-9, self.tried_at[place])
 
     @classmethod
     def nothing(cls, depth: int) -> "Acceptance":
+        """Returns the sums over no steps, for drafts of `depth` tokens."""
         return cls(accepted_at=[0.0] * depth, tried_at=[0.0] * depth)
 
 
 @dataclass(frozen=True)
 class Measured:
+    """The acceptance of both ways to verify, over so many responses."""
+
     shared_noise: Acceptance
     rejection: Acceptance
     responses: int
@@ -72,43 +71,42 @@ def measure_acceptance(
     known: int = 0,
     micro_batch_tokens: int = 0,
 ) -> Measured:
-    """`depth` tokens per draft; the first draft of a response is made when `known` of its tokens are there
-    already.
+    """Measures drafts of `depth` tokens along the completions.
+
+    The first draft of a response is made when `known` of its tokens are there already.
     """
-    shared, rejection = Acceptance.nothing(depth), Acceptance.nothing(depth)
+    shared = Acceptance.nothing(depth)
+    rejection = Acceptance.nothing(depth)
     completions = [completion for completion in completions if completion.tokens]
     for part in _parts(completions, micro_batch_tokens or MICRO_BATCH_TOKENS[policy.device.type]):
         batch = pack([training_sequence(completion) for completion in part], policy.device)
         lengths = [len(completion.tokens) for completion in part]
         shared_RK, rejection_RK = _chances(policy, head, batch, part, depth)
-        for shared_NK, rejection_NK in zip(
-            shared_RK.split(lengths), rejection_RK.split(lengths), strict=True
-        ):
+        for shared_NK in shared_RK.split(lengths):
             walk(shared_NK.tolist(), known, shared)
+        for rejection_NK in rejection_RK.split(lengths):
             walk(rejection_NK.tolist(), known, rejection)
     return Measured(shared, rejection, len(completions))
 
 
 def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Completion]]:
-    """Neighbours in length go together: packed attention is laid out by the longest."""
+    """Completions in batches, neighbours in length together: packed attention is laid out by the longest."""
     parts: list[list[Completion]] = []
-    room = 0
+    left = 0
     for completion in sorted(completions, key=lambda c: len(c.request.prompt) + len(c.tokens)):
         size = len(completion.request.prompt) + len(completion.tokens)
-        if size > room:
+        if size > left:
             parts.append([])
-            room = token_budget
+            left = token_budget
         parts[-1].append(completion)
-        room -= size
+        left -= size
     return parts
 
 
 def _chances(
     policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, K]` by start and step, for both rules: row r is the draft whose first token is response token
-    r.
-    """
+    """The chances for both rules, `[R, K]` by start and step; row r's first token is response token r."""
     device = batch.tokens_T.device
     temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[
         batch.sequence_R
@@ -141,7 +139,7 @@ def accepted(
     temperature_R: torch.Tensor,
     noise_RD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chance that each token is drafted and accepted, for both rules; at temperature 0 they are the same."""
+    """Returns the chance that each token is drafted and accepted, for both rules; the same if greedy."""
     greedy_R = temperature_R == 0
     scale_R1 = torch.where(greedy_R, 1.0, temperature_R).unsqueeze(-1)
     scores_RD = draft_RD / scale_R1 + torch.where(greedy_R.unsqueeze(-1), 0.0, noise_RD)
@@ -156,8 +154,9 @@ def accepted(
 
 
 def walk(chances_NK: list[list[float]], known: int, total: Acceptance) -> None:
-    """Adds the steps that generate one response: `visits[i]` is how likely one of them starts at token i."""
+    """Adds to `total` the steps that generate one response."""
     count, depth = len(chances_NK), len(chances_NK[0])
+    # How likely a step starts at each token.
     visits = [0.0] * (count + depth + 1)
     visits[known if known < count else -1] = 1.0
     for start in range(known, count):
@@ -167,7 +166,9 @@ def walk(chances_NK: list[list[float]], known: int, total: Acceptance) -> None:
             accepted = reached * chances_NK[start][step]
             total.tried_at[step] += reached
             total.accepted_at[step] += accepted
-            visits[start + step + 1] += reached - accepted  # the policy's own token in its place
+            # The policy's own token in its place.
+            visits[start + step + 1] += reached - accepted
             reached = accepted
-        visits[start + depth + 1] += reached  # all accepted, and one more; past the end it does not matter
+        # All accepted, and one more; past the end it does not matter.
+        visits[start + depth + 1] += reached
     total.tokens += max(0, count - known)

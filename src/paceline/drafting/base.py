@@ -1,11 +1,11 @@
-"""What a drafter is.
+"""The protocol of drafters: what proposes tokens for the policy to verify.
 
-    seated         ──▶ bind(context)             once: the policy, the rows, where proposals go
-    prompt runs    ──▶ observe_prefill        device: the policy's hidden states, for a drafter that follows them
-    request enters ──▶ observe_enter          host: which prompt, which slot
-    each step      ──▶ propose(slots, k)      device: k tokens per row into the proposals, no host involved
-                   ──▶ observe_step           device: what the policy computed and sampled, for a drafter that follows it
-    request leaves ──▶ observe_leave          host: what it wrote, while its row is still there
+    engine starts  ──▶ bind(context)        once: the policy, the rows, where proposals go
+    prompt runs    ──▶ observe_prefill      device: the policy's hidden states, if the drafter follows them
+    request enters ──▶ observe_enter        host: which prompt, which slot
+    each step      ──▶ propose(slots, k)    device: k tokens per row into the proposals, no host involved
+                   ──▶ observe_step         device: what the policy computed and sampled, if it follows that
+    request leaves ──▶ observe_leave        host: what it wrote, while its row is still there
 
 A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are
 captured in CUDA graphs, so they read only tensors whose address stays; `catch_up` does beforehand what needs
@@ -29,93 +29,110 @@ class DrafterContext:
 
     policy: Decoder
     rows: RowTensors
+    # Where proposals go.
     proposals_SK: torch.Tensor
-    probabilities_SKV: (
-        torch.Tensor | None
-    )  # what each proposal was drawn from; None: nobody asks (see `has_probabilities`)
-    num_blocks: int  # of the paged pool; a drafter's own cache uses the same block numbers
+    # Where the distribution goes that each proposal was drawn from; None: not needed (`has_probabilities`).
+    probabilities_SKV: torch.Tensor | None
+    # Blocks of the paged pool; a drafter's own cache uses the same block numbers.
+    num_blocks: int
     deterministic: bool
-    request_tokens: int  # the longest that a prompt and its response are expected to be
+    # The longest that a prompt and its response are expected to be.
+    request_tokens: int
 
 
 @dataclass(frozen=True)
 class TargetStep:
-    """One step of the policy: `queries` went in, `sampled_RQ` came out, and the rows have taken what they
-    keep.
-    """
+    """One step of the policy, after the rows have taken what they keep of its samples."""
 
     slots_R: torch.Tensor
+    # What went in, and what came out.
     queries: Queries
     sampled_RQ: torch.Tensor
-    captured: dict[int, torch.Tensor]  # by layer: the hidden states that entered it, [R x Q, E]
+    # By layer: the hidden states that entered it, `[R x Q, E]`.
+    captured: dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TargetPrefill:
-    """Chunks of several prompts, packed."""
+    """A prefill of the policy: chunks of several prompts, packed."""
 
-    following_T: torch.Tensor  # the token after each one
+    # The token after each one.
+    following_T: torch.Tensor
     positions_T: torch.Tensor
     cache_slots_T: torch.Tensor
-    last_S: torch.Tensor  # index of each chunk's last token
+    # The index of each chunk's last token.
+    last_S: torch.Tensor
+    # By layer: the hidden states that entered it, `[T, E]`.
     captured: dict[int, torch.Tensor]
 
 
 class Drafter:
-    """Every method but `propose` may be left as it is."""
+    """What proposes tokens; every method but `propose` may be left as it is."""
 
     name: str
-    max_tokens: int  # the longest proposal it can make
-    captured_layers: tuple[int, ...] = ()  # not empty: it follows the policy, and sees its prefills and steps
-    needs_catch_up = False  # it must look at rows that ran without it before it can propose for them
+    # The longest proposal it can make, in tokens.
+    max_tokens: int
+    # The policy's layers whose inputs it needs. Not empty: it follows the policy, seeing prefills and steps.
+    captured_layers: tuple[int, ...] = ()
+    # It must look at rows that ran without it before it can propose for them.
+    needs_catch_up = False
     # It has probabilities, and leaves them in the context's buffer for `verify: rejection` where there is
     # one: entry i is what proposal i was drawn from, with the sampling noise of its own position
     # (`sampling.py` does both). Other drafters' proposals count as certain, which is exact too and accepts
     # less.
     has_probabilities = False
-    token_bytes = 0  # of a cache of its own, per token of the paged pool
-    head: nn.Module | None = None  # what can be trained, in the very storage that proposals are computed from
-    shape: DecoderConfig | None = (
-        None  # of its layers, if it has any: what a draft holds of the GPU follows from it
-    )
+    # Bytes of a cache of its own, per token of the paged pool.
+    token_bytes = 0
+    # What can be trained, in the very storage that proposals are computed from.
+    head: nn.Module | None = None
+    # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
+    shape: DecoderConfig | None = None
 
     def bind(self, context: DrafterContext) -> None:
+        """Connects the drafter to an engine, once and before anything else."""
         self.context = context
 
     def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor | None:
-        """One line per chunk; the line of a prompt's last chunk is handed to `observe_enter`."""
+        """Sees a prefill of the policy, if the drafter follows it.
+
+        Returns one line per chunk; the line of a prompt's last chunk is handed to `observe_enter`.
+        """
         return None
 
-    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None: ...
+    def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
+        """Sees that a request begins to run in a slot, with what `observe_prefill` returned for it."""
 
-    def observe_step(self, step: TargetStep) -> None: ...
+    def observe_step(self, step: TargetStep) -> None:
+        """Sees a step of the policy, if the drafter follows it."""
 
     def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
-        """The row holds `length` tokens and will be reused after this call; the request comes back with them
-        unless it is `over`.
+        """Sees that a request leaves its slot, whose row holds `length` tokens and is reused after this call.
+
+        The request comes back with those tokens unless it is `over`.
         """
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        """Before the first proposal for rows that ran without this drafter; `lengths` are known to be
-        reached.
-        """
+        """Prepares for rows that ran without this drafter; the rows have reached at least `lengths`."""
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
-        """Writes `count` tokens for each row of `slots_R` into the proposals; `truncates`: somebody uses
-        top-k, top-p or min-p.
+        """Writes `count` tokens for each row of `slots_R` into the proposals.
+
+        `truncates` tells whether any request of the batch uses top-k, top-p or min-p.
         """
         raise NotImplementedError
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Blocks of the pool were copied; so must be those of a drafter's own cache."""
+        """Copies blocks of the drafter's own cache, as those of the pool were copied."""
 
     def sleep(self) -> None:
-        """The pool gives its memory back, and no row is running."""
+        """Gives memory back with the pool; no row is running."""
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Takes memory again with the pool."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What should survive a restart, as copies: drafting on does not change them."""
+        """Returns what should survive a restart, as copies: drafting on does not change them."""
         return {}
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes over what `state` returned before a restart."""

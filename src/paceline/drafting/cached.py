@@ -1,5 +1,6 @@
-"""A drafter with keys and values of its own, in a cache under the pool's block numbers: it is copied, lent
-out and brought back with the pool.
+"""Drafters with keys and values of their own, in a cache under the pool's block numbers.
+
+The cache is copied, given back and taken again with the pool.
 """
 
 from paceline.drafting.base import Drafter
@@ -7,7 +8,9 @@ from paceline.paged.cache import KVCache
 
 
 class CachedDrafter(Drafter):
-    cache: KVCache  # made by `bind`
+    """A drafter whose layers have a KV cache, which `bind` makes."""
+
+    cache: KVCache
     has_probabilities = True
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:

@@ -6,6 +6,8 @@ row's last two tokens. For rows that ran without it, it catches up by a batched 
 pays.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -18,10 +20,26 @@ from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
 from paceline.types import Request
 
-CATCH_UP_TOKENS = 16384  # per forward pass
+# Tokens per forward pass when catching up.
+CATCH_UP_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Positions [first, end) of a line of the tables."""
+
+    line: int
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
 
 
 class DraftModel(CachedDrafter):
+    """A smaller policy with the same tokenizer as a drafter."""
+
     name = "draft_model"
     max_tokens = 15
     needs_catch_up = True
@@ -40,48 +58,38 @@ class DraftModel(CachedDrafter):
             raise ValueError(f"the draft model has {sizes}; they must share a tokenizer")
         self.cache = KVCache(self.policy.config, context.num_blocks, self.policy.dtype, self.policy.device)
         self.forward = PagedForward(self.policy, self.cache, context.deterministic)
-        self.cached_S = torch.zeros_like(context.rows.length)  # leading tokens that are in the cache
+        # Leading tokens of each row that are in the cache.
+        self.cached_S = torch.zeros_like(context.rows.length)
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.cached_S[slot] = 0
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
-        """Siblings share the blocks of their prompt, so what one of them fills is filled for all."""
-        rows, device = self.context.rows, self.policy.device
+        """Prefills what the cache lacks of the rows."""
+        rows = self.context.rows
+        device = self.policy.device
         index = torch.tensor(slots, device=device)
         tables = rows.block_table[index].cpu().numpy()
         tokens = rows.tokens[index, : max(lengths)].cpu().numpy()
-        chunks: list[tuple[int, int, int]] = []  # line, first position, end
-        filled: dict[int, int] = {}  # block: tokens in it
-        for line, (cached, length) in enumerate(zip(self.cached_S[index].tolist(), lengths, strict=True)):
-            start = cached
-            while start < length and filled.get(int(tables[line, start // BLOCK_SIZE]), 0) == BLOCK_SIZE:
-                start = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
-            for block in range(start // BLOCK_SIZE, length // BLOCK_SIZE):
-                filled[int(tables[line, block])] = BLOCK_SIZE
-            chunks += [
-                (line, first, min(first + CATCH_UP_TOKENS, length))
-                for first in range(start, length, CATCH_UP_TOKENS)
-            ]
+        chunks = _missing_chunks(tables, self.cached_S[index].tolist(), lengths)
         while chunks:
             batch = [chunks.pop(0)]
-            while chunks and sum(end - first for _, first, end in [*batch, chunks[0]]) <= CATCH_UP_TOKENS:
+            while chunks and sum(chunk.size for chunk in [*batch, chunks[0]]) <= CATCH_UP_TOKENS:
                 batch.append(chunks.pop(0))
             self._prefill(batch, tokens, tables)
         self.cached_S[index] = torch.tensor(lengths, device=device)
 
-    def _prefill(self, chunks: list[tuple[int, int, int]], tokens: np.ndarray, tables: np.ndarray) -> None:
-        lines = np.array([line for line, _, _ in chunks])
-        positions = np.concatenate([np.arange(first, end) for _, first, end in chunks])
-        owner = np.concatenate([np.full(end - first, line) for line, first, end in chunks])
+    def _prefill(self, chunks: list[_Chunk], tokens: np.ndarray, tables: np.ndarray) -> None:
+        lines = np.array([chunk.line for chunk in chunks])
+        positions = np.concatenate([np.arange(chunk.first, chunk.end) for chunk in chunks])
+        owner = np.concatenate([np.full(chunk.size, chunk.line) for chunk in chunks])
         cache_slots = (
             tables[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         )
-        boundaries = np.cumsum([0, *(end - first for _, first, end in chunks)])
-        contexts = np.array([first for _, first, _ in chunks])
-        known = np.minimum(
-            positions, self.forward.max_position
-        )  # a draft model may end before the policy does
+        boundaries = np.cumsum([0, *(chunk.size for chunk in chunks)])
+        contexts = np.array([chunk.first for chunk in chunks])
+        # A draft model may end before the policy does.
+        known = np.minimum(positions, self.forward.max_position)
         arrays = tokens[owner, positions], known, cache_slots, tables[lines], boundaries, contexts
         self.forward.prefill(*(torch.from_numpy(array).to(self.policy.device) for array in arrays))
 
@@ -94,18 +102,37 @@ class DraftModel(CachedDrafter):
         slots_2R = torch.where(walk.context_CR[0] < 0, -1, walk.cache_slots_CR[:2])
         first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, slots_2R.T
         hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])
-        hidden_RE, proposed = hidden_TE.unflatten(0, (-1, 2))[:, 1], []
+        hidden_RE = hidden_TE.unflatten(0, (-1, 2))[:, 1]
+        proposed = []
         for column in range(count):
             if column > 0:
-                place = (
+                hidden_RE, _ = self.forward.decode(
+                    proposed[-1].unsqueeze(1),
                     walk.positions_CR[column + 1].unsqueeze(1),
                     walk.cache_slots_CR[column + 1].unsqueeze(1),
-                )
-                hidden_RE, _ = self.forward.decode(
-                    proposed[-1].unsqueeze(1), *place, table_RB, walk.context_CR[column + 1]
+                    table_RB,
+                    walk.context_CR[column + 1],
                 )
             logits_RV = self.forward.logits(hidden_RE.contiguous())
             proposed.append(sample_draft(logits_RV, self.context, slots_R, walk, column, truncates))
         self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]
+
+
+def _missing_chunks(tables: np.ndarray, cached: list[int], lengths: list[int]) -> list[_Chunk]:
+    """What the cache lacks of each line, whose first `cached` tokens it has.
+
+    Siblings share the blocks of their prompt, so what one of them fills is filled for all.
+    """
+    chunks: list[_Chunk] = []
+    filled: set[int] = set()
+    for line, (start, length) in enumerate(zip(cached, lengths, strict=True)):
+        while start < length and int(tables[line, start // BLOCK_SIZE]) in filled:
+            start = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+        filled |= {int(tables[line, block]) for block in range(start // BLOCK_SIZE, length // BLOCK_SIZE)}
+        chunks += [
+            _Chunk(line, first, min(first + CATCH_UP_TOKENS, length))
+            for first in range(start, length, CATCH_UP_TOKENS)
+        ]
+    return chunks

@@ -5,10 +5,10 @@ holds the policy's features there and the embedding of token t + 1, so it exists
 Prefills and steps of every strategy write it, which costs one projection, so speculation can begin at any
 moment without running anything again:
 
-    tokens             a    b    c    d         d is the row's last token, not yet run by the policy
-    entries           g_a  g_b  g_c             each with the embedding of the token to its right
-    first proposal              q_c             attends to all entries; the features g_c wait in `features_SE`
-    next ones                        x  x       the head's own states in place of features; overwritten by the next step
+    tokens            a    b    c    d         d is the row's last token, not yet run by the policy
+    entries          g_a  g_b  g_c             each with the embedding of the token to its right
+    first proposal             q_c             attends to all entries; the features g_c wait in `features_SE`
+    next ones                       x  x       the head's own states in place of features; overwritten later
 """
 
 import torch
@@ -29,6 +29,8 @@ from paceline.types import Request
 
 
 class EagleDrafter(CachedDrafter):
+    """An EAGLE-3 head as a drafter, following the policy's hidden states."""
+
     name = "eagle"
     max_tokens = 15
 
@@ -40,7 +42,9 @@ class EagleDrafter(CachedDrafter):
 
     def bind(self, context: DrafterContext) -> None:
         self.context = context
-        layer, device, dtype = self.head.config.layer, context.policy.device, context.policy.dtype
+        layer = self.head.config.layer
+        device = context.policy.device
+        dtype = context.policy.dtype
         self.head.config.check_against(context.policy.config)
         self.cache = KVCache(layer, context.num_blocks, dtype, device)
         self.cos_PC, self.sin_PC = (self.head.rope_table[:, i].contiguous() for i in (0, 1))
@@ -50,7 +54,7 @@ class EagleDrafter(CachedDrafter):
         )
         self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
 
-    # -- following the policy -------------------------------------------------------------------------------------
+    # -- following the policy --
 
     def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor:
         features_TE = self._features(prefill.captured)
@@ -58,9 +62,8 @@ class EagleDrafter(CachedDrafter):
         return features_TE[prefill.last_S]
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
-        if (
-            handover is not None
-        ):  # none: a prompt of one token, or nothing was left to prefill; one poor proposal follows
+        # None: a prompt of one token, or nothing was left to prefill; one poor proposal follows.
+        if handover is not None:
             self.features_SE[slot] = handover
 
     def observe_step(self, step: TargetStep) -> None:
@@ -93,13 +96,15 @@ class EagleDrafter(CachedDrafter):
         kv = self._linear(self._inputs(features_TE, following_T), attention.qkv.weight[queries:])
         rope_and_write_kv(kv, positions_T, cache_slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(0), 0)
 
-    # -- proposing ------------------------------------------------------------------------------------------------
+    # -- proposing --
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
-        states_RE, tokens_R, proposed = self.features_SE.index_select(0, slots_R), walk.tokens_2R[1], []
+        states_RE = self.features_SE.index_select(0, slots_R)
+        tokens_R = walk.tokens_2R[1]
+        proposed = []
         for column in range(count):
             place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
             normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
@@ -117,7 +122,9 @@ class EagleDrafter(CachedDrafter):
         table_RB: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed, state): what the vocabulary's head takes, and what the next column does."""
-        head, attention, eps = self.head, self.head.attention, self.head.config.layer.norm_eps
+        head = self.head
+        attention = head.attention
+        eps = head.config.layer.norm_eps
         k_cache, v_cache = self.cache.layer(0)
         qkv = self._linear(self._inputs(states_RE, following_R), attention.qkv.weight)
         q_RHD = rope_and_write_kv(
@@ -143,8 +150,9 @@ class EagleDrafter(CachedDrafter):
         )
 
     def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
-        """Over the policy's vocabulary, because noise belongs to the policy's tokens; those without a draft
-        id are impossible.
+        """Scores over the policy's vocabulary, because noise belongs to the policy's tokens.
+
+        Tokens without a draft id are impossible.
         """
         wide = torch.float64 if normed_RE.dtype == torch.float64 else torch.float32
         logits_RV = self._linear(normed_RE, self.head.head.weight, wide)
@@ -158,7 +166,7 @@ class EagleDrafter(CachedDrafter):
     ) -> torch.Tensor:
         return linear(x_TE, weight_NE, out_dtype, self.context.deterministic)
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
+    # -- checkpoints --
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.head.state_dict().items()}

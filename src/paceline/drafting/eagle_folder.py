@@ -1,7 +1,8 @@
 """Eagle heads as folders: the Hugging Face layout that vLLM and SGLang load for `eagle3`.
 
     config.json         a one-layer Llama, `draft_vocab_size`, and which of the policy's layers are captured
-    model.safetensors   fc, midlayer.*, norm, lm_head; with a reduced vocabulary d2t (target id = draft id + d2t) and t2d
+    model.safetensors   fc, midlayer.*, norm, lm_head; with a reduced vocabulary also
+                        d2t (target id = draft id + d2t) and t2d (whether a target id can be drafted)
 
 Captured layers are written twice, because the two engines count differently.
 `eagle_aux_hidden_state_layer_ids` at the top is what vLLM prefers: i means the states that enter layer i, as
@@ -25,14 +26,17 @@ from safetensors.torch import load_file, save_file
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
-from paceline.policy.files import DamagedFile, blame, read_json
+from paceline.policy.files import DamagedFile, errors_name, read_json
 from paceline.policy.huggingface import Slice
 
+# The heads that are shipped with this package, by name.
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
 BUILTIN_EAGLES = {"builtin-eagle": BUILTIN_EAGLE}
 
+# The architecture that is written, and those that are read.
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM")
+# The key of the captured layers.
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Variants of the head that compute something else; each key's only supported value.
 SUPPORTED_VALUES = {
@@ -50,17 +54,18 @@ SUPPORTED_VALUES = {
 
 
 def eagle_folder(name: str) -> Path:
-    """The folder of a shipped head, or the path itself."""
+    """Returns the folder of a shipped head, or the path itself."""
     folder = BUILTIN_EAGLES.get(name, Path(name))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{name!r} is not an eagle head's folder with a config.json; shipped are: "
-            f"{', '.join(BUILTIN_EAGLES)}"
+            f"{name!r} is not an eagle head's folder with a config.json; "
+            f"shipped are: {', '.join(BUILTIN_EAGLES)}"
         )
     return folder
 
 
 def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Writes a folder that vLLM, SGLang and `load_eagle` open."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or head.fc.weight.dtype
@@ -70,9 +75,8 @@ def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = 
         name: piece.of(parameters[piece.parameter].detach()).to("cpu", dtype).contiguous().clone()
         for name, piece in _layout(head.config).items()
     }
-    if (
-        head.config.draft_vocab < head.config.layer.vocab_size
-    ):  # vLLM knows no map where the vocabularies are the same
+    # vLLM knows no map where the vocabularies are the same.
+    if head.config.draft_vocab < head.config.layer.vocab_size:
         draft_to_target = head.draft_to_target.cpu()
         tensors["d2t"] = draft_to_target - torch.arange(head.config.draft_vocab)
         tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(
@@ -88,8 +92,9 @@ def load_eagle(
     device: str | torch.device = "cpu",
     captured_layers: tuple[int, ...] = (),
 ) -> EagleHead:
-    """The head in `folder`, if it was made for this policy; `captured_layers` overrides what its
-    configuration says.
+    """Returns the head in `folder`, if it was made for this policy.
+
+    `captured_layers` overrides what its configuration says.
     """
     folder = eagle_folder(str(folder))
     head = EagleHead(_read_config(folder, policy.config, captured_layers), dtype, device)
@@ -103,8 +108,8 @@ def load_eagle(
                 raise ValueError(f"{folder} lacks the tensor {name}")
             if tensor.shape != target.shape:
                 raise ValueError(
-                    f"{folder}: {name} has shape {tuple(tensor.shape)}, its config.json asks for "
-                    f"{tuple(target.shape)}"
+                    f"{folder}: {name} has shape {tuple(tensor.shape)}, "
+                    f"its config.json asks for {tuple(target.shape)}"
                 )
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
@@ -112,7 +117,7 @@ def load_eagle(
 
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
-    """In which type a folder keeps its head: that of the largest matrix every head has."""
+    """Returns the type in which a folder keeps its head: that of the largest matrix every head has."""
     folder = eagle_folder(str(folder))
     tensor = _reader(folder)("fc.weight")
     if tensor is None:
@@ -121,7 +126,7 @@ def stored_dtype(folder: str | Path) -> torch.dtype:
 
 
 def head_for(path: str, policy: DecoderConfig) -> str | None:
-    """`path`, or for `auto` the shipped head that fits a policy of this shape; None: there is none."""
+    """Returns `path`, or for `auto` the shipped head that fits a policy of this shape; None if none does."""
     return path if path != "auto" else next((name for name in BUILTIN_EAGLES if _fits(name, policy)), None)
 
 
@@ -134,13 +139,17 @@ def _fits(name: str, policy: DecoderConfig) -> bool:
 
 
 def read_eagle_config(name: str, policy: DecoderConfig) -> EagleConfig:
+    """Returns the shape of a head, if it was made for this policy."""
     return _read_config(eagle_folder(name), policy, ())
 
 
 def _layout(config: EagleConfig) -> dict[str, Slice]:
     """Every tensor name of the folder and where it lies in the head."""
-    layer, size = config.layer, config.layer.hidden_size
-    q, kv, f = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+    layer = config.layer
+    size = layer.hidden_size
+    q = layer.num_heads * layer.head_dim
+    kv = layer.num_kv_heads * layer.head_dim
+    f = layer.intermediate_size
     return {
         "fc.weight": Slice("fc.weight", 0, size),
         "midlayer.input_layernorm.weight": Slice("embedding_norm.weight", 0, size),
@@ -172,7 +181,7 @@ def _to_huggingface(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int, ...]) -> EagleConfig:
-    with blame(folder / "config.json"):
+    with errors_name(folder / "config.json"):
         config = _from_huggingface(read_json(folder / "config.json"), policy, captured_layers)
         config.check_against(policy)
     return config
@@ -196,8 +205,8 @@ def _from_huggingface(
     target_size = raw.get("target_hidden_size", raw["hidden_size"])
     if target_size != raw["hidden_size"]:
         raise ValueError(
-            f"target_hidden_size = {target_size}; supported is the head's own hidden_size, "
-            f"{raw['hidden_size']}"
+            f"target_hidden_size = {target_size}; "
+            f"supported is the head's own hidden_size, {raw['hidden_size']}"
         )
     # Positions up to the policy's own limit: many published heads claim 2048, which would clamp or repeat
     # positions beyond.
@@ -218,25 +227,28 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
             )
         return tuple(raw[LAYER_IDS])
     ids = eagle.get(LAYER_IDS)
-    if ids and min(ids) < 0:  # only SGLang has a meaning for that
+    # Only SGLang has a meaning for a negative number.
+    if ids and min(ids) < 0:
         return tuple(i + 1 for i in ids)
     if ids:
         if not _are_numbers(ids):
             raise ValueError(f"eagle_config.{LAYER_IDS} = {ids!r}: must be a list of layers' numbers")
-        entering, leaving = ",".join(str(i) for i in ids), ",".join(str(i + 1) for i in ids)
+        entering = ",".join(str(i) for i in ids)
+        leaving = ",".join(str(i + 1) for i in ids)
         raise ValueError(
-            f"eagle_config.{LAYER_IDS} = {ids} is read in two ways, and the key at the top that decides is "
-            "missing. "
-            f"`paceline drafter import --layers {entering}` takes it as vLLM does, `--layers {leaving}` as "
-            "SGLang does"
+            f"eagle_config.{LAYER_IDS} = {ids} is read in two ways, "
+            "and the key at the top that decides is missing. "
+            f"`paceline drafter import --layers {entering}` takes it as vLLM does, "
+            f"`--layers {leaving}` as SGLang does"
         )
     if num_layers < 8:
         raise ValueError(
-            f"it names no {LAYER_IDS}, and the usual choice needs a policy of 8 layers or more, not "
-            f"{num_layers}; "
+            f"it names no {LAYER_IDS}, "
+            f"and the usual choice needs a policy of 8 layers or more, not {num_layers}; "
             "say which with `paceline drafter import --layers`"
         )
-    return 2, num_layers // 2, num_layers - 3  # what both engines take where nothing is said
+    # What both engines take where nothing is said.
+    return 2, num_layers // 2, num_layers - 3
 
 
 def _are_numbers(ids: Any) -> bool:
@@ -247,7 +259,7 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:
     """Finds a tensor under any of the names that are in use for it; None where there is none of them."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with blame(file):
+        with errors_name(file):
             tensors |= load_file(file)
     if not tensors and (folder / "pytorch_model.bin").is_file():
         try:
@@ -275,8 +287,8 @@ def _read_vocabulary(
     if offsets is None:
         if config.draft_vocab < config.layer.vocab_size:
             raise ValueError(
-                f"{folder} lacks the tensor d2t, and draft_vocab_size = {config.draft_vocab} is not "
-                f"vocab_size = {config.layer.vocab_size}"
+                f"{folder} lacks the tensor d2t, and draft_vocab_size = {config.draft_vocab} "
+                f"is not vocab_size = {config.layer.vocab_size}"
             )
         return every_V
     if offsets.shape != every_V.shape:
@@ -286,8 +298,8 @@ def _read_vocabulary(
     targets = every_V + offsets.long()
     if targets.min() < 0 or targets.max() >= config.layer.vocab_size or len(targets.unique()) < len(targets):
         raise ValueError(
-            f"{folder}: d2t must send each draft id to a token of its own, below vocab_size = "
-            f"{config.layer.vocab_size}"
+            f"{folder}: d2t must send each draft id to a token of its own, "
+            f"below vocab_size = {config.layer.vocab_size}"
         )
     if chosen is not None and not torch.equal(chosen.bool().nonzero().flatten(), targets.sort().values):
         raise ValueError(f"{folder}: d2t and t2d disagree about which tokens the draft vocabulary holds")
@@ -295,23 +307,21 @@ def _read_vocabulary(
 
 
 def _check_embedding(folder: Path, read: Callable[[str], torch.Tensor | None], policy: Decoder) -> None:
-    """A head may bring a copy of the policy's embedding, as some trainers write it, but not one of its
-    own.
-    """
+    """A head may bring a copy of the policy's embedding, as some trainers write it, but no other."""
     embedding = read("embed_tokens.weight")
     if embedding is None:
         return
     ours = policy.embedding.weight.detach()
     if embedding.shape != ours.shape:
         raise ValueError(
-            f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, the policy's embedding "
-            f"{tuple(ours.shape)}"
+            f"{folder}: embed_tokens.weight has shape {tuple(embedding.shape)}, "
+            f"the policy's embedding {tuple(ours.shape)}"
         )
     narrow = embedding.dtype if embedding.element_size() < ours.element_size() else ours.dtype
     if not torch.equal(embedding.to(ours.device, narrow), ours.to(narrow)):
         raise ValueError(
-            f"{folder}: embed_tokens.weight differs from the policy's embedding; a head with an embedding of "
-            "its own is not supported. "
-            "Was it trained for another policy? If the policy has learnt since, remove embed_tokens.weight: "
-            "the policy's own is used then"
+            f"{folder}: embed_tokens.weight differs from the policy's embedding; "
+            "a head with an embedding of its own is not supported. "
+            "Was it trained for another policy? If the policy has learnt since, "
+            "remove embed_tokens.weight: the policy's own is used then"
         )

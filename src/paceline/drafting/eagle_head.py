@@ -1,8 +1,7 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): one decoder layer that continues the policy's own hidden
-states.
+"""The EAGLE-3 head (Li et al., arXiv 2503.01840): one decoder layer on the policy's hidden states.
 
-    policy, three captured layers at token t      g_t = fc [ h_t^a, h_t^b, h_t^c ]           3E -> E
-    head's input at t                             [ norm(embedding of token t+1), norm(g_t) ]    2E
+    policy, three captured layers at token t      g_t = fc [ h_t^a, h_t^b, h_t^c ]             3E -> E
+    head's input at t                             [ norm(embedding of token t+1), norm(g_t) ]  2E
     one decoder layer, residual stream g_t        x_t   -> norm -> head -> token t+2
 
 A further token continues from x_t in place of g_{t+1}, which nobody knows yet. The embedding is the policy's
@@ -24,23 +23,25 @@ from paceline.policy.rope import rope_table
 
 @dataclass(frozen=True)
 class EagleConfig:
-    # the shape of the one layer, of the Llama family; vocabulary and positions are the policy's
+    """The shape of an EAGLE-3 head."""
+
+    # The shape of the one layer, of the Llama family; vocabulary and positions are the policy's.
     layer: DecoderConfig
-    captured_layers: tuple[
-        int, ...
-    ]  # i: the hidden states that enter layer i, as vLLM and transformers count
+    # i: the hidden states that enter layer i, as vLLM and transformers count.
+    captured_layers: tuple[int, ...]
+    # Tokens that the head can propose.
     draft_vocab: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab <= self.layer.vocab_size:
             raise ValueError(
-                f"a draft vocabulary of {self.draft_vocab} tokens: the policy has {self.layer.vocab_size}, "
-                "which is the most"
+                f"a draft vocabulary of {self.draft_vocab} tokens: "
+                f"the policy has {self.layer.vocab_size}, which is the most"
             )
         if not self.captured_layers or any(b <= a for a, b in pairwise((-1, *self.captured_layers))):
             raise ValueError(
-                f"captured layers {self.captured_layers}: must be 0 (the embedding) or more and increase, "
-                "such as 2, 14, 25"
+                f"captured layers {self.captured_layers}: "
+                "must be 0 (the embedding) or more and increase, such as 2, 14, 25"
             )
 
     def check_against(self, policy: DecoderConfig) -> None:
@@ -51,27 +52,28 @@ class EagleConfig:
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"the eagle head's {key} is {ours}, the policy's is {theirs}: it was made for another "
-                    "policy"
+                    f"the eagle head's {key} is {ours}, the policy's is {theirs}: "
+                    "it was made for another policy"
                 )
         if self.captured_layers[-1] >= policy.num_layers:
             last = policy.num_layers - 1
             raise ValueError(
-                f"captured layers {self.captured_layers}: layer i means the states that enter it, and the "
-                f"policy's last is {last}"
+                f"captured layers {self.captured_layers}: "
+                f"layer i means the states that enter it, and the policy's last is {last}"
             )
 
 
 def default_captured_layers(num_layers: int) -> tuple[int, ...]:
-    """Early, middle and late. The usual (2, n // 2, n - 3) degenerates below 8 layers; there they are spread
-    evenly.
+    """Returns an early, a middle and a late layer.
+
+    The usual (2, n // 2, n - 3) degenerates below 8 layers; there they are spread evenly.
     """
     if num_layers >= 8:
         return 2, num_layers // 2, num_layers - 3
     if num_layers < 3:
         raise ValueError(
-            f"an eagle head captures three different layers, and the policy has {num_layers}; say which, "
-            "such as --layers 0,1"
+            f"an eagle head captures three different layers, and the policy has {num_layers}; "
+            "say which, such as --layers 0,1"
         )
     first = 1 if num_layers > 3 else 0
     return first, (first + num_layers - 1) // 2, num_layers - 1
@@ -80,9 +82,7 @@ def default_captured_layers(num_layers: int) -> tuple[int, ...]:
 def config_for(
     policy: DecoderConfig, captured_layers: tuple[int, ...] = (), draft_vocab: int = 0
 ) -> EagleConfig:
-    """A head of the policy's own width: its attention shape and feed-forward, without biases, QK-norm or
-    experts.
-    """
+    """Returns a head of the policy's width: its attention and feed-forward, no biases, QK-norm or experts."""
     layer = replace(
         policy,
         family="llama",
@@ -106,14 +106,15 @@ def config_for(
 
 
 class EagleHead(nn.Module):
-    """Made with empty parameters: fill them from a folder or with `initialise`."""
+    """The head's module; made with empty parameters: fill them from a folder or with `initialise`."""
 
     def __init__(
         self, config: EagleConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
     ) -> None:
         super().__init__()
         self.config = config
-        layer, size = config.layer, config.layer.hidden_size
+        layer = config.layer
+        size = layer.hidden_size
         with torch.device("meta"):
             self.fc = nn.Linear(len(config.captured_layers) * size, size, bias=False)
             self.embedding_norm = RMSNorm(size, layer.norm_eps)
@@ -131,7 +132,9 @@ class EagleHead(nn.Module):
         self.rope_table = rope_table(layer.rope, layer.head_dim, layer.max_positions).to(device)
 
     def initialise(self, policy: Decoder, seed: int) -> "EagleHead":
-        """Random layers, scaled to keep their input's size; the vocabulary's head starts as a copy of the
+        """Fills all parameters with fresh ones and returns the head.
+
+        Random layers are scaled to keep their input's size; the vocabulary's head starts as a copy of the
         policy's rows.
         """
         generator = torch.Generator(self.fc.weight.device).manual_seed(seed)
@@ -145,21 +148,20 @@ class EagleHead(nn.Module):
         return self
 
     def features(self, captured: list[torch.Tensor]) -> torch.Tensor:
-        """g_t from the policy's captured hidden states, `[T, E]` each."""
+        """Returns g_t from the policy's captured hidden states, `[T, E]` each."""
         return self.fc(torch.cat(captured, dim=-1))
 
     def forward(
         self, features_TE: torch.Tensor, following_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """x_t: what a further step takes in place of features, and `logits` turns into scores.
+        """Returns x_t: what a further step takes in place of features, and `logits` turns into scores.
 
-        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the positions
-        t.
+        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the t.
         """
         x_T2 = torch.cat((self.embedding_norm(following_TE), self.hidden_norm(features_TE)), dim=-1)
         x_TE = features_TE + self.attention(x_T2, self.rope_table[positions_T], 0, attend)
         return x_TE + self.feed_forward(self.feed_forward_norm(x_TE))
 
     def logits(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """Scores over the draft vocabulary, float32 or wider."""
+        """Returns scores over the draft vocabulary, float32 or wider."""
         return wide_linear(self.norm(x_TE), self.head.weight)

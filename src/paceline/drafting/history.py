@@ -1,7 +1,6 @@
-"""The history drafter: what followed these tokens when this prompt's siblings, now or in earlier epochs,
-wrote them.
+"""The history drafter: what followed these tokens when this prompt's siblings wrote them, now or earlier.
 
-Needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
+It needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
 prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
 (`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
 old response is still a good guess. Evaluations read it and leave nothing in it.
@@ -20,28 +19,36 @@ from paceline.kernels.history_index import (
     MAX_MATCH,
     HistoryIndex,
     bank_row,
-    file_finished,
-    propose_from_history,
+    index_finished,
 )
+from paceline.kernels.history_lookup import propose_from_history
 from paceline.types import Purpose, Request
 
-BANK_RESPONSES = 2048  # of the longest that a request can be: enough for a small task, however long it runs
-BANK_TOKENS = 1 << 24  # but no more than this: 64 MiB
-MAX_BUCKETS = 1 << 25  # of each table: 256 MiB
-FILED_AT_ONCE = 1 << 18  # tokens, when a bank is loaded
+# Responses, of the longest that a request can be, that the bank holds: enough for a small task of any length.
+BANK_RESPONSES = 2048
+# Tokens that the bank holds at most: 64 MiB.
+BANK_TOKENS = 1 << 24
+# Buckets of each table at most: 256 MiB.
+MAX_BUCKETS = 1 << 25
+# Tokens that are indexed at once when a bank is loaded.
+INDEXED_AT_ONCE = 1 << 18
 
 
 class HistoryDrafter(Drafter):
+    """Proposes what followed a row's last tokens before, under the same prompt."""
+
     name = "history"
     max_tokens = 15
 
     def __init__(self, bank_tokens: int = 0) -> None:
-        """`bank_tokens`: 0 follows from what a request can be."""
+        """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests."""
         self.bank_tokens = bank_tokens
-        self.running: dict[int, int] = {}  # slots, with the hash of their prompt
+        # By slot: the hash of the prompt of the row that runs there.
+        self.running: dict[int, int] = {}
 
     def bind(self, context: DrafterContext) -> None:
-        self.rows, self.proposals_SK = context.rows, context.proposals_SK
+        self.rows = context.rows
+        self.proposals_SK = context.proposals_SK
         slots, width = self.rows.tokens.shape
         assert slots * width < 1 << LOCATION_BITS, "a place in a row has 32 bits"
         self.ring = Ring(self.bank_tokens or min(BANK_TOKENS, BANK_RESPONSES * context.request_tokens))
@@ -51,17 +58,20 @@ class HistoryDrafter(Drafter):
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.running[slot] = self.index.prompt_S[slot] = prompt_hash(request.prompt)
-        self.index.filed_S[slot] = 0
+        self.index.indexed_S[slot] = 0
 
     def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
-        prompt, hashed = len(request.prompt), self.running.pop(slot)
+        prompt = len(request.prompt)
+        hashed = self.running.pop(slot)
         if over and request.purpose is Purpose.TRAIN and length > prompt:
-            first = max(0, prompt - MAX_MATCH)  # the prompt itself is in every row that has it
+            # The prompt itself is in every row that has it.
+            first = max(0, prompt - MAX_MATCH)
             entry = self.ring.claim(length - first, prompt - first, hashed)
             if entry is not None:
                 bank_row(self.rows.tokens, self.index, slot, first, prompt, length, entry.start, entry.number)
                 self.index.oldest_1.fill_(self.ring.oldest)
-        if not self.running:  # so a rollout does not depend on those before it, other than by the bank
+        if not self.running:
+            # So that a rollout does not depend on those before it, other than by the bank.
             self.index.running_B.zero_()
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
@@ -70,7 +80,7 @@ class HistoryDrafter(Drafter):
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The bank's text up to its last entry's end, and where the entries lie."""
+        """Returns the bank's text up to its last entry's end, and where the entries lie."""
         entries = self.ring.entries
         used = max((entry.start + entry.length + 1 for entry in entries), default=0)
         return {
@@ -95,7 +105,8 @@ class HistoryDrafter(Drafter):
         self.index.oldest_1.fill_(self.ring.oldest)
 
     def _load(self, text: torch.Tensor, entries: list[list[int]], size: int) -> None:
-        if size == self.ring.size:  # as it was, so that it goes on forgetting as it would have
+        if size == self.ring.size:
+            # As it was, so that it goes on forgetting as it would have.
             for start, *rest in entries:
                 self.ring.head = start
                 self.ring.claim(*rest)
@@ -107,12 +118,10 @@ class HistoryDrafter(Drafter):
                 if entry is not None:
                     bank_T[entry.start : entry.start + length + 1] = text[start : start + length + 1]
             self.index.bank_T.copy_(bank_T)
-        self._file(list(self.ring.entries))
+        self._index_entries(list(self.ring.entries))
 
-    def _file(self, entries: list[Entry]) -> None:
-        """Fills the table of finished text; everything from the last token of each prompt to the last but one
-        of the response.
-        """
+    def _index_entries(self, entries: list[Entry]) -> None:
+        """Indexes finished text, from the last token of each prompt to the last but one of the response."""
         fields = [
             [e.start + e.context - 1, e.length - e.context, e.context, e.prompt, e.number] for e in entries
         ]
@@ -121,13 +130,13 @@ class HistoryDrafter(Drafter):
         )
         owner_N = torch.repeat_interleave(torch.arange(len(entries), device=count.device), count)
         step_N = torch.arange(len(owner_N), device=count.device) - (count.cumsum(0) - count)[owner_N]
-        for owner, step in zip(owner_N.split(FILED_AT_ONCE), step_N.split(FILED_AT_ONCE), strict=True):
-            file_finished(
+        for owner, step in zip(owner_N.split(INDEXED_AT_ONCE), step_N.split(INDEXED_AT_ONCE), strict=True):
+            index_finished(
                 self.index, first[owner] + step, context[owner] + step, prompt[owner], number[owner]
             )
 
 
 def prompt_hash(prompt: tuple[int, ...]) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest(), "little", signed=True
-    )
+    """Returns a signed 64-bit hash of a prompt's tokens."""
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,6 +1,6 @@
 """Which finished responses the history drafter's bank holds: a ring of text, the oldest overwritten.
 
-    bank_T   | entry 7 | -1 | entry 8 | -1 |  free or older ...  | entry 5 | -1 | entry 6 | -1 | too short a rest |
+    bank_T   | entry 7 | -1 | entry 8 | -1 |  free or older ...  | entry 5 | -1 | entry 6 | -1 | too short |
                                              ▲ head: where entry 9 goes
 
 Entries lie in one piece, so short responses take little; one that does not fit before the end of the ring
@@ -13,26 +13,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    number: int  # in order of arrival
+    """A finished response in the bank."""
+
+    # Counts entries in order of arrival.
+    number: int
+    # Its first token's position in the bank.
     start: int
-    length: int  # and one more for the mark at its end
-    context: int  # leading tokens that are the prompt's last
-    prompt: int  # its hash
+    # Its tokens; the bank has one more, the mark at its end.
+    length: int
+    # Leading tokens that are the prompt's last ones.
+    context: int
+    # The prompt's hash.
+    prompt: int
 
 
 class Ring:
+    """Where entries lie in a bank of `size` tokens; it knows nothing of the text."""
+
     def __init__(self, size: int) -> None:
         self.size = size
-        self.entries: deque[Entry] = deque()  # oldest first
+        # Oldest first.
+        self.entries: deque[Entry] = deque()
         self.head = 0
         self.next_number = 1
 
     @property
     def oldest(self) -> int:
+        """The number of the oldest entry that is still there."""
         return self.entries[0].number if self.entries else self.next_number
 
     def claim(self, length: int, context: int, prompt: int) -> Entry | None:
-        """Room for an entry, at the expense of the oldest; None if it is longer than the ring."""
+        """Makes space for an entry, dropping the oldest; None if it is longer than the ring."""
         if length >= self.size:
             return None
         if self.head + length >= self.size:
@@ -46,6 +57,6 @@ class Ring:
         return entry
 
     def _drop(self, start: int, stop: int) -> None:
-        """Whoever lies there; in a ring that can only be the oldest."""
+        """Drops the entries that start there; in a ring those can only be the oldest."""
         while self.entries and start <= self.entries[0].start < stop:
             self.entries.popleft()

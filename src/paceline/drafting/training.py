@@ -1,12 +1,11 @@
-"""Training an eagle head on what the policy wrote: the policy's own distribution is the teacher, at the
-temperature it sampled at.
+"""Training an eagle head on what the policy wrote, with the policy's own distribution as the teacher.
 
-    policy, no gradient    tokens ──▶ captured states ──▶ head, `unroll` steps ──▶ logits over the draft vocabulary
-                                 └──▶ last states ──▶ logits, kept to the draft vocabulary ──▶ soft cross-entropy
+    policy, no gradient   tokens ──▶ captured states ──▶ head, `unroll` steps ──▶ its logits ─┐
+                                └──▶ last states ──▶ logits of the draft vocabulary ──────────┴▶ cross-entropy
 
-For the token at place p the teacher is the policy's state at p - 1, and the head's entry p - 2 speaks (see
-`unroll.py`). Only tokens that the policy sampled count, and at step j only where the j tokens before were
-sampled too: other drafts do not happen.
+The teacher's temperature is the one it sampled at. For the token at place p the teacher is the policy's state
+at p - 1, and the student is the head's entry p - 2 (see `unroll.py`). Only tokens that the policy sampled
+count, and at step j only where the j tokens before were sampled too: other drafts do not happen.
 
 `HeadTrainer` takes states from wherever they come; `train_offline` computes them from saved responses.
 Nothing flows back into the policy: its states, its embedding and its logits are detached, and the head's
@@ -28,31 +27,38 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Capture, Decoder
 
-CHUNK_ELEMENTS = {
-    "cpu": 1 << 24,
-    "cuda": 1 << 27,
-    "meta": 1 << 27,
-}  # logits per chunk: 64 MiB of float32, and 512 where small launches cost more
+# Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
+# Tokens of a micro-batch, by device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+# Steps over which the learning rate rises at most; shorter trainings take a tenth of their steps.
+MAX_WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
 class HeadTraining:
+    """How a head is trained."""
+
+    # Optimiser steps.
     steps: int = 400
     lr: float = 1e-3
-    schedule: str = "cosine"  # over `steps`; constant: for as long as it goes on
-    # 1: one pass, which knows only a draft's first token; each further step continues from the head's own
-    # states
+    # Cosine over `steps`, or constant, for as long as training goes on.
+    schedule: str = "cosine"
+    # Steps of a draft that are trained. 1: one pass, which knows only a draft's first token; each further one
+    # continues from the head's own states.
     unroll: int = 5
-    # weight of each further step over the one before: a later token counts only if those before were right
+    # Weight of each further step over the one before: a later token counts only if those before were right.
     step_decay: float = 0.8
+    # Sequences per optimiser step.
     batch_sequences: int = 64
-    micro_batch_tokens: int = 0  # 0: what the device likes
+    # Tokens per forward pass; 0: MICRO_BATCH_TOKENS of the device.
+    micro_batch_tokens: int = 0
     max_grad_norm: float = 1.0
     seed: int = 0
 
     def optimiser(self) -> LearningConfig:
-        warmup = min(20, self.steps // 10)
+        """Returns the optimiser's settings."""
+        warmup = min(MAX_WARMUP_STEPS, self.steps // 10)
         return LearningConfig(
             lr=self.lr,
             lr_schedule=self.schedule,
@@ -67,81 +73,73 @@ class HeadTraining:
 class HeadStep:
     """What one optimiser step saw, by step of the unroll."""
 
-    divergence: tuple[float, ...]  # mean KL from the policy to the head, within the draft vocabulary
-    overlap: tuple[
-        float, ...
-    ]  # mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept
+    # Mean KL from the policy to the head, within the draft vocabulary.
+    divergence: tuple[float, ...]
+    # Mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept.
+    overlap: tuple[float, ...]
     grad_norm: float
 
 
 class HeadTrainer:
-    """Gradients are added up by `accumulate`, any number of times, and used by `update`."""
+    """Trains a head: `accumulate` adds up gradients, any number of times, and `update` uses them."""
 
     def __init__(self, policy: Decoder, head: EagleHead, settings: HeadTraining) -> None:
-        self.policy, self.head, self.settings = policy, head, settings
+        self.policy = policy
+        self.head = head
+        self.settings = settings
         self.optimiser = MasterAdamW(head.named_parameters(), settings.optimiser(), settings.steps)
         self._clear()
 
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
-        """`hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for
-        the batch's tokens.
+        """Adds the gradients of a micro-batch.
+
+        `hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the
+        batch's tokens.
         """
-        loss, sums, hidden_RE = (
-            torch.zeros((), device=batch.tokens_T.device),
-            [],
-            hidden_TE[batch.predictors_R],
-        )
-        for step, x_RE in enumerate(
-            unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)
-        ):
-            used_R = drafted_tokens(
-                batch, step
-            )  # the others are computed for nothing: they are few, and nobody waits to count them
+        loss = torch.zeros((), device=batch.tokens_T.device)
+        sums = []
+        hidden_RE = hidden_TE[batch.predictors_R]
+        states = unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)
+        for step, x_RE in enumerate(states):
+            # The others are computed for nothing: they are few, and counting them would wait for the device.
+            used_R = drafted_tokens(batch, step)
             compared = compare(self.policy, self.head, hidden_RE, x_RE, batch.temperatures_R)
             cross_entropy, teacher_entropy, overlap = (
                 torch.where(used_R, values_R, 0.0).sum() for values_R in compared
             )
             loss = loss + self.settings.step_decay**step * cross_entropy
-            sums.append(
-                torch.stack(
-                    (used_R.sum().to(overlap.dtype), cross_entropy.detach() - teacher_entropy, overlap)
-                )
-            )
+            count = used_R.sum().to(overlap.dtype)
+            sums.append(torch.stack((count, cross_entropy.detach() - teacher_entropy, overlap)))
         loss.backward()
         self.sums_U3 = self.sums_U3 + torch.stack(sums)
 
     def update(self) -> HeadStep:
-        """One optimiser step with the mean over starts of what was accumulated."""
+        """Makes one optimiser step with the mean over starts of what was accumulated."""
         sums = self.sums_U3.tolist()
         norm = self.optimiser.step(1.0 / max(1.0, sums[0][0]))
         self._clear()
-        divergence, overlap = zip(
-            *(
-                (divergence / max(1.0, count), overlap / max(1.0, count))
-                for count, divergence, overlap in sums
-            ),
-            strict=True,
-        )
+        divergence = tuple(divergence / max(1.0, count) for count, divergence, _ in sums)
+        overlap = tuple(overlap / max(1.0, count) for count, _, overlap in sums)
         return HeadStep(divergence, overlap, norm)
 
     def discard(self) -> None:
-        """What was accumulated, where it cannot be used."""
+        """Drops what was accumulated, where it cannot be used."""
         self.optimiser.discard_gradients()
         self._clear()
 
     def _clear(self) -> None:
-        """Of each step of the unroll: tokens, their divergence and their overlap."""
+        # Of each step of the unroll: tokens, their divergence and their overlap.
         self.sums_U3 = torch.zeros(self.settings.unroll, 3, device=self.policy.device)
 
 
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
-    """Which response tokens a draft can reach in its step `step`: it and the `step` tokens before it are
-    sampled ones.
+    """Returns which response tokens a draft can reach in its step `step`, as a mask `[R]`.
+
+    Such a token and the `step` tokens before it are sampled ones.
     """
     index_R = torch.arange(len(batch.mask_R), device=batch.mask_R.device)
-    reached_R = batch.mask_R & (
-        batch.attention.positions_T[batch.predictors_R] > step
-    )  # the start needs an entry: two tokens
+    # The start needs an entry, which takes two tokens.
+    reached_R = batch.mask_R & (batch.attention.positions_T[batch.predictors_R] > step)
     for back in range(1, step + 1):
         same_R = (index_R >= back) & (batch.sequence_R == batch.sequence_R.roll(back))
         reached_R = reached_R & same_R & batch.mask_R.roll(back)
@@ -155,8 +153,9 @@ def compare(
     x_RE: torch.Tensor,
     temperatures_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each, without holding all
-    logits at once.
+    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each.
+
+    It never holds all logits at once.
     """
     chunk = rows_per_chunk(policy)
     parts = []
@@ -170,6 +169,7 @@ def compare(
 
 
 def rows_per_chunk(policy: Decoder) -> int:
+    """Returns how many rows of logits are held at once."""
     return max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
 
 
@@ -196,6 +196,7 @@ def _compare_chunk(
 def teacher_states(
     policy: Decoder, batch: MicroBatch, layers: tuple[int, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the policy's last hidden states and those that enter `layers`."""
     capture = Capture(layers)
     return policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture), capture.states_TE
 
@@ -207,7 +208,7 @@ def train_offline(
     settings: HeadTraining,
     progress: Callable[[int, HeadStep], None] = lambda step, report: None,
 ) -> None:
-    """`settings.steps` optimiser steps over the sequences, epoch after epoch in a new order."""
+    """Makes `settings.steps` optimiser steps over the sequences, epoch after epoch in a new order."""
     if not any(sequence.loss_tokens for sequence in sequences):
         raise ValueError(f"none of the {len(sequences)} responses holds a sampled token to learn from")
     trainer = HeadTrainer(policy, head, settings)
@@ -235,7 +236,10 @@ def _batches(
 def choose_vocabulary(
     sequences: Sequence[TrainingSequence], vocab_size: int, eos_token_ids: tuple[int, ...], size: int
 ) -> list[int]:
-    """The end tokens, then what the responses use most, then the lowest ids; in ascending order."""
+    """Returns a draft vocabulary of `size` tokens, in ascending order.
+
+    It holds the end tokens, then what the responses use most, then the lowest ids.
+    """
     counts = Counter(
         token
         for s in sequences

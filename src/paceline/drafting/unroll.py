@@ -1,9 +1,8 @@
-"""The head along a known text, every start at once: what a draft of several tokens computes, in parallel over
-its starts.
+"""The head unrolled along a known text: what drafts of several tokens compute, in parallel over their starts.
 
 A draft that starts after the policy's states up to t takes its first step from true features, g_0 .. g_t, and
-each further one from what the head itself said. Where the drafted tokens are the text's own, the draft's step
-j stands at entry t + j and sees
+each further one from the head's own states. Where the drafted tokens are the text's own, the draft's step j
+is at entry t + j and sees
 
     entries            0  1  ..  t    t+1   t+2  ..  t+j
     made by step       0  0  ..  0     1     2   ..   j        keys and values of the head's own layer
@@ -12,10 +11,10 @@ So a query of step j at entry q sees step 0's keys up to q - j, and of each step
 j + i. This is EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure
 acceptance: a draft is followed only as long as it agrees with the text.
 
-Entry q is made of g_q and token q + 1, and speaks of token q + 2. The first step runs over all tokens T, the
-further ones only over the entries R that speak of a response's tokens. What a sequence's first rows take from
-before their sequence is meaningless; `training.drafted_tokens` says which rows mean something, and no such
-row looks at one that does not.
+Entry q is made of g_q and token q + 1, and predicts token q + 2. The first step runs over all tokens T, the
+further ones only over the entries R that predict a response's tokens. What a sequence's first rows take from
+before their sequence is meaningless; `training.drafted_tokens` says which rows are valid, and no valid row
+looks at one that is not.
 """
 
 from collections.abc import Iterator
@@ -31,13 +30,15 @@ from paceline.policy.attention import PackedAttention
 def unroll(
     head: EagleHead, captured: list[torch.Tensor], embedding_VE: torch.Tensor, batch: MicroBatch, steps: int
 ) -> Iterator[torch.Tensor]:
-    """x_RE of each step: row r of step j is the state that speaks of response token r, of the draft that
-    began j tokens before.
+    """Yields x_RE of each step.
+
+    Row r of step j is the state that predicts response token r, of the draft that began j tokens before.
     """
     following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
     positions_T = batch.attention.positions_T
     entries_R = (batch.predictors_R - 1).clamp(min=0)
-    following_RE, positions_R = following_TE[entries_R], positions_T[entries_R]
+    following_RE = following_TE[entries_R]
+    positions_R = positions_T[entries_R]
     attend = DraftAttention(batch, positions_R)
     x_RE = head(head.features(captured), following_TE, positions_T, attend)[entries_R]
     yield x_RE
@@ -47,7 +48,7 @@ def unroll(
 
 
 class DraftAttention:
-    """An `attend` that is called once per step, in order: first with T queries, then with R."""
+    """An `attend` for the head, called once per step, in order: first with T queries, then with R."""
 
     def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
         self.tokens = batch.attention
@@ -58,6 +59,7 @@ class DraftAttention:
         self.own_values: list[torch.Tensor] = []
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Returns the attention of this step's queries, and keeps the keys and values for the next ones."""
         repeats = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         if self.true_keys_BHLD is None:

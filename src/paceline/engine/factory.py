@@ -27,7 +27,7 @@ def make_engine(
     request_tokens: int = 0,
     drafters: DrafterFactory | None = None,
 ) -> Engine:
-    """Returns an engine for this policy; `drafters` is for heads that do not come from folders as they are."""
+    """Returns an engine for this policy; `drafters` is for heads that do not come straight from folders."""
     if rollout.router_replay and not policy.config.expert_layers:
         raise ConfigError(
             "rollout.router_replay = True: this policy has no experts, hence no routing to replay; "

@@ -25,48 +25,55 @@ from collections.abc import Sequence
 
 from paceline.engine.step_bytes import StepBytes
 
-# Where best fit puts tensors of different sizes there are gaps between them. Replaying the allocations of the
-# shapes in `policy/shapes.py` took up to 1.48 times what was alive at once (FP8, whose products in parts are
-# larger than anything else).
+# Factor of what a step holds for fragmentation: where best fit puts tensors of different sizes there are gaps
+# between them. Replaying the allocations of the shapes in `policy/shapes.py` took up to 1.48 times what was
+# alive at once (FP8, whose products in parts are larger than anything else).
 GAPS = 1.5
-SEGMENT = 2 << 20  # what torch's allocator rounds to
-SMALL_BYTES = 16 << 20  # up to 10 MiB of small tensors in one step, and the outputs of some hundred graphs
-CUBLAS_BYTES = (
-    64 << 20
-)  # what cuBLAS keeps for a stream is 32 MiB, and matmuls in FP8 may take as much for themselves
+# Bytes that torch's allocator rounds segments to.
+SEGMENT = 2 << 20
+# Bytes of small tensors: up to 10 MiB in one step, and the outputs of some hundred graphs.
+SMALL_BYTES = 16 << 20
+# Bytes of cuBLAS: it keeps 32 MiB for a stream, and matmuls in FP8 may take as much for themselves.
+CUBLAS_BYTES = 64 << 20
 
 
 class GraphMemory:
+    """Estimates what a step's graph takes, and keeps count of what captured ones have taken."""
+
     def __init__(
         self, needs: StepBytes, buckets: Sequence[int], depth: int, budget: int, uses_cublas: bool
     ) -> None:
-        """Steps of up to `depth` tokens a row, for each of the batch sizes `buckets`."""
-        self.buckets, self.depth = buckets, depth
-        self.budget = budget  # bytes; 0: no limit
+        """Plans for steps of up to `depth` tokens a row, for each of the batch sizes `buckets`."""
+        self.buckets = buckets
+        self.depth = depth
+        # Bytes; 0: no limit.
+        self.budget = budget
         self.beside = SMALL_BYTES + (CUBLAS_BYTES if uses_cublas else 0)
-        self.segment = 0  # bytes; 0: nothing has been captured
-        self.pool_bytes = 0  # what the pool has taken from the device
-        self.graph_bytes = (
-            0  # what captures took beside it: the graphs themselves, and kernels loaded meanwhile
-        )
-        self.captured: set[tuple[int, int]] = set()  # batch size and tokens a row
+        # Bytes; 0: nothing has been captured.
+        self.segment = 0
+        # Bytes that the pool has taken from the device.
+        self.pool_bytes = 0
+        # Bytes that captures took beside it: the graphs themselves, and kernels loaded meanwhile.
+        self.graph_bytes = 0
+        # Batch size and tokens a row.
+        self.captured: set[tuple[int, int]] = set()
         self._needs = needs
         self.need = functools.cache(self._need)
 
     def _need(self, bucket: int, queries: int) -> int:
-        """Of the segment, for a step and whoever drafts for it."""
+        """The bytes of the segment that a step and the drafts for it need."""
         held = max(self._needs.step(bucket, queries), self._needs.draft(bucket) if queries > 1 else 0)
         return -(-int(GAPS * held) // SEGMENT) * SEGMENT
 
     def would_hold(self, bucket: int, queries: int) -> int:
-        """The pool's bytes once this step has been captured."""
+        """Returns the pool's bytes once this step has been captured."""
         need = self.need(bucket, queries)
         if not self.segment:
             return need + self.beside
         return self.pool_bytes + (need if need > self.segment else 0)
 
     def fits(self, bucket: int, queries: int) -> bool:
-        """Plain decoding always does."""
+        """Tells whether a step may be captured; plain decoding always may."""
         return (
             queries == 1
             or not self.budget
@@ -75,19 +82,20 @@ class GraphMemory:
         )
 
     def max_queries(self, bucket: int) -> int:
-        """Tokens per row that a step of this bucket may look at."""
+        """Returns how many tokens per row a step of this bucket may look at."""
         return next((queries for queries in range(self.depth, 1, -1) if self.fits(bucket, queries)), 1)
 
     def largest(self) -> int:
-        """What the segment must hold: the largest of all steps that fit."""
+        """Returns the bytes that the segment must hold: those of the largest of all steps that fit."""
         return max(self.need(bucket, self.max_queries(bucket)) for bucket in self.buckets)
 
     def note_segment(self, num_bytes: int, pool_bytes: int) -> None:
+        """Notes that a segment was reserved, and by how much the pool grew."""
         self.segment = num_bytes
         self.pool_bytes += pool_bytes
 
     def note(self, bucket: int, queries: int, pool_bytes: int, graph_bytes: int) -> None:
-        """A step was captured, or a draft (of one token a row), and took so much more."""
+        """Notes that a step, or a draft (of one token a row), was captured and took so much more."""
         self.captured.add((bucket, queries))
         self.pool_bytes += pool_bytes
         self.graph_bytes += graph_bytes

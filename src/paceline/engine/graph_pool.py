@@ -11,21 +11,29 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class Capture(Generic[Outcome]):
+    """A captured graph, what its function returned, and what it took of the device."""
+
     graph: torch.cuda.CUDAGraph
     outcome: Outcome
-    pool_bytes: int  # by which the pool grew
-    graph_bytes: int  # taken beside it
+    # Bytes by which the pool grew.
+    pool_bytes: int
+    # Bytes taken beside it.
+    graph_bytes: int
 
 
 class GraphPool:
+    """The memory pool that all graphs of an engine share."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._handle = None
-        self._segment: torch.cuda.CUDAGraph | None = None  # a pool lives as long as one of its graphs
-        self._warm_up_stream = None  # one for all: what the allocator keeps for a stream, no other can use
+        # A pool lives as long as one of its graphs.
+        self._segment: torch.cuda.CUDAGraph | None = None
+        # One for all: what the allocator keeps for a stream, no other can use.
+        self._warm_up_stream = None
 
     def reserve(self, num_bytes: int, uses_cublas: bool) -> int:
-        """One segment that captures from here on allocate from; how much the pool grew.
+        """Makes a segment that captures from here on allocate from; returns how much the pool grew.
 
         The allocator hands out a pool's memory to captures only, so a graph that nobody replays allocates it
         and lets it go. cuBLAS keeps a workspace for the capturing stream from its first product on: better
@@ -38,14 +46,16 @@ class GraphPool:
                 torch.mm(some, some)
             torch.empty(size, dtype=torch.uint8, device=self.device)[:1].zero_()
 
-        allocate(1)  # loads what it launches and makes cuBLAS's handle, where no graph records it
+        # Loads what it launches and makes cuBLAS's handle, where no graph records it.
+        allocate(1)
         capture = self._record(lambda: allocate(num_bytes))
         self._segment = capture.graph
         return capture.pool_bytes
 
     def capture(self, function: Callable[[], Outcome]) -> Capture[Outcome]:
-        """`function` runs once before: kernels are compiled and libraries set up where no graph records
-        it.
+        """Captures a function after running it once.
+
+        In that run kernels are compiled and libraries set up, where no graph records it.
         """
         stream = self._warm_up_stream = self._warm_up_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -58,8 +68,10 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         self._handle = self._handle or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # as capturing would do anyway: from here on only the pool grows
-        reserved, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+        # As capturing would do anyway: from here on only the pool grows.
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        free = torch.cuda.mem_get_info()[0]
         with torch.cuda.graph(graph, pool=self._handle):
             outcome = function()
         pool_bytes = torch.cuda.memory_reserved() - reserved

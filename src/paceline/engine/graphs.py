@@ -31,6 +31,8 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class GraphKey:
+    """Steps with the same key replay the same graph."""
+
     bucket: int
     queries: int
     variant: StepVariant
@@ -38,12 +40,16 @@ class GraphKey:
 
 @dataclass
 class CapturedStep:
+    """A step's graph and the tensors that it writes its outcome to."""
+
     graph: torch.cuda.CUDAGraph
     status: StepStatus
 
 
 @dataclass(frozen=True)
 class DraftKey:
+    """Drafts with the same key replay the same graph."""
+
     bucket: int
     drafter: str
     count: int
@@ -63,12 +69,13 @@ class StepRunner:
         self.forward = forward
         self.followers = [drafter for drafter in drafters if drafter.captured_layers]
         self.rows = rows
-        num_slots, device, policy = settings.max_running, rows.device, forward.policy
+        num_slots = settings.max_running
+        device = rows.device
+        policy = forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
-        self.probabilities_SKV: torch.Tensor | None = (
-            None  # what proposals were drawn from, where rejection needs it
-        )
+        # What proposals were drawn from, where rejection needs it.
+        self.probabilities_SKV: torch.Tensor | None = None
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.captured_drafts: dict[DraftKey, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
@@ -77,12 +84,12 @@ class StepRunner:
         needs = StepBytes(
             policy.config,
             policy.dtype,
-            rows.state.tokens.shape[1],
-            multiprocessors(device),
-            forward.quantised is not None,
-            len(forward.captured_layers),
-            forward.cache.routing is not None,
-            tuple(d.shape for d in drafters if d.shape is not None),
+            row_tokens=rows.state.tokens.shape[1],
+            processors=multiprocessors(device),
+            fp8=forward.quantised is not None,
+            captured_layers=len(forward.captured_layers),
+            records_routing=forward.cache.routing is not None,
+            drafters=tuple(d.shape for d in drafters if d.shape is not None),
         )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0
@@ -91,15 +98,16 @@ class StepRunner:
         )
 
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Allocates what rejection needs: the probabilities of every proposal."""
         self.probabilities_SKV = torch.zeros(
             *self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )
 
     def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
-        """The status of every row of the bucket (see `step`); valid until the next run of the same key."""
+        """Runs a step; the status of the bucket's rows is valid until the next run of the same key."""
         key = GraphKey(bucket, queries, variant)
         if key not in self.captured:
-            if not self.memory.fits(bucket, queries) or not self._may_capture():
+            if not self.memory.fits(bucket, queries) or not self._begin_capture():
                 return self._step(bucket, queries, variant)
             self.captured[key] = CapturedStep(
                 *self._captured(bucket, queries, lambda: self._step(bucket, queries, variant))
@@ -112,7 +120,7 @@ class StepRunner:
         """Fills the proposals of the bucket's rows."""
         key = DraftKey(bucket, drafter.name, count, truncates)
         if key not in self.captured_drafts:
-            if not self.memory.fits(bucket, count + 1) or not self._may_capture():
+            if not self.memory.fits(bucket, count + 1) or not self._begin_capture():
                 drafter.propose(self.slots[:bucket], count, truncates)
                 return
             self.captured_drafts[key], _ = self._captured(
@@ -120,12 +128,14 @@ class StepRunner:
             )
         self.captured_drafts[key].replay()
 
-    def _may_capture(self) -> bool:
+    def _begin_capture(self) -> bool:
+        """True: the caller may capture, and must end with `guard.end_capture`."""
         return self.rows.device.type == "cuda" and self.guard.begin_capture()
 
     def replace(self, cache: KVCache, quantised: QuantisedWeights | None) -> None:
-        """Other storage from here on; captured steps hold the addresses of the old."""
-        self.forward.cache, self.forward.quantised = cache, quantised
+        """Uses other storage from here on; captured steps, which hold the old addresses, are dropped."""
+        self.forward.cache = cache
+        self.forward.quantised = quantised
         self.captured.clear()
 
     def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
@@ -143,11 +153,15 @@ class StepRunner:
     def _captured(
         self, bucket: int, queries: int, function: Callable[[], Outcome]
     ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
-        """Capturing and the warm-up before it run on null rows only, so no request notices."""
+        """Captures a function and ends the capture that `_begin_capture` began.
+
+        Capturing and the warm-up before it run on null rows only, so no request notices.
+        """
         kept = self.slots.clone()
         try:
             torch.cuda.synchronize()
-            start = time.perf_counter()  # not before: the steps in flight would have taken their time anyway
+            # Not earlier: the steps in flight would have taken their time anyway.
+            start = time.perf_counter()
             self.slots.fill_(self.rows.null_slot)
             if not self.memory.segment:
                 num_bytes = self.memory.largest()
@@ -165,9 +179,7 @@ class StepRunner:
 
 
 def buckets_up_to(num_slots: int) -> list[int]:
-    """Batch sizes worth a graph of their own: dense where decoding is cheap, in sixteens and thirty-twos
-    above.
-    """
+    """Returns the batch sizes worth a graph: dense where decoding is cheap, in steps of 16 to 64 above."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), *range(288, 1025, 32), *range(1088, 1 << 16, 64)]
     below = [size for size in sizes if size < num_slots]
     return [*below, num_slots]

@@ -1,4 +1,4 @@
-"""What launched steps did: the host reads each one's outcome late, and takes off the device what has ended.
+"""The outcomes of launched steps: the host reads each one late, and takes off the device what has ended.
 
     launch   batch 7 ──▶ batch 7 ──▶ batch 7 ──▶ batch 8        the device is here
     read        ▲ the host is here
@@ -6,8 +6,8 @@
 A batch is made anew only when somebody enters or leaves, and between those the host's work per step is a few
 numpy operations over the whole batch; Python looks at single rows only where one ended, or has stop strings
 or top logprobs. Steps launched after a row's end still carry it: by the time they are read its slot may
-belong to somebody else. So a batch remembers the slot_generation of each slot, a number that changes when a
-row leaves.
+belong to another request. So a batch remembers each slot's generation, a number that grows when a row leaves,
+and an outcome counts only where the generation is still the same.
 """
 
 from collections import deque
@@ -27,6 +27,7 @@ from paceline.pacing.strategy import Decision, Observation
 from paceline.stats import RolloutStats
 from paceline.types import FinishReason
 
+# Why a row ended, by the state that the step reports (`kernels/row_step.append_samples`).
 FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
 
 
@@ -37,12 +38,13 @@ class Batch:
     sequences: list[Sequence]
     slots: np.ndarray
     slot_generations: np.ndarray
-    watched: np.ndarray  # indices of the rows that need the host's attention at every step
+    # Indices of the rows that need the host's attention at every step.
+    watched: np.ndarray
     variant: StepVariant
 
     @classmethod
     def of(cls, sequences: list[Sequence], slot_generation: np.ndarray) -> "Batch":
-        """`slot_generation` is that of every slot."""
+        """Makes a batch of running sequences; `slot_generation` is that of every slot."""
         samplings = [sequence.request.sampling for sequence in sequences]
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
         watched = np.array([i for i, s in enumerate(samplings) if s.stop or s.top_logprobs], dtype=np.int64)
@@ -61,11 +63,13 @@ class Launched:
 
     batch: Batch
     decision: Decision
-    status: StepStatus  # on the host, valid once the timing's `ready`
+    # On the host, valid once the timing is `ready`.
+    status: StepStatus
     timing: StepTiming
 
     @classmethod
     def now(cls, batch: Batch, decision: Decision, status: StepStatus, timer: StepTimer) -> "Launched":
+        """Ends the step's launch: on a GPU its outcome is copied to the host behind it."""
         if status.rows_3R.device.type == "cuda":
             status = status.to_host()
         return cls(batch, decision, status, timer.finish())
@@ -73,12 +77,16 @@ class Launched:
 
 @dataclass(frozen=True)
 class Ended:
+    """A sequence that has finished, and why."""
+
     sequence: Sequence
     reason: FinishReason
 
 
 @dataclass(frozen=True)
 class StepOutcome:
+    """What one step did: the sequences it ended, and what the pacer learns from it."""
+
     ended: list[Ended]
     observation: Observation
 
@@ -88,26 +96,28 @@ class Outcomes:
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer | None) -> None:
         self.rows = rows
-        self.tokenizer = tokenizer  # only for stop strings
+        # Needed only for stop strings.
+        self.tokenizer = tokenizer
         self.unread: deque[Launched] = deque()
         self.slot_generation = np.zeros(rows.null_slot + 1, dtype=np.int64)
-        self.length = np.zeros(
-            rows.null_slot + 1, dtype=np.int64
-        )  # of each slot's row, as of the last outcome read
-        # Told after each step who has how many tokens, and how many are new: `certify` asks where steps
-        # began.
+        # The length of each slot's row, as of the last outcome that was read.
+        self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)
+        # Called after each step with the sequences, their lengths and how many tokens are new: `certify`
+        # needs to know where steps began.
         self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
 
     def enter(self, sequence: Sequence) -> None:
+        """Notes the length of a row that begins to run."""
         self.length[sequence.slot] = sequence.length
 
     def leave(self, sequence: Sequence) -> None:
-        """What is unread says nothing of this row any more."""
+        """Marks a row as gone: outcomes that are still unread do not concern it."""
         self.slot_generation[sequence.slot] += 1
 
     def read(self, stats: RolloutStats, version: int) -> StepOutcome:
-        """The rows that the oldest unread step ended, with everything they sampled (under weight `version`),
-        and how it went.
+        """Waits for the oldest unread step and returns what it did.
+
+        The sequences that it ended have received everything they sampled, under weight `version`.
         """
         launched = self.unread.popleft()
         launched.timing.wait()
@@ -124,10 +134,9 @@ class Outcomes:
         ]
         if ended:
             self.take_tokens([entry.sequence for entry in ended], stats, version)
-            ended = [
-                Ended(entry.sequence, self._cut_at_text(entry.sequence) or entry.reason) for entry in ended
-            ]
-        ended += self._ended_by_text([batch.sequences[i] for i in watched if states[i] == 0], stats, version)
+            ended = [Ended(e.sequence, self._cut_at_text(e.sequence) or e.reason) for e in ended]
+        running = [batch.sequences[i] for i in watched if states[i] == 0]
+        ended += self._ended_by_text(running, stats, version)
         return StepOutcome(ended, observation)
 
     def take_tokens(self, sequences: list[Sequence], stats: RolloutStats, version: int) -> None:
@@ -141,7 +150,7 @@ class Outcomes:
             stats.generated_tokens += max(0, length - start)
 
     def _note_lengths(self, batch: Batch, lengths: np.ndarray, here: np.ndarray) -> np.ndarray:
-        """How far each row that is still here came in this step."""
+        """Takes over the rows' lengths and returns how many tokens each row that is still here gained."""
         slots, lengths = batch.slots[here], lengths[here]
         gained = lengths - self.length[slots]
         self.length[slots] = lengths
@@ -150,7 +159,7 @@ class Outcomes:
         return gained
 
     def _ended_by_text(self, running: list[Sequence], stats: RolloutStats, version: int) -> list[Ended]:
-        """Rows whose text now holds one of their stop strings; what they ran beyond it will be discarded."""
+        """Ends the rows whose text now holds one of their stop strings; what they ran beyond is dropped."""
         running = [sequence for sequence in running if sequence.request.sampling.stop]
         if not running:
             return []
@@ -160,7 +169,7 @@ class Outcomes:
         return ended
 
     def _cut_at_text(self, sequence: Sequence) -> FinishReason | None:
-        """Shortens the response to the token that completes a stop string."""
+        """Shortens the response to the token that completes a stop string; None if there is no such token."""
         end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
         sequence.checked = len(sequence.response)
         if end is None:
@@ -170,14 +179,20 @@ class Outcomes:
 
 
 def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
-    """Of each row that is still here: the tokens it gained, none where it had ended before this step, and
-    those proposed for it.
+    """What the pacer learns from a step.
+
+    `gained` and `proposed` are the tokens that each row still here gained, none where it had ended before
+    this step, and those that were proposed for it.
     """
-    decision, drafts, accepted_at, tokens = launched.decision, 0, (), 0
+    decision = launched.decision
     count = decision.strategy.count
+    drafts = 0
+    tokens = 0
+    accepted_at = ()
     if count:
         alive = gained[gained > 0]
-        drafts, tokens = len(alive), int(proposed[gained > 0].sum())
+        drafts = len(alive)
+        tokens = int(proposed[gained > 0].sum())
         accepted_at = tuple(
             (drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist()
         )

@@ -28,15 +28,17 @@ class Prefill:
 
     tokens: list[int]
     blocks: list[int]
-    done: int  # leading tokens that are cached
-    last: int  # the token after them, which every row runs itself
-    handover: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # what drafters that follow the policy need at the last token
+    # Leading tokens that are cached.
+    done: int
+    # The token after `tokens`, which every row runs itself.
+    last: int
+    # By drafter: what those that follow the policy need at the last token.
+    handover: dict[str, torch.Tensor] = field(default_factory=dict)
     waiting: list[Sequence] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
+        """Whether everything is cached."""
         return self.done >= len(self.tokens)
 
 
@@ -48,19 +50,19 @@ class SharedPrompt:
 
     @property
     def whole_blocks(self) -> list[int]:
+        """The blocks that siblings share as they are."""
         return self.prefill.blocks[: len(self.prefill.tokens) // BLOCK_SIZE]
 
     @property
     def partial_block(self) -> int | None:
+        """The block that siblings get a copy of, because they will write into it; None if there is none."""
         return self.prefill.blocks[-1] if len(self.prefill.tokens) % BLOCK_SIZE else None
 
 
 def run_chunk(
     forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()
 ) -> int:
-    """Advances the prefills at the head of the queue by at most the budget; returns how many tokens that
-    were.
-    """
+    """Advances the prefills at the head of the queue by at most the budget; returns the number of tokens."""
     chosen: list[tuple[Prefill, int]] = []
     left = token_budget
     for prefill in queue:
@@ -80,6 +82,7 @@ def run_chunk(
 def _forward_chunks(
     forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Listing[Drafter]
 ) -> None:
+    """Runs the next tokens of each prefill, packed, and lets the followers see what the policy computed."""
     spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]
     slots = []
     for (prefill, _), span in zip(chunks, spans, strict=True):
@@ -96,7 +99,8 @@ def _forward_chunks(
     def tensor(values: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(values), forward.policy.device)
 
-    positions_T, slots_T = tensor(np.concatenate(spans)), tensor(np.concatenate(slots))
+    positions_T = tensor(np.concatenate(spans))
+    slots_T = tensor(np.concatenate(slots))
     captured = forward.prefill(
         tensor(np.array(tokens)), positions_T, slots_T, tensor(tables), tensor(boundaries), tensor(contexts)
     )

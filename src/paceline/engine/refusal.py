@@ -1,4 +1,4 @@
-"""What an engine refuses to run, in words for whoever asked.
+"""Checks of requests before they run: what an engine refuses, in words for the caller.
 
 Everything is checked before a request meets others: on the device one bad row would end the batch it is in.
 """
@@ -8,35 +8,50 @@ from dataclasses import dataclass
 from paceline.engine.rows import MAX_STOP_IDS
 from paceline.engine.sequence import Sequence
 
-WORD = 1 << 63  # rows keep integers in signed 64 bits
+# Rows keep integers in signed 64 bits: below this and not below its negative.
+WORD = 1 << 63
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of an engine."""
+    """What an engine can run."""
 
+    # Tokens of a prompt and its response.
     max_length: int
+    # Tokens that the KV pool holds.
     pool_tokens: int
     vocab_size: int
-    reads_text: bool  # has a tokenizer
+    # It has a tokenizer.
+    reads_text: bool
 
 
 def refusal(sequence: Sequence, stop_ids: tuple[int, ...], limits: Limits) -> str:
-    """Why this request cannot run; empty if it can."""
-    request, sampling = sequence.request, sequence.request.sampling
-    prompt, last = len(request.prompt), limits.vocab_size - 1
-    if not 1 <= prompt < limits.max_length:
-        return f"prompt of {prompt} tokens; this engine takes 1 to {limits.max_length - 1}"
-    lowest, highest = min(request.prompt), max(request.prompt)
+    """Returns why this request cannot run; empty if it can."""
+    return _prompt_refusal(sequence, limits) or _sampling_refusal(sequence, stop_ids, limits)
+
+
+def _prompt_refusal(sequence: Sequence, limits: Limits) -> str:
+    prompt = sequence.request.prompt
+    last = limits.vocab_size - 1
+    if not 1 <= len(prompt) < limits.max_length:
+        return f"prompt of {len(prompt)} tokens; this engine takes 1 to {limits.max_length - 1}"
+    lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest > last:
         return f"the prompt holds token {lowest if lowest < 0 else highest}; the policy's are 0 to {last}"
+    return ""
+
+
+def _sampling_refusal(sequence: Sequence, stop_ids: tuple[int, ...], limits: Limits) -> str:
+    request = sequence.request
+    sampling = request.sampling
     if sampling.max_tokens < 0:
         return f"max_tokens {sampling.max_tokens}; it must be 0 or more"
     if sequence.limit > limits.pool_tokens:
-        asked = f"prompt of {prompt} tokens and max_tokens {sampling.max_tokens}"
+        asked = f"prompt of {len(request.prompt)} tokens and max_tokens {sampling.max_tokens}"
         return f"{asked} need {sequence.limit} KV tokens; the pool holds {limits.pool_tokens}"
     if not 0 <= sampling.top_logprobs <= limits.vocab_size:
-        return f"top_logprobs {sampling.top_logprobs}; it must be 0 to {limits.vocab_size}, the size of the vocabulary"
+        allowed = f"0 to {limits.vocab_size}, the size of the vocabulary"
+        return f"top_logprobs {sampling.top_logprobs}; it must be {allowed}"
     if sampling.stop and not limits.reads_text:
         return "stop strings need an engine with a tokenizer"
     if len(stop_ids) > MAX_STOP_IDS:

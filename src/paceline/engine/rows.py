@@ -14,7 +14,9 @@ from paceline.kernels.row_step import RowTensors
 from paceline.paged.cache import blocks_for
 from paceline.types import SamplingParams
 
-MAX_QUERY = 16  # tokens of one row that one step may look at
+# Tokens of one row that one step may look at.
+MAX_QUERY = 16
+# Stop tokens that one request may have.
 MAX_STOP_IDS = 16
 
 
@@ -23,8 +25,10 @@ class NewRow:
     """What the host writes when a request enters (or comes back)."""
 
     slot: int
-    tokens: list[int]  # prompt and what it has sampled so far
-    limit: int  # sequence length at which it must stop
+    # Prompt and what it has sampled so far.
+    tokens: list[int]
+    # Sequence length at which it must stop.
+    limit: int
     seed: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -32,10 +36,13 @@ class NewRow:
 
 
 class Rows:
+    """The tensors of all rows (`state`), and how the host fills and reads them."""
+
     def __init__(
         self, num_slots: int, max_length: int, score_dtype: torch.dtype, device: torch.device
     ) -> None:
-        rows, width = num_slots + 1, max_length + MAX_QUERY
+        rows = num_slots + 1
+        width = max_length + MAX_QUERY
         self.device = device
         self.null_slot = num_slots
         self.reader = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -60,8 +67,9 @@ class Rows:
         )
 
     def enter(self, new_rows: list[NewRow]) -> None:
-        """Fills and activates rows, in one go."""
-        longest, widest = max(len(row.tokens) for row in new_rows), max(len(row.blocks) for row in new_rows)
+        """Fills and activates rows, all at once."""
+        longest = max(len(row.tokens) for row in new_rows)
+        widest = max(len(row.blocks) for row in new_rows)
         slots = self._tensor([row.slot for row in new_rows])
         self.state.tokens[slots, :longest] = self._tensor(
             [row.tokens + [0] * (longest - len(row.tokens)) for row in new_rows]
@@ -85,13 +93,15 @@ class Rows:
         self.state.active[slots] = True
 
     def extend_blocks(self, slots: list[int], indices: list[int], blocks: list[int]) -> None:
+        """Writes further blocks into the rows' block tables, at the given indices."""
         self.state.block_table[self._tensor(slots), self._tensor(indices)] = self._tensor(blocks, torch.int32)
 
     def deactivate(self, slots: list[int]) -> None:
+        """Makes rows stop running; steps from here on leave them as they are."""
         self.state.active[self._tensor(slots)] = False
 
     def read(self, slots: list[int], longest: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and logprobs of whole rows, on the host.
+        """Returns the first `longest` tokens and logprobs of rows, on the host.
 
         What a row holds up to a length that has been seen never changes, so on a GPU a stream of its own
         reads it without waiting for the steps that have been launched since.
@@ -105,5 +115,5 @@ class Rows:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Pinned first, so that the copy is ordered by the stream and the host does not wait for it."""
+    """Returns a copy on the device; pinned first, so that the stream orders it and the host does not wait."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,5 +1,4 @@
-"""From a step's hidden states to its samples: the LM head and the sampler, for a piece of the tokens at a
-time.
+"""From a step's hidden states to its samples: the LM head and the sampler, a piece of the tokens at a time.
 
     hidden states   | piece 0 | piece 1 | piece 2 |        [T, E]
     logits            [piece, V]                           one piece's, and the next one's in the same memory
@@ -19,10 +18,10 @@ from paceline.kernels.row_step import Queries, RowTensors
 from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated, top_logprobs
 from paceline.paged.forward import PagedForward
 
-# From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to read the head's
-# weight (0.27 ms), so more and smaller products cost no time; twice as many tokens would save 4% of the
-# head's time and take another 0.16 GB. A multiple of `kernels/linear.py`'s ROW_TILE, so a CPU pads no more
-# rows than it would without pieces.
+# Tokens of a piece. From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to
+# read the head's weight (0.27 ms), so more and smaller products cost no time; twice as many tokens would save
+# 4% of the head's time and take another 0.16 GB. A multiple of `kernels/linear.py`'s ROW_TILE, so a CPU pads
+# no more rows than it would without pieces.
 SAMPLE_TOKENS = 256
 
 
@@ -31,7 +30,8 @@ class Verify(StrEnum):
 
     SHARED_NOISE = "shared-noise"
     REJECTION = "rejection"
-    REJECTION_OF_CERTAIN = "rejection-of-certain"  # of a drafter without probabilities
+    # Rejection for a drafter without probabilities: its proposals count as certain.
+    REJECTION_OF_CERTAIN = "rejection-of-certain"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepVariant:
 
 @dataclass(frozen=True)
 class Samples:
-    """Of all of a step's tokens, or of a piece of them."""
+    """The samples of all of a step's tokens, or of a piece of them."""
 
     tokens_T: torch.Tensor
     logprobs_T: torch.Tensor
@@ -54,6 +54,7 @@ class Samples:
 
     @staticmethod
     def joined(pieces: list["Samples"]) -> "Samples":
+        """Returns the samples of all pieces, in order."""
         if len(pieces) == 1:
             return pieces[0]
         columns = ([getattr(piece, field.name) for piece in pieces] for field in fields(Samples))
@@ -70,18 +71,19 @@ def sample_step(
     proposals_SK: torch.Tensor,
     probabilities_SKV: torch.Tensor | None,
 ) -> Samples:
-    """One sample for each of the R x Q hidden states; `probabilities_SKV` is what proposals were drawn from,
-    for rejection.
+    """Returns one sample for each of the R x Q hidden states.
+
+    `probabilities_SKV` is what proposals were drawn from, for rejection.
     """
     per_row = queries.tokens_RQ.shape[1]
-    size = (
-        SAMPLE_TOKENS if variant.verify is Verify.SHARED_NOISE else max(1, SAMPLE_TOKENS // per_row) * per_row
-    )
+    size = SAMPLE_TOKENS
+    if variant.verify is not Verify.SHARED_NOISE:
+        size = max(1, SAMPLE_TOKENS // per_row) * per_row
     known_SKV = probabilities_SKV if variant.verify is Verify.REJECTION else None
     slots_T = slots_R.repeat_interleave(per_row) if variant.truncates else None
 
     def sampled(piece: slice) -> Samples:
-        """A function of its own, so that its logits are gone before the next piece's are made."""
+        """Samples a piece; a function of its own, so that its logits are gone before the next piece's."""
         logits_PV = forward.logits(hidden_TE[piece])
         temperature_P = queries.temperature_RQ.flatten()[piece]
         if variant.verify is Verify.SHARED_NOISE:
@@ -125,9 +127,10 @@ def _by_rejection(
     proposals_SK: torch.Tensor,
     probabilities_SKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch with some thirty bytes a logit, so a few rows at a time."""
+    """Verifies a few rows at a time: rejection is plain torch with some thirty bytes a logit."""
     num_rows, per_row = queries.tokens_RQ.shape
-    logits_RQV, count = logits_PV.unflatten(0, (num_rows, per_row)), per_row - 1
+    logits_RQV = logits_PV.unflatten(0, (num_rows, per_row))
+    count = per_row - 1
 
     def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
         slots, some = slots_R[few], _of_rows(queries, few)

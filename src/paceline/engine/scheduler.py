@@ -1,8 +1,8 @@
-"""Who may run: the queue, the slots, the blocks, and the prompts that siblings share.
+"""Which requests may run: the queue, the slots, the blocks, and the prompts that siblings share.
 
     waiting ──admit──▶ prefilling ──take_ready──▶ the engine's running rows
        ▲                                              │
-       └─────────────── requeue ◀─────────────────────┘  preempted: it comes back first in line and recomputes its cache
+       └─────────────── requeue ◀─────────────────────┘   preempted: first in the queue, recomputes its cache
 
 Host bookkeeping only: nothing here touches the device.
 """
@@ -24,6 +24,7 @@ class Held:
 
     tokens: list[int]
     blocks: list[int]
+    # Leading tokens whose keys and values are in `blocks`.
     cached: int
 
 
@@ -37,12 +38,13 @@ class Ready:
 
 
 class Scheduler:
+    """The requests that do not run yet, and the slots and blocks that those who run have."""
+
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
         self.longest_first = longest_first
-        self.free_slots = list(
-            range(num_slots)
-        )  # a heap: rows lie where they would in a new engine, so drafters see the same after a restart
+        # A heap: rows lie where they would in a new engine, so drafters see the same after a restart.
+        self.free_slots = list(range(num_slots))
         self.waiting: deque[Sequence] = deque()
         self.prefills: deque[Prefill] = deque()
         self.held: dict[str, Held] = {}
@@ -51,14 +53,16 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether nothing waits or prefills."""
         return not (self.waiting or self.prefills)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Everyone who is not running yet."""
+        """All sequences that are not running yet."""
         return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
 
     def add(self, sequences: Iterable[Sequence]) -> None:
+        """Puts new sequences into the queue, the longest expected ones first if so configured."""
         for sequence in sequences:
             self.waiting.append(sequence)
             self.waiting_prompts[sequence.request.prompt] += 1
@@ -68,22 +72,22 @@ class Scheduler:
             )
 
     def requeue(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, without slot or blocks."""
+        """Puts a sequence back at the head of the queue, without slot or blocks."""
         self.release(sequence)
         self.waiting.appendleft(sequence)
         self.waiting_prompts[sequence.request.prompt] += 1
 
     @property
     def may_admit(self) -> bool:
+        """Whether somebody waits and a slot is free."""
         return bool(self.waiting and self.free_slots)
 
     def admit(self, nobody_runs: bool, lookahead: int, spared: int) -> list[Sequence]:
-        """Starts waiting sequences, in order, while there are slots and blocks; returns those that were
-        aborted meanwhile.
+        """Starts waiting sequences, in order, while there are slots and blocks.
 
-        A sequence starts with room for `lookahead` tokens beyond its length, and leaves `spared` blocks to
-        those who run: one that is admitted into their room would be preempted at once, and its prefill be for
-        nothing.
+        A sequence starts with blocks for `lookahead` tokens beyond its length, and leaves `spared` blocks to
+        those who run: without those it would be preempted at once, and its prefill be for nothing. Returns
+        the sequences that were aborted meanwhile.
         """
         aborted = []
         while self.may_admit:
@@ -98,12 +102,9 @@ class Scheduler:
             prefix = self._prefix_of(sequence, wanted + spared)
             whole = prefix.whole_blocks if prefix is not None else []
             if wanted + spared - len(whole) - len(sequence.blocks) > self.pool.free:
-                if (
-                    not nobody_runs
-                    or self.prefills
-                    or not (self.shared or self.held or any(s.blocks for s in self.waiting))
-                ):
-                    break  # room comes when somebody finishes
+                if not nobody_runs or self.prefills or not self._caches_idle:
+                    # Blocks come free when somebody finishes.
+                    break
                 self.drop_idle()
                 continue
             self.waiting.popleft()
@@ -112,10 +113,11 @@ class Scheduler:
         return aborted
 
     def take_ready(self) -> Ready:
-        """Everyone whose prefill is done."""
+        """Returns the sequences whose prefill is done, and forgets them."""
         ready = [prefill for prefill in self.prefills if prefill.finished]
         self.prefills = deque(prefill for prefill in self.prefills if not prefill.finished)
-        copy_from, copy_to = [], []
+        copy_from = []
+        copy_to = []
         for prompt, shared in list(self.shared.items()):
             if shared.prefill not in ready:
                 continue
@@ -134,6 +136,7 @@ class Scheduler:
         return Ready(sequences, copy_from, copy_to)
 
     def release(self, sequence: Sequence) -> None:
+        """Takes slot and blocks back from a sequence."""
         self.pool.release(sequence.drop_blocks())
         if sequence.slot >= 0:
             heappush(self.free_slots, sequence.slot)
@@ -141,19 +144,24 @@ class Scheduler:
 
     def hold(self, sequence: Sequence) -> None:
         """Keeps what is cached of a finished sequence; `release` gives back the rest."""
-        self.drop_held([sequence.request.id])  # of an earlier request by that name
-        cached = sequence.length - 1  # the last token has been sampled but not run
+        # There may be one of an earlier request with the same id.
+        self.drop_held([sequence.request.id])
+        # The last token has been sampled but not run.
+        cached = sequence.length - 1
         keep = blocks_for(cached)
         self.held[sequence.request.id] = Held(sequence.tokens, sequence.blocks[:keep], cached)
         sequence.blocks = sequence.blocks[keep:]
 
     def drop_held(self, names: Iterable[str]) -> None:
+        """Gives back what is kept of these finished requests, as far as it is kept."""
         for name in [name for name in names if name in self.held]:
             self.pool.release(self.held.pop(name).blocks)
 
     def drop_idle(self) -> None:
-        """What is cached only because somebody may come for it: held sequences, also those that a waiting one
-        has taken over, and prompts of siblings still waiting.
+        """Gives back what is cached only because a request may come for it.
+
+        That is held sequences, also those that a waiting one has taken over, and prompts of siblings that
+        still wait.
         """
         self.drop_held(list(self.held))
         self._drop_taken_over()
@@ -163,7 +171,7 @@ class Scheduler:
             self._drop_shared(prompt)
 
     def drop_all(self) -> None:
-        """Forgets everything cached, because the weights change or the memory goes; everybody waits again."""
+        """Forgets everything cached, because weights change or memory is given back; all wait again."""
         for prefill in reversed(self.prefills):
             for sequence in reversed(prefill.waiting):
                 self.requeue(sequence)
@@ -172,6 +180,11 @@ class Scheduler:
         self.drop_held(list(self.held))
         for prompt in list(self.shared):
             self._drop_shared(prompt)
+
+    @property
+    def _caches_idle(self) -> bool:
+        """Whether there is anything that `drop_idle` would give back."""
+        return bool(self.shared or self.held or any(sequence.blocks for sequence in self.waiting))
 
     def _drop_taken_over(self) -> None:
         for sequence in self.waiting:
@@ -193,13 +206,16 @@ class Scheduler:
             return
         prefix.prefill.waiting.append(sequence)
         if prefix.prefill.finished and prefix.prefill not in self.prefills:
-            self.prefills.append(prefix.prefill)  # only to let this sibling enter
+            # Only to let this sibling enter.
+            self.prefills.append(prefix.prefill)
 
     def _prefix_of(self, sequence: Sequence, wanted: int) -> SharedPrompt | None:
-        """The cached prompt to start from; made now if siblings wait and there is room for its partial block
-        as well.
+        """The cached prompt to start from.
+
+        It is made now if siblings wait and there are blocks for its partial one as well. A sequence that
+        comes back, or continues a held one, has none.
         """
-        if sequence.response or sequence.blocks:  # it comes back, or continues a held sequence
+        if sequence.response or sequence.blocks:
             return None
         prompt = sequence.request.prompt
         if (
@@ -215,9 +231,7 @@ class Scheduler:
         return self.shared.get(prompt)
 
     def _take_held(self, sequence: Sequence) -> None:
-        """A request that continues a held one starts from its cache, if that is still there and still its
-        prefix.
-        """
+        """Gives a request that continues a held one its cache, if that still exists and is a prefix."""
         held = self.held.get(sequence.request.continues)
         if held is None or sequence.response or sequence.blocks:
             return
@@ -226,10 +240,11 @@ class Scheduler:
             and list(sequence.request.prompt[: len(held.tokens)]) == held.tokens
         ):
             del self.held[sequence.request.continues]
-            sequence.blocks, sequence.cached = held.blocks, held.cached
+            sequence.blocks = held.blocks
+            sequence.cached = held.cached
 
     def _forget(self, sequence: Sequence) -> None:
-        """It waits no more. The group's own hold on its prompt ends when no sibling waits."""
+        """Notes that a sequence waits no more; its group's prompt is dropped when no sibling waits."""
         prompt = sequence.request.prompt
         self.waiting_prompts[prompt] -= 1
         if self.waiting_prompts[prompt] > 0:

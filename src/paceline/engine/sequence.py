@@ -9,35 +9,43 @@ from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 @dataclass(eq=False)
 class Sequence:
+    """A request with what it has sampled so far and what it occupies."""
+
     request: Request
-    order: int  # of arrival
-    limit: int  # length of prompt and response at which it must end
-    response: list[int] = field(
-        default_factory=list
-    )  # what the host knows; the row on the device may have more
+    # The order of arrival.
+    order: int
+    # The length of prompt and response at which it must end.
+    limit: int
+    # What the host knows; the row on the device may have more.
+    response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    # -1: it has none.
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    cached: int = 0  # leading tokens whose keys and values are in `blocks`
+    # Leading tokens whose keys and values are in `blocks`.
+    cached: int = 0
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    routing: Routing | None = None  # as of when it last ran
-    checked: int = 0  # response tokens that have been searched for stop strings
+    # As of when it last ran.
+    routing: Routing | None = None
+    # Response tokens that have been searched for stop strings.
+    checked: int = 0
     aborted: bool = False
-    handover: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # by drafter: what it needs of the prefill when the row enters
+    # By drafter: what it needs of the prefill when the row enters.
+    handover: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:
+        """Prompt and response."""
         return [*self.request.prompt, *self.response]
 
     @property
     def length(self) -> int:
+        """The number of tokens of prompt and response."""
         return len(self.request.prompt) + len(self.response)
 
     def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Tokens sampled under weight `version`."""
+        """Adds tokens that were sampled under weight `version`."""
         if not tokens:
             return
         start = len(self.response)
@@ -48,8 +56,10 @@ class Sequence:
         self.segments.append(Segment(start, len(self.response), version))
 
     def drop_blocks(self) -> list[int]:
-        """Gives up its blocks, and with them what was cached."""
-        blocks, self.blocks, self.cached = self.blocks, [], 0
+        """Gives up the blocks, and with them what was cached, and returns them."""
+        blocks = self.blocks
+        self.blocks = []
+        self.cached = 0
         return blocks
 
     def shorten(self, count: int) -> None:
@@ -58,7 +68,14 @@ class Sequence:
         self.segments = [replace(s, stop=min(s.stop, count)) for s in self.segments if s.start < count]
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
-        response, logprobs, segments = tuple(self.response), tuple(self.logprobs), tuple(self.segments)
+        """Returns what the caller of the engine gets."""
         return Completion(
-            self.request, response, logprobs, reason, segments, error, tuple(self.top_logprobs), self.routing
+            self.request,
+            tuple(self.response),
+            tuple(self.logprobs),
+            reason,
+            tuple(self.segments),
+            error,
+            tuple(self.top_logprobs),
+            self.routing,
         )

@@ -32,28 +32,24 @@ from paceline.paged.forward import PagedForward
 class StepStatus:
     """The outcome of a step for each row of the batch, in its order."""
 
-    rows_3R: torch.Tensor  # length; 0 running, 1 ended at its limit, 2 stopped; tokens that were proposed
+    # Length; 0 running, 1 ended at its limit, 2 stopped; number of tokens that were proposed.
+    rows_3R: torch.Tensor
+    # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
 
     def to_host(self) -> "StepStatus":
-        """Copies that are complete once the stream has come here."""
-        return StepStatus(
-            *(
-                None if x is None else _pinned_copy(x)
-                for x in (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)
-            )
-        )
+        """Returns copies on the host, complete once the stream has come here."""
+        tensors = (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)
+        return StepStatus(*(None if x is None else _pinned_copy(x) for x in tensors))
 
     def note_top(self, index: int, sequence: Sequence, length: int) -> None:
         """Gives a sequence the most likely tokens at the positions it has just gained."""
         wanted = sequence.request.sampling.top_logprobs
         gained = length - len(sequence.request.prompt) - len(sequence.top_logprobs)
         for q in range(gained if wanted else 0):
-            tokens, values = (
-                self.top_tokens_RQN[index, q, :wanted].tolist(),
-                self.top_values_RQN[index, q, :wanted].tolist(),
-            )
+            tokens = self.top_tokens_RQN[index, q, :wanted].tolist()
+            values = self.top_values_RQN[index, q, :wanted].tolist()
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
@@ -67,8 +63,10 @@ def step(
     followers: Listing[Drafter] = (),
     probabilities_SKV: torch.Tensor | None = None,
 ) -> StepStatus:
-    """Advances the rows in `slots_R` by one to `queries` tokens; `probabilities_SKV` is what proposals were
-    drawn from, for rejection.
+    """Advances the rows in `slots_R` by one to `queries` tokens.
+
+    `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
+    were drawn from, for rejection.
     """
     state = rows.state
     gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
@@ -80,7 +78,8 @@ def step(
         forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV
     )
     shape = gathered.tokens_RQ.shape
-    sampled_RQ, logprobs_RQ = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
+    sampled_RQ = samples.tokens_T.view(shape)
+    logprobs_RQ = samples.logprobs_T.view(shape)
     rows_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
     for follower in followers:
         follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))

@@ -1,9 +1,11 @@
-"""What one step, or one draft, holds of a GPU at once: its tensors counted by formulas that follow `step.py`,
-`sampling.py`, `paged/forward.py` and the kernels they launch.
+"""What one step, or one draft, holds of a GPU at once, by formulas.
+
+They follow `step.py`, `sampling.py`, `paged/forward.py` and the kernels that those launch:
 
     kept        queries, block tables, the hidden states that drafters asked for, the routing that is recorded
     layers      residual, normed rows, and the widest moment of attention or feed-forward; T tokens
-    sampling    final hidden states of T tokens, logits of one piece, what truncation or rejection makes of a few rows' logits
+    sampling    final hidden states of T tokens, logits of one piece, and what truncation or rejection makes
+                of a few rows' logits
     following   what a drafter that follows the policy makes of T hidden states
 
 A step needs what is kept and the largest of the others. `tests/engine/test_step_bytes.py` counts the tensors
@@ -18,32 +20,42 @@ import torch
 from paceline.engine.sampling import SAMPLE_TOKENS
 from paceline.kernels.fp8_format import GROUP, ROW_MULTIPLE
 from paceline.kernels.fp8_linear import choose_parts
-from paceline.kernels.paged_attention import partial_bytes
+from paceline.kernels.paged_launch import partial_bytes
 from paceline.kernels.sampler import CHUNK, WIDE_ROWS
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig
 
-# Of truncation beside the logits: scores, sorted scores, ids and four of int64 make 53; while torch sorts, 32
-# of its own and 16 of ours. Rejection has 28, and with truncation as much as that: p, q, what q left of p,
-# noise.
+# Bytes per logit of truncation, beside the logits: scores, sorted scores, ids and four of int64 make 53;
+# while torch sorts, 32 of its own and 16 of ours. Rejection has 28, and with truncation as much as that: p,
+# q, what q left of p, noise.
 WIDE_LOGIT_BYTES = 60
-QUERY_BYTES = 64  # per token: what a step gathers (`kernels/row_step.py`), samples and logprobs
-DRAFT_QUERY_BYTES = 1024  # per row: the same of a draft's columns (`kernels/draft_step.py`)
+# Bytes per token of what a step gathers (`kernels/row_step.py`), samples and logprobs.
+QUERY_BYTES = 64
+# Bytes per row of the same of a draft's columns (`kernels/draft_step.py`).
+DRAFT_QUERY_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class StepBytes:
+    """The bytes of steps and drafts of one engine."""
+
     config: DecoderConfig
     dtype: torch.dtype
-    row_tokens: int  # that a row has room for
-    processors: int  # multiprocessors of the GPU
+    # Tokens that a row can hold.
+    row_tokens: int
+    # Multiprocessors of the GPU.
+    processors: int
     fp8: bool = False
     captured_layers: int = 0
     records_routing: bool = False
-    drafters: tuple[DecoderConfig, ...] = ()  # the shapes of those that have layers
+    # The shapes of the drafters that have layers.
+    drafters: tuple[DecoderConfig, ...] = ()
 
     def step(self, rows: int, queries: int) -> int:
-        shape, tokens, hidden = self.config, rows * queries, self.config.hidden_size * self.dtype.itemsize
+        """Returns the bytes of a step: what is kept, and the largest of layers, sampling and following."""
+        shape = self.config
+        tokens = rows * queries
+        hidden = shape.hidden_size * self.dtype.itemsize
         routing = len(shape.expert_layers) * shape.num_experts_per_token if self.records_routing else 0
         kept = tokens * (QUERY_BYTES + self.captured_layers * hidden + 4 * routing) + self._tables(rows)
         padded = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -54,8 +66,10 @@ class StepBytes:
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
 
     def draft(self, rows: int) -> int:
-        """Of whoever needs most: a drafter's logits are those of one token per row, all rows at once, and a
-        head with a vocabulary of its own spreads them over the policy's.
+        """Returns the bytes of a draft by the drafter that needs most.
+
+        A drafter's logits are those of one token per row, all rows at once, and a head with a vocabulary of
+        its own spreads them over the policy's.
         """
         return max((self._draft(shape, rows) for shape in self.drafters), default=0)
 
@@ -79,25 +93,23 @@ class StepBytes:
         return partial_bytes(rows, queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors)
 
     def _sampling(self, piece: int, tokens: int) -> int:
-        """Logits of a piece, five numbers for each chunk of them that the sampler looks at, and a few rows in
-        plain torch.
-        """
+        """Logits of a piece, five numbers per chunk that the sampler looks at, a few rows in plain torch."""
         vocabulary = self.config.vocab_size
-        wide = (
-            (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4
-        )  # 8: the ranks
+        # The 8 are those of the ranks.
+        wide = (min(tokens, WIDE_ROWS) * WIDE_LOGIT_BYTES + 8) * vocabulary * self._score_bytes // 4
         return piece * (vocabulary * self._score_bytes + 20 * -(-vocabulary // CHUNK)) + wide
 
     def _following(self, tokens: int) -> int:
-        """An eagle head's: the captured states side by side and their features, or those with the layer's
-        input and its keys and values.
+        """What an eagle head makes of the policy's states.
+
+        That is the captured states side by side and their features, or those with the layer's input and its
+        keys and values.
         """
-        kv, hidden = self.config.num_kv_heads * self.config.head_dim, self.config.hidden_size
-        return (
-            tokens * self.dtype.itemsize * max((self.captured_layers + 1) * hidden, 3 * hidden + 2 * kv)
-            if self.captured_layers
-            else 0
-        )
+        if not self.captured_layers:
+            return 0
+        kv = self.config.num_kv_heads * self.config.head_dim
+        hidden = self.config.hidden_size
+        return tokens * self.dtype.itemsize * max((self.captured_layers + 1) * hidden, 3 * hidden + 2 * kv)
 
     @property
     def _score_bytes(self) -> int:
@@ -105,47 +117,61 @@ class StepBytes:
 
 
 def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype, fp8: bool = False) -> int:
-    """The most that is alive per token within a layer, partial results of attention aside.
+    """Returns the most bytes alive per token within a layer, partial results of attention aside.
 
-    attention      residual E, normed E, and in turn: qkv; qkv and rotated queries Q; those and their result Q; it and the projection E
-    feed-forward   residual E, normed E, and in turn: gate and up 2 F; those and their product F; that and its projection E
-    experts        residual E, normed E, scores, and for each of K: gate and up 2 I, their product I and its projection E
-    norms          residual E, normed E, the projection before it, and the next residual and normed E
+    Residual E and normed E are always alive, and besides:
+
+        attention      in turn: qkv; it and rotated queries Q; those and their result Q; that and projection E
+        feed-forward   in turn: gate and up 2 F; those and their product F; that and its projection E
+        experts        scores, and for each of K: gate and up 2 I, their product I and its projection E
+        norms          the projection before it, and the next residual and normed E
 
     Layers that keep the policy's type, and the products of many rows, take less than FP8 with its float32
     parts: the larger counts.
     """
-    size, hidden = dtype.itemsize, shape.hidden_size * dtype.itemsize
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    size = dtype.itemsize
+    hidden = shape.hidden_size * size
     normed = max(hidden, quantised_bytes(shape.hidden_size) if fp8 else 0)
+    moments = _attention_moments(shape, dtype, fp8, normed)
+    if len(shape.expert_layers) < shape.num_layers:
+        moments += _feed_forward_moments(shape, dtype, fp8, normed)
+    if shape.expert_layers:
+        inner = shape.expert_intermediate_size * size
+        choices = shape.num_experts_per_token
+        # Scores, weights, experts, slots by expert, tiles.
+        routed = 4 * shape.num_experts + choices * (size + 20)
+        moments += [routed + choices * (3 * inner + hidden) + hidden, 3 * hidden]
+    return hidden + normed + max(moments)
+
+
+def _attention_moments(shape: DecoderConfig, dtype: torch.dtype, fp8: bool, normed: int) -> list[int]:
+    size = dtype.itemsize
+    hidden = shape.hidden_size * size
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
     qkv = Product.of(q + 2 * kv, shape.hidden_size, dtype, fp8, shape.qkv_bias)
     output = Product.of(shape.hidden_size, q, dtype, fp8, shape.output_bias)
     attended = q * size + (quantised_bytes(q) if fp8 else 0)
-    moments = [
+    return [
         qkv.peak,
         qkv.held + q * size,
         2 * q * size,
         attended + output.peak,
         output.held + hidden + normed,
     ]
-    if len(shape.expert_layers) < shape.num_layers:
-        inner = max(shape.intermediate_size * size, quantised_bytes(shape.intermediate_size) if fp8 else 0)
-        gate_up = Product.of(
-            2 * shape.intermediate_size, shape.hidden_size, dtype, fp8, shape.mlp_bias, keeps_parts=False
-        )
-        down = Product.of(shape.hidden_size, shape.intermediate_size, dtype, fp8, shape.mlp_bias)
-        moments += [gate_up.peak, gate_up.held + inner, inner + down.peak, down.held + hidden + normed]
-    if shape.expert_layers:
-        inner, choices = shape.expert_intermediate_size * size, shape.num_experts_per_token
-        routed = 4 * shape.num_experts + choices * (
-            size + 20
-        )  # scores, weights, experts, slots by expert, tiles
-        moments += [routed + choices * (3 * inner + hidden) + hidden, 3 * hidden]
-    return hidden + normed + max(moments)
+
+
+def _feed_forward_moments(shape: DecoderConfig, dtype: torch.dtype, fp8: bool, normed: int) -> list[int]:
+    hidden = shape.hidden_size * dtype.itemsize
+    width = shape.intermediate_size
+    inner = max(width * dtype.itemsize, quantised_bytes(width) if fp8 else 0)
+    gate_up = Product.of(2 * width, shape.hidden_size, dtype, fp8, shape.mlp_bias, keeps_parts=False)
+    down = Product.of(shape.hidden_size, width, dtype, fp8, shape.mlp_bias)
+    return [gate_up.peak, gate_up.held + inner, inner + down.peak, down.held + hidden + normed]
 
 
 def quantised_bytes(width: int) -> int:
-    """Of a row in FP8: whole groups, and a scale for each."""
+    """Returns the bytes of a row in FP8: whole groups, and a scale for each."""
     groups = -(-width // GROUP)
     return groups * (GROUP + 4)
 
@@ -161,12 +187,14 @@ class Product:
     def of(
         width: int, depth: int, dtype: torch.dtype, fp8: bool, bias: bool, keeps_parts: bool = True
     ) -> "Product":
+        """Returns the bytes of a projection from `depth` to `width` columns."""
         plain = width * dtype.itemsize
         parts = choose_parts(width, depth) if fp8 else 1
         whole = plain * 2 if bias else plain
         if parts == 1:
             return Product(whole, plain)
         in_parts = 4 * parts * width
-        if keeps_parts and not bias:  # whoever reads them adds them up
+        if keeps_parts and not bias:
+            # What reads the parts adds them up.
             return Product(in_parts, in_parts)
         return Product(in_parts + 8 * width, plain)

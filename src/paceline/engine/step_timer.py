@@ -1,5 +1,4 @@
-"""How long steps take, without waiting for them: marks in the stream that are read when the step's outcome
-is.
+"""How long steps take, without waiting for them: marks in the stream, read with the step's outcome.
 
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
       └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well
@@ -15,53 +14,70 @@ import torch
 
 @dataclass(frozen=True)
 class StepTiming:
+    """The marks of one step."""
+
     begun: torch.cuda.Event | float
-    drafted: torch.cuda.Event | float | None  # None: nobody drafted
+    # None: nobody drafted.
+    drafted: torch.cuda.Event | float | None
     ready: torch.cuda.Event | float
-    switched: bool  # its drafter had to catch up
-    disturbed: bool  # a prefill, a capture or a pause is in its time
+    # Its drafter had to catch up.
+    switched: bool
+    # A prefill, a capture or a pause is in its time.
+    disturbed: bool
 
     def wait(self) -> None:
+        """Waits until the step has ended."""
         if isinstance(self.ready, torch.cuda.Event):
             self.ready.synchronize()
 
     def seconds(self) -> tuple[float, float]:
-        """Drafting and verifying; once `ready`."""
+        """Returns the seconds of drafting and of verifying; valid once the step has ended."""
         if self.drafted is None:
             return 0.0, _between(self.begun, self.ready)
         return _between(self.begun, self.drafted), _between(self.drafted, self.ready)
 
 
 class StepTimer:
+    """Makes the marks of one step after the other."""
+
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._begun: torch.cuda.Event | float | None = None
         self._drafted: torch.cuda.Event | float | None = None
-        self._switched = self._disturbed = False
+        self._switched = False
+        self._disturbed = False
 
     def pause(self) -> None:
-        """The engine does nothing now: the next step's time begins with itself."""
+        """Notes that the engine does nothing now: the next step's time begins with itself."""
         self._begun = None
 
     def note_switch(self) -> None:
+        """Notes that the next step's drafter had to catch up."""
         self._switched = True
 
     def note_disturbance(self) -> None:
+        """Notes that something besides the step is in its time."""
         self._disturbed = True
 
     def begin(self) -> None:
+        """Marks the beginning of a step that does not follow another."""
         if self._begun is None:
             self._begun = self._mark()
-            self._disturbed |= self._on_gpu  # the host is not ahead yet, and launching is in its time
+            # On a GPU the host is not ahead yet, and launching is in the step's time.
+            self._disturbed |= self._on_gpu
 
     def note_drafted(self) -> None:
+        """Marks the end of drafting."""
         self._drafted = self._mark()
 
     def finish(self) -> StepTiming:
-        """After everything of the step has been launched."""
+        """Marks the end of a step, after all of it has been launched, and returns its marks."""
         ready = self._mark()
         timing = StepTiming(self._begun, self._drafted, ready, self._switched, self._disturbed)
-        self._begun, self._drafted, self._switched, self._disturbed = ready, None, False, False
+        self._begun = ready
+        self._drafted = None
+        self._switched = False
+        self._disturbed = False
         return timing
 
     def _mark(self) -> torch.cuda.Event | float:

@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 def first_stop(
     tokenizer: Tokenizer | None, tokens: Sequence[int], stops: Sequence[str], checked: int
 ) -> int | None:
-    """How many tokens it takes until the text holds one of `stops`; None if it does not. The first `checked`
-    are known not to.
+    """Returns how many tokens it takes until the text holds one of `stops`; None if it does not.
 
-    A match that ends in a token begins at most the stop string's own bytes before it, and a token holds at
-    least one byte, so only a window is decoded; it is wider because special tokens decode to nothing.
+    The first `checked` tokens are known to hold none. A match that ends in a token begins at most the stop
+    string's own bytes before it, and a token holds at least one byte, so only a window is decoded; it is
+    wider because special tokens decode to nothing.
     """
     if not stops:
         return None

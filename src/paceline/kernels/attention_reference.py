@@ -1,5 +1,4 @@
-"""The reference of both attention kernels: each query by itself over the paged cache. This is what a CPU
-runs.
+"""The reference of both attention kernels: each query by itself over the paged cache. A CPU runs this.
 
 A query's bits depend on its own sequence only. Keys are taken in steps of whole blocks, STEP_KEYS at a time,
 from absolute position 0; every product is a `bmm` whose matrices have the same shape whatever the batch; a
@@ -18,8 +17,10 @@ import torch.nn.functional as F
 from paceline.kernels.fp8_format import E4M3, from_e4m3
 from paceline.kernels.triton_support import cdiv
 
+# Keys taken at a time, rounded up to whole blocks.
 STEP_KEYS = 64
-SLICE_TOKENS = 128  # queries at a time, to bound the memory of gathered keys and values
+# Queries taken at a time, to bound the memory of gathered keys and values.
+SLICE_TOKENS = 128
 
 
 def attend_reference(
@@ -31,7 +32,10 @@ def attend_reference(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries at absolute positions, each with its own block table; a position below 0 gives zeros."""
+    """Returns attention of queries at absolute positions, each with its own block table.
+
+    A position below 0 gives zeros.
+    """
     if k_scale_H is not None:
         group = q_THD.shape[1] // k_cache.shape[2]
         wide_THD = q_THD.float() * k_scale_H.repeat_interleave(group).unsqueeze(1)
@@ -62,7 +66,8 @@ def _attend_slice(
     weighted, maximum, total = _step(
         _take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0
     )
-    if rows is not None:  # rows that do not run come out as zeros: nothing over a weight of one
+    if rows is not None:
+        # Rows that do not run come out as zeros: nothing over a weight of one.
         weighted, maximum, total = (
             x.new_full((x.shape[0], num_tokens, *x.shape[2:]), fill).index_copy_(1, rows, x)
             for x, fill in ((weighted, 0.0), (maximum, 0.0), (total, 1.0))
@@ -102,9 +107,11 @@ def _step(
     v_cache: torch.Tensor,
     start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sum of weighted values, largest score, total weight) over the step's keys, from a fresh state."""
+    """Returns (sum of weighted values, largest score, total weight) over the step's keys alone."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
-    step_keys, num_tokens, wide = _step_keys(k_cache), len(position_T), q_HTGD.dtype
+    step_keys = _step_keys(k_cache)
+    num_tokens = len(position_T)
+    wide = q_HTGD.dtype
     blocks_TB = table_TB[:, start // block_size : (start + step_keys) // block_size]
     missing = step_keys // block_size - blocks_TB.shape[1]
     blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()

@@ -1,5 +1,4 @@
-"""The softmax that both attention kernels carry over tiles of keys; what they have in common decides a
-query's bits.
+"""The online softmax that both attention kernels carry over tiles of keys; it decides a query's bits.
 
 A product's 16 or 64 left rows are queries in prefill, which has many, and keys in decoding, which has few:
 with the heads of a GQA group 4 or 8, and a tensor core takes 8 right rows. Either way an element is the same
@@ -28,16 +27,22 @@ The queries are never stored, so quantising them would save nothing.
 
 from paceline.kernels.triton_support import INTERPRETED, tl, triton
 
-TILE = 64  # keys per step of the online softmax
-GROUP = 256  # keys per partial result
+# Keys per step of the online softmax.
+TILE = 64
+# Keys per partial result.
+GROUP = 256
+# log2(e): turns natural exponents into those of base 2.
 LOG2E = 1.4426950408889634
-EMULATED = tl.constexpr(INTERPRETED)  # without the GPU's own instructions
+# The interpreter has none of the GPU's own instructions.
+EMULATED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def tile_blocks(table_ptr, start, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of each of the TILE keys from `start`. Loaded one tile ahead: the compiler pipelines only
-    loads whose addresses do not wait for another load of the same step.
+    """Returns the block of each of the TILE keys from `start`.
+
+    Loaded one tile ahead: the compiler pipelines only loads whose addresses do not wait for another load of
+    the same step.
     """
     index = (start + tl.arange(0, TILE)) // BLOCK_SIZE
     return tl.load(table_ptr + index, mask=index < table_width, other=0)
@@ -64,9 +69,10 @@ def attend_tile(
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Carry the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`: (unnormalised sum, maximum,
-    total weight). The total has equal columns; the sum is a tuple, of one tensor or, where V comes in
-    PAIRS, of the even and the odd dimensions.
+    """Carries the softmax of `q [rows, HEAD_DIM]` over the TILE keys from `start`.
+
+    Returns (unnormalised sum, maximum, total weight). The total has equal columns; the sum is a tuple, of one
+    tensor or, where V comes in PAIRS, of the even and the odd dimensions.
 
     Keys from `end` on do not exist. `scale` turns scores into base-2 exponents. A tile that begins a group
     forgets what was before: a maximum of -inf gives it the factor 0. A tile whose keys are all masked changes
@@ -122,7 +128,7 @@ def attend_keys(
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """`attend_tile` with everything transposed: `q [HEAD_DIM, rows]`, and the total has equal rows."""
+    """Does what `attend_tile` does, transposed: `q` is `[HEAD_DIM, rows]`, and the total has equal rows."""
     token = start + tl.arange(0, TILE)
     exists = token < end
     slot = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
@@ -151,13 +157,14 @@ def attend_keys(
         ).to(q.dtype)
         acc = (tl.dot(v, weights, acc[0] * rescale[None, :], input_precision="ieee"),)
     tile_total = tl.dot(tl.full((total.shape[0], TILE), 1.0, q.dtype), weights, input_precision="ieee")
-    total = total * rescale[None, :] + tl.maximum(tile_total, 0.0)  # as in `attend_tile`
+    # The maximum is there for the compiler, as in `attend_tile`.
+    total = total * rescale[None, :] + tl.maximum(tile_total, 0.0)
     return acc, new_maximum, total
 
 
 @triton.jit
 def next_maximum(maximum, tile_maximum, start, GROUP: tl.constexpr):
-    """The maximum after a tile, the same where it is finite, and the factor for what was before."""
+    """Returns the maximum after a tile, the same with 0 for -inf, and the factor for what was before."""
     maximum = tl.where(start % GROUP == 0, -float("inf"), maximum)
     new_maximum = tl.maximum(maximum, tile_maximum)
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -166,16 +173,17 @@ def next_maximum(maximum, tile_maximum, start, GROUP: tl.constexpr):
 
 @triton.jit
 def halves_of(pairs):
-    """Pairs of E4M3 numbers in int16 as float16, the lower and the upper ones. On a GPU three instructions
-    for two pairs; the compiler finds nothing better than ten for one.
+    """Returns pairs of E4M3 numbers in int16 as float16, the lower and the upper ones.
+
+    On a GPU that takes three instructions for two pairs; the compiler finds nothing better than ten for one.
     """
     if EMULATED:
         lower = (((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         upper = ((pairs & -0x8000) | ((pairs & 0x7F00) >> 1)).to(tl.float16, bitcast=True) * 256.0
     else:
         lower, upper = tl.inline_asm_elementwise(
-            "{ .reg .b32 sorted; .reg .b16 lower, upper; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, "
-            "upper}, sorted;"
+            "{ .reg .b32 sorted; .reg .b16 lower, upper;"
+            " prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
             "  cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
             "=r,=r,r",
             [pairs],
@@ -188,14 +196,14 @@ def halves_of(pairs):
 
 @triton.jit
 def as_fp8_query(q):
-    """In the type the products with an E4M3 cache run in: float16, or float32 as it is."""
+    """Returns q in the type that products with an E4M3 cache run in: float16, or float32 as it is."""
     PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(PRODUCT)
 
 
 @triton.jit
 def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The state of a softmax that has seen nothing."""
+    """Returns the state of a softmax that has seen nothing: sum, maximum, total."""
     return (
         tl.zeros((ROWS, HEAD_DIM), tl.float32),
         tl.full((ROWS,), -float("inf"), tl.float32),
@@ -205,9 +213,10 @@ def fresh(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """The same inside a group, where the sum is a tuple and the total has equal columns: one result of the
-    tensor core, reduced once per group. More columns than rows: for a square result the compiler would
-    stack the warps over 16 rows.
+    """Returns the same for `attend_tile`, where the sum is a tuple and the total has equal columns.
+
+    The total is one result of the tensor core, reduced once per group. It has more columns than rows: for a
+    square result the compiler would stack the warps over 16 rows.
     """
     COLUMNS: tl.constexpr = 16 if ROWS >= 64 else 2 * ROWS
     if PAIRS:
@@ -220,7 +229,7 @@ def fresh_group(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr)
 
 @triton.jit
 def fresh_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """The same for `attend_keys`."""
+    """Returns the same for `attend_keys`."""
     if PAIRS:
         half = tl.zeros((HEAD_DIM // 2, ROWS), tl.float32)
         acc = half, half
@@ -231,7 +240,7 @@ def fresh_keys(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def whole(acc, PAIRS: tl.constexpr):
-    """A group's sum in one piece."""
+    """Returns a group's sum in one piece."""
     if PAIRS:
         out = tl.reshape(tl.join(acc[0], acc[1]), (acc[0].shape[0], 2 * acc[0].shape[1]))
     else:
@@ -241,7 +250,7 @@ def whole(acc, PAIRS: tl.constexpr):
 
 @triton.jit
 def by_rows(acc, PAIRS: tl.constexpr):
-    """The same of a sum by `attend_keys`, transposed back."""
+    """Returns a group's sum by `attend_keys` in one piece, transposed back."""
     if PAIRS:
         acc = tl.trans(acc[0]), tl.trans(acc[1])
     else:
@@ -251,7 +260,7 @@ def by_rows(acc, PAIRS: tl.constexpr):
 
 @triton.jit
 def fold(acc, maximum, total, group_acc, group_maximum, group_total):
-    """Add one group's result to what the groups before it gave. Adding an empty group changes no bit."""
+    """Adds one group's result to what the groups before it gave; adding an empty group changes no bit."""
     new_maximum = tl.maximum(maximum, group_maximum)
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     old, new = tl.exp2(maximum - finite), tl.exp2(group_maximum - finite)
@@ -261,5 +270,6 @@ def fold(acc, maximum, total, group_acc, group_maximum, group_total):
 
 @triton.jit
 def normalised(acc, total):
+    """Returns the sum over its total weight; zeros where nothing was seen."""
     total = tl.expand_dims(total, -1)
     return tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)

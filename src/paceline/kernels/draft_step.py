@@ -1,5 +1,4 @@
-"""What a drafter with layers runs for each row: a walk over positions that begins one before the row's last
-token.
+"""What a drafter with layers runs for each row: positions from one before the row's last token on.
 
     row            .. | L-2 | L-1 |  L  | L+1            L tokens so far
     column               0     1     2     3             position L - 2 + column
@@ -26,14 +25,16 @@ from paceline.kernels.triton_support import (
 
 @dataclass(frozen=True)
 class DraftQueries:
-    """For C columns and R rows."""
+    """What a drafter's forward passes and sampler need, for C columns and R rows."""
 
-    tokens_2R: torch.Tensor  # at L - 2 and L - 1; a row of one token has no first one, and gives 0
-    positions_CR: torch.Tensor  # clamped to what exists
-    cache_slots_CR: torch.Tensor  # -1: do not store
-    context_CR: (
-        torch.Tensor
-    )  # the position, unclamped; -1: the row is not active, or the position lies before it
+    # The tokens at L - 2 and L - 1; 0 where a row has only one.
+    tokens_2R: torch.Tensor
+    # Clamped to the positions that exist.
+    positions_CR: torch.Tensor
+    # -1: do not store.
+    cache_slots_CR: torch.Tensor
+    # The position, unclamped; -1: the row is not active, or the position lies before it.
+    context_CR: torch.Tensor
     sample_positions_CR: torch.Tensor
     seed_R: torch.Tensor
     temperature_R: torch.Tensor
@@ -42,6 +43,7 @@ class DraftQueries:
 def gather_draft_reference(
     rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
 ) -> DraftQueries:
+    """The reference of `gather_draft`."""
     length_R, active_R = rows.length[slots_R], rows.active[slots_R]
     column_C1 = torch.arange(columns, device=slots_R.device).unsqueeze(1)
     position_CR = length_R - 2 + column_C1
@@ -87,6 +89,7 @@ def _gather_draft_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -118,6 +121,7 @@ def _gather_draft_kernel(
 def gather_draft_triton(
     rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
 ) -> DraftQueries:
+    """Launches `gather_draft`'s kernel."""
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens_2R = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     positions, cache_slots, context, sample_positions = torch.empty(
@@ -156,5 +160,6 @@ def gather_draft_triton(
 def gather_draft(
     rows: RowTensors, slots_R: torch.Tensor, columns: int, max_position: int, block_size: int
 ) -> DraftQueries:
+    """Returns the tokens, positions, cache slots and noise that `columns` columns of drafting need."""
     run = gather_draft_triton if slots_R.is_cuda else gather_draft_reference
     return run(rows, slots_R, columns, max_position, block_size)

@@ -1,9 +1,9 @@
-"""What an eagle head does besides its layer, a launch each: its inputs, and the features that its next draft
-starts from.
+"""What an eagle head does besides its layer, in one launch each.
 
-inputs       token ──▶ embedding ──▶ norm ─┐
-             state ───────────────▶ norm ─┴▶ [ T, 2E ]
-keep_last    of the R x Q features of a step, those of each row's last kept sample go to the row's slot
+eagle_inputs   token ──▶ embedding ──▶ norm ─┐
+               state ────────────────▶ norm ─┴▶ [ T, 2E ]
+keep_last      of the R x Q features of a step, those of each row's last kept sample go to the row's slot,
+               where its next draft starts
 """
 
 import torch
@@ -28,6 +28,7 @@ def eagle_inputs_reference(
     state_norm_E: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
+    """The reference of `eagle_inputs`."""
     embedded_TE = F.embedding(tokens_T, embedding_VE)
     return torch.cat(
         (
@@ -45,10 +46,10 @@ def keep_last_reference(
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
 ) -> None:
+    """The reference of `keep_last`."""
     queries = len(features_TE) // len(slots_R)
-    kept_R = (
-        length_S[slots_R] - context_R - 1
-    )  # rows that are not active keep none, and whatever is written for them is not read
+    # Rows that are not active keep none, and whatever is written for them is not read.
+    kept_R = length_S[slots_R] - context_R - 1
     last_R = torch.arange(len(slots_R), device=slots_R.device) * queries + (kept_R - 1).clamp(0, queries - 1)
     features_SE[slots_R] = features_TE[last_R]
 
@@ -66,7 +67,7 @@ def _inputs_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, which half)."""
+    """Program (row, half): half 0 norms the token's embedding, half 1 the state."""
     launch_next(PDL)
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     column = tl.arange(0, BLOCK_E)
@@ -99,6 +100,7 @@ def _keep_last_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -118,6 +120,7 @@ def eagle_inputs_triton(
     state_norm_E: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
+    """Launches `eagle_inputs`'s kernel."""
     num_tokens, width = states_TE.shape
     out_T2 = torch.empty(num_tokens, 2 * width, dtype=states_TE.dtype, device=states_TE.device)
     block = next_power_of_2(width)
@@ -143,6 +146,7 @@ def keep_last_triton(
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
 ) -> None:
+    """Launches `keep_last`'s kernel."""
     width = features_TE.shape[1]
     _keep_last_kernel[(len(slots_R),)](
         features_TE,
@@ -165,7 +169,7 @@ def eagle_inputs(
     state_norm_E: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """[ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
+    """Returns [ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
     run = eagle_inputs_triton if states_TE.is_cuda else eagle_inputs_reference
     return run(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps)
 
@@ -177,8 +181,9 @@ def keep_last(
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
 ) -> None:
-    """After a step: `context_R` is where each row's queries began, `length_S` how long the rows have
-    become.
+    """Writes the features of each row's last kept sample to the row's slot of `features_SE`, after a step.
+
+    `context_R` is where each row's queries began, `length_S` how long the rows have become.
     """
     run = keep_last_triton if features_TE.is_cuda else keep_last_reference
     run(features_TE, slots_R, context_R, length_S, features_SE)

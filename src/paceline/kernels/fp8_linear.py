@@ -1,6 +1,7 @@
 """`fp8_linear`: quantised rows x [M, K] times a block-quantised weight [N, K] transposed.
 
-    out[m, n] = sum over groups g of 128 columns, in order:  (x[m, g] . w[n, g]) * (x_scale[g, m] * w_scale[n / 128, g])
+    out[m, n] = sum over groups g of 128 columns, in order
+                (x[m, g] . w[n, g]) * (x_scale[g, m] * w_scale[n / 128, g])
 
 The product of a group runs on the tensor core in E4M3 and is added to a float32 accumulator with its scales:
 the tensor core itself keeps only about 14 bits of a sum, which 128 terms leave room for (arXiv 2412.19437,
@@ -36,15 +37,15 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
+# Rows from which on torch's scaled matmul is faster.
 CUBLAS_ROWS = 129
-ROW_TILES_TOGETHER = (
-    16  # programs walk this many row tiles before the next column tile, so that both operands stay in L2
-)
+# Row tiles that programs walk before the next column tile, so that both operands stay in L2.
+ROW_TILES_TOGETHER = 16
 
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """Rows of x by rows of weight, and how a program runs. None of it changes a bit of the result."""
+    """Rows of x by rows of weight, and how a program runs; none of it changes a bit of the result."""
 
     rows: int
     cols: int
@@ -53,11 +54,12 @@ class Fp8Tile:
     tma: bool = False
 
     def options(self) -> dict:
+        """Returns the options of a launch with this tile."""
         return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * GROUP)
 
 
 def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
-    """What the scales stand for, multiplied in float32; rows in fixed tiles, as in linear.py."""
+    """Multiplies what the scales stand for in float32; rows run in fixed tiles, as in linear.py."""
     weight_NK = weight.dequantise() if weight.wide is None else weight.wide
     wide_MK = x.dequantise()
     padded = F.pad(wide_MK, (0, 0, 0, -x.num_rows % ROW_TILE))
@@ -65,12 +67,20 @@ def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
 
 
 def choose_parts(width: int, depth: int) -> int:
-    """How often the depth is cut: by the weight's shape alone, since it decides the order of the sum."""
-    return 1 if depth < 4096 or width > 8192 else 4 if width <= 4096 else 2
+    """Returns how many parts the depth is cut into.
+
+    That depends on the weight's shape alone, since it decides the order of the sum.
+    """
+    if depth < 4096 or width > 8192:
+        return 1
+    return 4 if width <= 4096 else 2
 
 
 def choose_fp8_tile(num_rows: int, width: int) -> Fp8Tile:
-    """Measured on an H200 with the Qwen3-8B shapes: N = 4096 (o, down), 6144 (qkv), 24576 (gate-up)."""
+    """Returns the tile that was fastest on an H200 with the Qwen3-8B shapes.
+
+    Those are N = 4096 (o, down), 6144 (qkv), 24576 (gate-up).
+    """
     narrow = width <= 4096
     if num_rows <= 32:
         return Fp8Tile(16 if num_rows <= 16 else 32, 64, 4, 8 if narrow else 6)
@@ -142,8 +152,10 @@ def _fp8_linear_kernel(
 def fp8_linear_triton(
     x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | None = None, parts: int = 1
 ) -> torch.Tensor:
-    """`[M, N]`, or `[parts, M, N]` in float32 whose sum over the parts in order is the product."""
-    num_rows, depth, width = x.num_rows, x.values_MK.shape[1], weight.values.shape[0]
+    """Returns `[M, N]`, or `[parts, M, N]` in float32 whose sum over the parts in order is the product."""
+    num_rows = x.num_rows
+    depth = x.values_MK.shape[1]
+    width = weight.values.shape[0]
     tile = tile or choose_fp8_tile(num_rows, width)
     shape, dtype = ((num_rows, width), x.dtype) if parts == 1 else ((parts, num_rows, width), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=x.values_MK.device)
@@ -173,6 +185,7 @@ def fp8_linear_triton(
 
 
 def fp8_linear_cublas(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
+    """Returns the product by torch's scaled matmul, whose bits depend on the number of rows."""
     out = torch._scaled_mm(
         x.values_MK, weight.values.t(), x.scales_GM.t(), weight.scales.t(), out_dtype=x.dtype
     )
@@ -182,8 +195,9 @@ def fp8_linear_cublas(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
 def fp8_linear(
     x: QuantisedRows, weight: BlockMatrix, deterministic: bool = False, keep_parts: bool = False
 ) -> torch.Tensor:
-    """x times weight transposed, `[M, N]` in x's type; with `keep_parts` it may also be `[parts, M, N]` in
-    float32.
+    """Returns x times weight transposed, `[M, N]` in x's type.
+
+    With `keep_parts` the result may also be `[parts, M, N]` in float32.
     """
     if not x.values_MK.is_cuda:
         return fp8_linear_reference(x, weight)

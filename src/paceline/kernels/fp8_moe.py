@@ -1,7 +1,8 @@
-"""`fp8_run_experts`: moe.py's feed-forward with the experts in FP8 and the router as it was.
+"""`fp8_run_experts`: moe.py's feed-forward with the experts in FP8 and the router unquantised.
 
-Routing, sorting and adding up are moe.py's. A slot's product is that of fp8_linear.py, group by group in
-order, whatever tile the slot lies in, so a token's bits do not depend on the other tokens here either.
+Routing is moe_routing.py's, sorting and adding up are moe.py's. A slot's product is that of fp8_linear.py,
+group by group in order, whatever tile the slot lies in, so a token's bits do not depend on the other tokens
+here either.
 """
 
 import torch
@@ -14,10 +15,10 @@ from paceline.kernels.moe import (
     ExpertTiles,
     combine_reference,
     combine_triton,
-    score_and_route_reference,
     sort_by_expert_triton,
     tile_slots,
 )
+from paceline.kernels.moe_routing import score_and_route_reference
 from paceline.kernels.swiglu import silu_multiply_quantised, silu_multiply_reference
 from paceline.kernels.triton_support import cdiv, launch_next, tl, triton, wait_previous
 
@@ -30,6 +31,7 @@ def fp8_expert_feed_forward_reference(
     num_choices: int,
     normalise: bool,
 ) -> torch.Tensor:
+    """The reference of routing and `fp8_run_experts` together."""
     return fp8_experts_reference(
         x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up, down
     )
@@ -42,6 +44,7 @@ def fp8_experts_reference(
     gate_up: BlockMatrix,
     down: BlockMatrix,
 ) -> torch.Tensor:
+    """The reference of `fp8_run_experts`."""
     place_S, tile_experts = tile_slots(experts_MK.flatten(), gate_up.values.shape[0])
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
     rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
@@ -59,15 +62,13 @@ def _multiply_tiles(rows_RK: torch.Tensor, weight: BlockMatrix, tile_experts: li
 
 
 def choose_fp8_expert_tile(num_slots: int, num_experts: int) -> Fp8Tile:
-    """By the slots an expert gets on average."""
+    """Returns the tile for the slots that an expert gets on average."""
     average = num_slots / num_experts
-    return (
-        Fp8Tile(16, 64, 4, 5)
-        if average <= 16
-        else Fp8Tile(64, 64, 4, 4)
-        if average <= 96
-        else Fp8Tile(128, 128, 8, 3)
-    )
+    if average <= 16:
+        return Fp8Tile(16, 64, 4, 5)
+    if average <= 96:
+        return Fp8Tile(64, 64, 4, 4)
+    return Fp8Tile(128, 128, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "padded_rows"])
@@ -88,8 +89,9 @@ def _fp8_expert_linear_kernel(
     COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights
-    through L2.
+    """One program per tile of slots and COLS weight rows.
+
+    Neighbouring programs, often of the same expert, share weights through L2.
     """
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
@@ -128,6 +130,7 @@ def _fp8_expert_linear_kernel(
 def fp8_expert_linear_triton(
     x: QuantisedRows, weight: BlockMatrix, tiles: ExpertTiles, tile: Fp8Tile
 ) -> torch.Tensor:
+    """Multiplies each slot's row by its expert's weight, `[S, N]`; x has a row per token or per slot."""
     depth, width = x.values_MK.shape[1], weight.values.shape[1]
     num_slots, num_tiles = len(tiles.slots_S), tiles.tiles_3T.shape[1]
     out_SN = torch.empty(num_slots, width, dtype=x.dtype, device=x.values_MK.device)
@@ -159,6 +162,7 @@ def fp8_experts_triton(
     down: BlockMatrix,
     tile: Fp8Tile,
 ) -> torch.Tensor:
+    """Launches `fp8_run_experts`'s kernels with a given tile."""
     tiles = sort_by_expert_triton(experts_MK, gate_up.values.shape[0], tile.rows)
     inner = silu_multiply_quantised(fp8_expert_linear_triton(x, gate_up, tiles, tile))
     return combine_triton(fp8_expert_linear_triton(inner, down, tiles, tile), weights_MK)
@@ -171,8 +175,9 @@ def fp8_run_experts(
     gate_up: BlockMatrix,
     down: BlockMatrix,
 ) -> torch.Tensor:
-    """The sum over a token's chosen experts (`moe.route`) of weight x down(silu(gate) * up), [M, E]; gate_up
-    [X, 2F, E], down [X, E, F].
+    """Returns the sum over a token's chosen experts of weight x down(silu(gate) * up), `[M, E]`.
+
+    The experts come from `moe_routing.route`; `gate_up` is `[X, 2F, E]`, `down` `[X, E, F]`.
     """
     if not x_ME.is_cuda:
         return fp8_experts_reference(x_ME, weights_MK, experts_MK, gate_up, down)

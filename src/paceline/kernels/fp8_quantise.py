@@ -1,5 +1,4 @@
-"""Quantisers: weights in blocks of 128 x 128 into storage that already exists, activations in groups of 128
-per row.
+"""Quantisers: weights in blocks of 128 x 128, into existing storage; activations in groups of 128 per row.
 
 What a kernel before a product computes is mostly quantised there (norm.py, swiglu.py); `quantise_rows` is for
 the rest.
@@ -11,13 +10,16 @@ import torch.nn.functional as F
 from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows, quantise_groups, scale_of, to_e4m3
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
 
+# Groups of a row that one program quantises.
+GROUPS_PER_PROGRAM = 8
+
 
 def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
+    """The reference of `quantise_blocks`."""
     *leading, width, depth = weight.shape
     padded = F.pad(weight.float(), (0, -depth % GROUP, 0, -width % GROUP))
-    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(
-        -3, (-1, GROUP)
-    )  # [..., blocks of N, 128, blocks of K, 128]
+    # [..., blocks of N, 128, blocks of K, 128]
+    blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
     scales = scale_of(blocks.abs().amax((-3, -1)))
     values = (blocks / scales[..., None, :, None]).flatten(-4, -3).flatten(-2, -1)[..., :width, :]
     out.values.copy_(to_e4m3(values))
@@ -27,6 +29,7 @@ def quantise_blocks_reference(weight: torch.Tensor, out: BlockMatrix) -> None:
 
 
 def quantise_rows_reference(x_MK: torch.Tensor) -> QuantisedRows:
+    """The reference of `quantise_rows`."""
     num_rows, depth = x_MK.shape
     out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
     groups_MGC = F.pad(x_MK.float(), (0, -depth % GROUP)).unflatten(1, (-1, GROUP))
@@ -58,6 +61,7 @@ def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, 
 
 
 def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:
+    """Launches `quantise_blocks`'s kernel."""
     *leading, width, depth = weight.shape
     grid = (cdiv(depth, GROUP), cdiv(width, GROUP), leading[0] if leading else 1)
     _quantise_blocks_kernel[grid](
@@ -82,16 +86,17 @@ def _quantise_rows_kernel(
 
 @triton.jit
 def store_groups(values, scales, values_ptr, scales_ptr, row, group, column, padded_rows, PADDED_K):
-    """Groups of one row into a `QuantisedRows`."""
+    """Stores groups of one row into a `QuantisedRows`."""
     tl.store(values_ptr + row * PADDED_K + column, values, mask=column < PADDED_K)
     tl.store(scales_ptr + group.to(tl.int64) * padded_rows + row, scales, mask=group * 128 < PADDED_K)
 
 
 def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
+    """Launches `quantise_rows`'s kernel."""
     num_rows, depth = x_MK.shape
     out = QuantisedRows.empty(num_rows, depth, x_MK.dtype, x_MK.device)
     padded_rows, padded_depth = out.values_MK.shape
-    _quantise_rows_kernel[(num_rows, cdiv(padded_depth, 8 * GROUP))](
+    _quantise_rows_kernel[(num_rows, cdiv(padded_depth, GROUPS_PER_PROGRAM * GROUP))](
         x_MK,
         out.values_MK,
         out.scales_GM,
@@ -99,16 +104,18 @@ def quantise_rows_triton(x_MK: torch.Tensor) -> QuantisedRows:
         padded_rows,
         depth,
         padded_depth,
-        GROUPS=8,
+        GROUPS=GROUPS_PER_PROGRAM,
         **launch_options(num_warps=4),
     )
     return out
 
 
 def quantise_blocks(weight: torch.Tensor, out: BlockMatrix) -> None:
-    """A contiguous weight `[N, K]` or `[X, N, K]` into `out`, whose address does not change."""
-    (quantise_blocks_triton if weight.is_cuda else quantise_blocks_reference)(weight, out)
+    """Writes a contiguous weight `[N, K]` or `[X, N, K]` into `out`, whose address does not change."""
+    run = quantise_blocks_triton if weight.is_cuda else quantise_blocks_reference
+    run(weight, out)
 
 
 def quantise_rows(x_MK: torch.Tensor) -> QuantisedRows:
+    """Returns the rows in E4M3 with a scale for each group of columns."""
     return quantise_rows_triton(x_MK) if x_MK.is_cuda else quantise_rows_reference(x_MK)

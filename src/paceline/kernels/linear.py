@@ -4,10 +4,10 @@ A row's bits must not depend on how many rows ran with it.
 
 - CPU: rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
 - GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor
-core, and the two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same
-bits, for every M (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that of
-reading the weights, which plain asynchronous copies do best; from there on whole tiles are loaded by TMA,
-where there is one (Hopper and newer).
+  core, and the two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same
+  bits, for every M (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that
+  of reading the weights, which plain asynchronous copies do best; from there on whole tiles are loaded by
+  TMA, where there is one (Hopper and newer).
 
 Up to 64 rows the invariant kernel is also the fastest. From CUBLAS_ROWS on, cuBLAS, which may split K and so
 rounds differently at different M, is 2-8% faster, and `deterministic=False` takes it.
@@ -31,19 +31,25 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-ROW_TILE = 32  # CPU: costs little at M = 128 and not much at M = 1
-TMA_ROWS = 64  # from here on tiles are loaded by TMA, which is slow to fill in rows that do not exist
+# Rows of a tile on a CPU; costs little at M = 128 and not much at M = 1.
+ROW_TILE = 32
+# Rows from which on tiles are loaded by TMA, which is slow to fill in rows that do not exist.
+TMA_ROWS = 64
+# Row tiles that programs walk before the next column tile, so that both operands stay in L2.
+ROW_TILES_TOGETHER = 16
+# Rows from which on cuBLAS is faster.
 CUBLAS_ROWS = 65
-PULL_BYTES = (
-    512  # of each weight row, fetched into L2 before the kernel before has finished (measured: 0 to 8192)
-)
+# Bytes of each weight row fetched into L2 before the previous kernel has finished (0 to 8192 were measured).
+PULL_BYTES = 512
 
 
 def linear_reference(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
+    """The reference of `linear`."""
     num_rows = x_MK.shape[0]
-    if out_dtype is not None:  # 16-bit products would be rounded to 16 bits before they are widened
+    if out_dtype is not None:
+        # 16-bit products would be rounded to 16 bits before they are widened.
         x_MK, weight_NK = x_MK.to(out_dtype), weight_NK.to(out_dtype)
     padding = -num_rows % ROW_TILE
     padded = F.pad(x_MK, (0, 0, 0, padding)) if padding else x_MK
@@ -56,9 +62,7 @@ def linear_reference(
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of x by rows of weight by depth, and how a program runs. None of it changes a bit of the
-    result.
-    """
+    """Rows of x by rows of weight by depth, and how a program runs; none of it changes a result's bits."""
 
     rows: int
     cols: int
@@ -67,37 +71,31 @@ class Tile:
     stages: int
 
     def options(self, itemsize: int) -> dict:
+        """Returns the options of a launch with this tile, for numbers of `itemsize` bytes."""
         return launch_options(
             self.warps, self.stages, stage_bytes=(self.rows + self.cols) * self.depth * itemsize
         )
 
 
 def choose_tile(num_rows: int, width: int) -> Tile:
-    """Measured on an H200 with the Qwen3-8B shapes: N = 4096 (o, down), 6144 (qkv), 24576 (gate-up), 151936
-    (head).
+    """Returns the tile that was fastest on an H200 with the Qwen3-8B shapes.
 
-    Narrow weights need narrow tiles to occupy every multiprocessor; wide ones amortise larger tiles.
+    Those are N = 4096 (o, down), 6144 (qkv), 24576 (gate-up), 151936 (head). Narrow weights need narrow tiles
+    to occupy every multiprocessor; wide ones amortise larger tiles.
     """
-    narrow, wide = width < 6144, width >= 16384
+    narrow = width < 6144
+    wide = width >= 16384
     if num_rows <= 16:
         return Tile(16, 32, 512, 4, 4) if narrow else Tile(16, 64, 256, 4, 4)
     if num_rows <= 64:
+        if narrow:
+            return Tile(64, 32, 128, 4, 6)
         shallow = wide and num_rows < TMA_ROWS
-        return (
-            Tile(64, 32, 128, 4, 6)
-            if narrow
-            else Tile(64, 64, 64, 4, 6)
-            if shallow
-            else Tile(64, 64, 128, 4, 5)
-        )
+        return Tile(64, 64, 64, 4, 6) if shallow else Tile(64, 64, 128, 4, 5)
     if num_rows <= 128:
-        return (
-            Tile(128, 32, 128, 4, 5)
-            if narrow
-            else Tile(128, 128, 64, 8, 6)
-            if wide
-            else Tile(128, 64, 64, 4, 6)
-        )
+        if narrow:
+            return Tile(128, 32, 128, 4, 5)
+        return Tile(128, 128, 64, 8, 6) if wide else Tile(128, 64, 64, 4, 6)
     if num_rows <= 256 and narrow:
         return Tile(128, 64, 128, 4, 4)
     if num_rows <= 256 or (num_rows <= 1024 and not wide):
@@ -109,9 +107,7 @@ def choose_tile(num_rows: int, width: int) -> Tile:
 def _pull_weight(
     weight_ptr, first_col, width, K: tl.constexpr, COLS: tl.constexpr, PULL: tl.constexpr, PDL: tl.constexpr
 ):
-    """Begin to fetch the first PULL bytes of COLS weight rows; a row's bytes are shared by up to four
-    threads.
-    """
+    """Begins to fetch the first PULL bytes of COLS weight rows; up to four threads share a row's bytes."""
     PARTS: tl.constexpr = 4 if COLS <= 32 else 2 if COLS <= 64 else 1
     ROW_BYTES: tl.constexpr = K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
     thread = tl.arange(0, COLS * PARTS)
@@ -200,9 +196,12 @@ def linear_triton(
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    (num_rows, depth), width = x_MK.shape, weight_NK.shape[0]
+    """Launches the row-invariant kernel of `linear`."""
+    num_rows, depth = x_MK.shape
+    width = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, width)
-    while depth % tile.depth:  # SmolLM's 576, for instance; a shallower tile gives the same bits
+    # SmolLM's depth is 576, for instance; a shallower tile gives the same bits.
+    while depth % tile.depth:
         tile = replace(tile, depth=tile.depth // 2)
     out_MN = torch.empty(num_rows, width, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
     grid = (cdiv(num_rows, tile.rows) * cdiv(width, tile.cols),)
@@ -215,7 +214,7 @@ def linear_triton(
     else:
         x_desc = TensorDescriptor(x_MK, [num_rows, depth], [depth, 1], [tile.rows, tile.depth])
         weight_desc = TensorDescriptor(weight_NK, [width, depth], [depth, 1], [tile.cols, tile.depth])
-        _tma_kernel[grid](x_desc, weight_desc, out_MN, num_rows, width, GROUP=16, **options)
+        _tma_kernel[grid](x_desc, weight_desc, out_MN, num_rows, width, GROUP=ROW_TILES_TOGETHER, **options)
     return out_MN
 
 
@@ -225,7 +224,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """x times weight transposed, [M, N], in `out_dtype` (the LM head asks for float32; default x's own).
+    """Returns x times weight transposed, `[M, N]`, in `out_dtype` (default x's; the LM head wants float32).
 
     On the GPU x and weight are contiguous 16-bit matrices and K is a multiple of 16.
     """

@@ -11,12 +11,12 @@ product is therefore accumulated over the depth in one order, whatever tile it l
 linear.py), is written to the slot's own row, and a token's K rows are added in the order of its choices.
 
 - CPU: each expert's rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees
-the same shape.
+  the same shape.
 - GPU: seven launches. The sort runs on the device and the grid is sized for the worst case (programs without
-a tile end at once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
+  a tile end at once), so shapes depend on M alone: no host synchronisation, and CUDA graphs can capture it.
 
-Shape letters: M tokens, X experts, K choices per token (in names of weights: depth), S = M x K slots, E
-hidden, F inner size.
+`moe_routing.py` chooses the experts. Shape letters: M tokens, X experts, K choices per token (in names of
+weights: depth), S = M x K slots, E hidden size, F inner size.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels.linear import Tile, linear, linear_reference
+from paceline.kernels.linear import Tile
+from paceline.kernels.moe_routing import add_in_order, route, score_and_route_reference
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_reference
 from paceline.kernels.triton_support import (
     cdiv,
@@ -36,8 +37,11 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-ROW_TILE = 8  # CPU: an expert rarely has many rows
+# Rows of a tile on a CPU: an expert rarely has many.
+ROW_TILE = 8
+# Slots that a sorting program looks at together.
 SORT_BLOCK = 1024
+# Columns that a combining program adds up.
 COMBINE_BLOCK = 1024
 
 
@@ -49,17 +53,9 @@ def expert_feed_forward_reference(
     num_choices: int,
     normalise: bool,
 ) -> torch.Tensor:
+    """The reference of `expert_feed_forward`."""
     return experts_reference(
         x_ME, *score_and_route_reference(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF
-    )
-
-
-def score_and_route_reference(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.float64 if x_ME.dtype == torch.float64 else torch.float32
-    return route_reference(
-        linear_reference(x_ME.to(wide), router_XE.to(wide)), num_choices, normalise, x_ME.dtype
     )
 
 
@@ -70,6 +66,7 @@ def experts_reference(
     gate_up_XNE: torch.Tensor,
     down_XEF: torch.Tensor,
 ) -> torch.Tensor:
+    """The reference of `run_experts`."""
     place_S, tile_experts = tile_slots(experts_MK.flatten(), len(gate_up_XNE))
     rows_RE = x_ME.new_zeros(len(tile_experts) * ROW_TILE, x_ME.shape[1])
     rows_RE[place_S] = x_ME.repeat_interleave(experts_MK.shape[1], 0)
@@ -77,21 +74,8 @@ def experts_reference(
     return combine_reference(_multiply_tiles(inner_RF, down_XEF, tile_experts)[place_S], weights_MK)
 
 
-def route_reference(
-    scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts with the highest scores, best first (of equals the lowest number), and their softmax
-    weights.
-    """
-    experts_MK = scores_MX.sort(dim=-1, descending=True, stable=True).indices[:, :num_choices]
-    weights_MK = scores_MX.softmax(-1).gather(-1, experts_MK)
-    if normalise:
-        weights_MK = weights_MK / _add_in_order(weights_MK.unbind(1)).unsqueeze(1)
-    return weights_MK.to(dtype), experts_MK
-
-
 def tile_slots(experts_S: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Each slot's row when every expert's slots fill tiles of their own, and the expert of each tile."""
+    """Returns each slot's row when every expert's slots fill tiles of their own, and each tile's expert."""
     counts_X = experts_S.bincount(minlength=num_experts)
     tiles_X = (counts_X + ROW_TILE - 1) // ROW_TILE
     first_row_X = (tiles_X.cumsum(0) - tiles_X) * ROW_TILE
@@ -112,84 +96,19 @@ def _multiply_tiles(rows_RK: torch.Tensor, weight_XNK: torch.Tensor, tile_expert
 
 
 def combine_reference(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
+    """Adds up the weighted results of each token's slots, in the order of its choices."""
     wide = torch.float64 if out_SE.dtype == torch.float64 else torch.float32
     weighted_MKE = out_SE.to(wide).unflatten(0, weights_MK.shape) * weights_MK.to(wide).unsqueeze(-1)
-    return _add_in_order(weighted_MKE.unbind(1)).to(out_SE.dtype)
-
-
-def _add_in_order(terms: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """`Tensor.sum` may add in another order for another number of rows."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
-
-
-@triton.jit
-def _route_kernel(
-    scores_ptr,
-    weights_ptr,
-    experts_ptr,
-    X,
-    CHOICES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per token."""
-    launch_next(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    expert, choice = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
-    wait_previous(PDL)
-    scores = tl.load(scores_ptr + row * X + expert, mask=expert < X, other=float("-inf"))
-    highest = tl.max(scores, axis=0)
-    mass = tl.sum(tl.exp(scores - highest), axis=0)
-    weights = tl.zeros((BLOCK_K,), tl.float32)
-    experts = tl.zeros((BLOCK_K,), tl.int32)
-    for k in tl.static_range(CHOICES):
-        best = tl.max(scores, axis=0)
-        which = tl.min(
-            tl.where(scores == best, expert, X - 1), axis=0
-        )  # X - 1: a row of NaN must not point outside
-        weights = tl.where(choice == k, tl.exp(best - highest) / mass, weights)
-        experts = tl.where(choice == k, which, experts)
-        scores = tl.where(expert == which, float("-inf"), scores)
-    if NORMALISE:
-        weights = weights / tl.sum(weights, axis=0)
-    offset = row * CHOICES + choice
-    tl.store(weights_ptr + offset, weights.to(weights_ptr.dtype.element_ty), mask=choice < CHOICES)
-    tl.store(experts_ptr + offset, experts, mask=choice < CHOICES)
-
-
-def route_triton(
-    scores_MX: torch.Tensor, num_choices: int, normalise: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows, num_experts = scores_MX.shape
-    weights_MK = torch.empty(num_rows, num_choices, dtype=dtype, device=scores_MX.device)
-    experts_MK = torch.empty(num_rows, num_choices, dtype=torch.int32, device=scores_MX.device)
-    _route_kernel[(num_rows,)](
-        scores_MX,
-        weights_MK,
-        experts_MK,
-        num_experts,
-        CHOICES=num_choices,
-        NORMALISE=normalise,
-        BLOCK_X=next_power_of_2(num_experts),
-        BLOCK_K=next_power_of_2(num_choices),
-        **launch_options(num_warps=1),
-    )
-    return weights_MK, experts_MK
+    return add_in_order(weighted_MKE.unbind(1)).to(out_SE.dtype)
 
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """Slots sorted by expert, cut into tiles of at most `rows` slots of one expert. Everything lies on the
-    device.
-    """
+    """Slots sorted by expert, cut into tiles of at most `rows` slots of one expert; all on the device."""
 
     slots_S: torch.Tensor
-    tiles_3T: torch.Tensor  # each tile's expert (-1: no such tile), and where in slots_S it starts and stops
+    # Each tile's expert (-1: no such tile), and where in `slots_S` it starts and stops.
+    tiles_3T: torch.Tensor
     rows: int
 
 
@@ -206,9 +125,7 @@ def _sort_kernel(
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert: counts everybody's slots, then places its own. One more marks the tiles nobody
-    needs.
-    """
+    """One program per expert counts all slots, then places its own; one more marks the tiles nobody needs."""
     launch_next(PDL)
     mine = tl.program_id(0)
     expert, within = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK)
@@ -239,10 +156,10 @@ def _sort_kernel(
 
 
 def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int) -> ExpertTiles:
+    """Sorts slots by expert and cuts them into tiles of `rows`, without the host."""
     num_slots = experts_MK.numel()
-    num_tiles = (
-        num_slots + (rows - 1) * min(num_experts, num_slots)
-    ) // rows  # of every expert, all but one tile are full
+    # Of every expert, all tiles but one are full.
+    num_tiles = (num_slots + (rows - 1) * min(num_experts, num_slots)) // rows
     slots_S = torch.empty(num_slots, dtype=torch.int32, device=experts_MK.device)
     tiles_3T = torch.empty(3, num_tiles, dtype=torch.int32, device=experts_MK.device)
     block = min(SORT_BLOCK, max(32, next_power_of_2(num_slots)))
@@ -262,17 +179,16 @@ def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int)
 
 
 def choose_expert_tile(num_slots: int, num_experts: int) -> Tile:
-    """By the slots an expert gets on average. Decoding (top 8 of 128: up to 256 tokens) reads weights and
-    little else.
+    """Returns the tile for the slots that an expert gets on average.
+
+    Decoding (top 8 of 128: up to 256 tokens) reads weights and little else.
     """
     average = num_slots / num_experts
-    return (
-        Tile(16, 32, 256, 4, 4)
-        if average <= 16
-        else Tile(64, 64, 128, 4, 4)
-        if average <= 96
-        else Tile(128, 128, 64, 8, 4)
-    )
+    if average <= 16:
+        return Tile(16, 32, 256, 4, 4)
+    if average <= 96:
+        return Tile(64, 64, 128, 4, 4)
+    return Tile(128, 128, 64, 8, 4)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -291,8 +207,9 @@ def _expert_linear_kernel(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per tile of slots and COLS weight rows; neighbours, often of the same expert, share weights
-    through L2.
+    """One program per tile of slots and COLS weight rows.
+
+    Neighbouring programs, often of the same expert, share weights through L2.
     """
     launch_next(PDL)
     tile = tl.program_id(0) % num_tiles
@@ -324,9 +241,13 @@ def _expert_linear_kernel(
 def expert_linear_triton(
     x_RK: torch.Tensor, weight_XNK: torch.Tensor, tiles: ExpertTiles, tile: Tile
 ) -> torch.Tensor:
-    (num_rows, depth), width = x_RK.shape, weight_XNK.shape[1]
-    num_slots, num_tiles = len(tiles.slots_S), tiles.tiles_3T.shape[1]
-    while depth % tile.depth:  # a shallower tile gives the same bits
+    """Multiplies each slot's row by its expert's weight, `[S, N]`; x has a row per token or per slot."""
+    num_rows, depth = x_RK.shape
+    width = weight_XNK.shape[1]
+    num_slots = len(tiles.slots_S)
+    num_tiles = tiles.tiles_3T.shape[1]
+    # A shallower tile gives the same bits.
+    while depth % tile.depth:
         tile = replace(tile, depth=tile.depth // 2)
     out_SN = torch.empty(num_slots, width, dtype=x_RK.dtype, device=x_RK.device)
     _expert_linear_kernel[(num_tiles * cdiv(width, tile.cols),)](
@@ -351,6 +272,7 @@ def expert_linear_triton(
 def _combine_kernel(
     slots_ptr, weights_ptr, out_ptr, E, CHOICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """One program per token and BLOCK columns."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -366,7 +288,9 @@ def _combine_kernel(
 
 
 def combine_triton(out_SE: torch.Tensor, weights_MK: torch.Tensor) -> torch.Tensor:
-    (num_rows, num_choices), width = weights_MK.shape, out_SE.shape[1]
+    """Launches `combine_reference`'s kernel."""
+    num_rows, num_choices = weights_MK.shape
+    width = out_SE.shape[1]
     out_ME = torch.empty(num_rows, width, dtype=out_SE.dtype, device=out_SE.device)
     grid = (num_rows, cdiv(width, COMBINE_BLOCK))
     _combine_kernel[grid](
@@ -389,6 +313,7 @@ def experts_triton(
     down_XEF: torch.Tensor,
     tile: Tile,
 ) -> torch.Tensor:
+    """Launches `run_experts`'s kernels with a given tile."""
     tiles = sort_by_expert_triton(experts_MK, gate_up_XNE.shape[0], tile.rows)
     gate_up_SN = expert_linear_triton(x_ME, gate_up_XNE, tiles, tile)
     out_SE = expert_linear_triton(silu_multiply(gate_up_SN), down_XEF, tiles, tile)
@@ -403,26 +328,12 @@ def expert_feed_forward(
     num_choices: int,
     normalise: bool,
 ) -> torch.Tensor:
-    """The sum over a token's chosen experts of weight x down(silu(gate) * up), [M, E].
+    """Returns the sum over a token's chosen experts of weight x down(silu(gate) * up), `[M, E]`.
 
     On the GPU all tensors are contiguous and 16-bit, and E and F are multiples of 16. The router's scores
     stay in float32.
     """
     return run_experts(x_ME, *route(x_ME, router_XE, num_choices, normalise), gate_up_XNE, down_XEF)
-
-
-def route(
-    x_ME: torch.Tensor, router_XE: torch.Tensor, num_choices: int, normalise: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights in x's type and experts, `[M, K]`, best first."""
-    if not x_ME.is_cuda:
-        return score_and_route_reference(x_ME, router_XE, num_choices, normalise)
-    return route_triton(
-        linear(x_ME, router_XE, out_dtype=torch.float32, deterministic=True),
-        num_choices,
-        normalise,
-        x_ME.dtype,
-    )
 
 
 def run_experts(
@@ -432,6 +343,7 @@ def run_experts(
     gate_up_XNE: torch.Tensor,
     down_XEF: torch.Tensor,
 ) -> torch.Tensor:
+    """Returns `expert_feed_forward` of tokens that have been routed."""
     if not x_ME.is_cuda:
         return experts_reference(x_ME, weights_MK, experts_MK, gate_up_XNE, down_XEF)
     tile = choose_expert_tile(experts_MK.numel(), gate_up_XNE.shape[0])

@@ -15,18 +15,24 @@ import torch
 
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
 
+# Philox's own constants (Salmon et al. 2011, section 4.2): rounds, multipliers, and Weyl steps of the key.
 ROUNDS = 7
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIER_0 = 0xD2511F53
+MULTIPLIER_1 = 0xCD9E8D57
+WEYL_0 = 0x9E3779B9
+WEYL_1 = 0xBB67AE85
 MASK32 = 0xFFFFFFFF
-TOKENS_PER_DRAW = 4  # one Philox call gives four 32-bit words, hence the noise of four neighbouring tokens
+# One Philox call gives four 32-bit words, hence the noise of four neighbouring tokens.
+TOKENS_PER_DRAW = 4
 
-# Independent streams of the same request: what the policy samples with, and what `verify: rejection` needs
-# besides.
-STREAM_SAMPLE, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2
+# Independent streams of the same request: what the policy samples with, ...
+STREAM_SAMPLE = 0
+# ... and what `verify: rejection` needs besides, to accept a proposal and to recover from a rejected one.
+STREAM_ACCEPT = 1
+STREAM_RECOVER = 2
 
-# ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2), P from highest to lowest degree (Cephes
-# `logf`).
+# ln(1 + f) = f - f^2/2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2); the coefficients of P from the highest
+# to the lowest degree (Cephes `logf`).
 LOG_POLYNOMIAL = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -39,16 +45,21 @@ LOG_POLYNOMIAL = (
     3.3333331174e-1,
 )
 LN2 = 0.693147180559945
-SQRT_HALF_BITS = 0x3F3504F3  # the float32 sqrt(1/2), as an integer
-SMALL_V = 0.2928932  # 1 - sqrt(1/2): below it 1 - v needs no exponent, and f = -v is exact
+# The float32 sqrt(1/2), as an integer.
+SQRT_HALF_BITS = 0x3F3504F3
+# 1 - sqrt(1/2): below it 1 - v needs no exponent, and f = -v is exact.
+SMALL_V = 0.2928932
+# Tokens whose noise one program of the stand-alone kernel computes.
+NOISE_BLOCK = 1024
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Four words from a counter of four words and a key of two, all uint32 values held in int64."""
+    """Returns four words from a counter of four words and a key of two, all uint32 values held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1  # wraps modulo 2^64, as it should
+        # Wraps modulo 2^64, as it should.
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         high_0, high_1 = (product_0 >> 32) & MASK32, (product_1 >> 32) & MASK32
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, product_1 & MASK32, high_0 ^ c3 ^ k1, product_0 & MASK32
         k0, k1 = (k0 + WEYL_0) & MASK32, (k1 + WEYL_1) & MASK32
@@ -58,8 +69,9 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
 def random_bits(
     seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
 ) -> torch.Tensor:
-    """uint32 values as int64, shape `[*seed.shape, vocab_size]`; `seed` is any int64, `position` the absolute
-    index.
+    """Returns uint32 values as int64, shape `[*seed.shape, vocab_size]`.
+
+    `seed` is any int64, `position` the token's absolute index.
     """
     draws = -(-vocab_size // TOKENS_PER_DRAW)
     token_group = torch.arange(draws, device=seed.device)
@@ -80,7 +92,7 @@ def _log_reduced(f: torch.Tensor) -> torch.Tensor:
 
 
 def _split_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x = (1 + f) 2^e with sqrt(1/2) <= 1 + f < sqrt(2), both as float32."""
+    """Returns f and e of x = (1 + f) 2^e with sqrt(1/2) <= 1 + f < sqrt(2), both as float32."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     mantissa = (bits - (exponent << 23)).view(torch.float32)
@@ -88,10 +100,10 @@ def _split_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Returns the Gumbel variates of uint32 values."""
     v = bits.to(torch.float32) * 2.0**-32 + 2.0**-33
-    v = v.clamp(
-        max=1.0 - 2.0**-24
-    )  # the losing end, where rounding would reach 1 and the Gumbel minus infinity
+    # The losing end, where rounding would reach 1 and the Gumbel minus infinity.
+    v = v.clamp(max=1.0 - 2.0**-24)
     f, exponent = _split_exponent(1.0 - v)
     small = v < SMALL_V
     f, exponent = torch.where(small, -v, f), torch.where(small, torch.zeros_like(exponent), exponent)
@@ -103,7 +115,7 @@ def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
 def gumbel(
     seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
 ) -> torch.Tensor:
-    """float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
+    """Returns float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
     return gumbel_from_bits(random_bits(seed, position, vocab_size, stream))
 
 
@@ -111,9 +123,12 @@ def gumbel(
 # `enable_fp_fusion=False`: a fused multiply-add would round once where the reference rounds twice.
 
 _ROUNDS = tl.constexpr(ROUNDS)
-_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_0), tl.constexpr(MULTIPLIER_1)
-_WEYL_0, _WEYL_1 = tl.constexpr(WEYL_0), tl.constexpr(WEYL_1)
-_LN2, _SMALL_V = tl.constexpr(LN2), tl.constexpr(SMALL_V)
+_MULTIPLIER_0 = tl.constexpr(MULTIPLIER_0)
+_MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)
+_WEYL_0 = tl.constexpr(WEYL_0)
+_WEYL_1 = tl.constexpr(WEYL_1)
+_LN2 = tl.constexpr(LN2)
+_SMALL_V = tl.constexpr(SMALL_V)
 _SQRT_HALF_BITS = tl.constexpr(SQRT_HALF_BITS)
 _P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7, _P8 = (tl.constexpr(coefficient) for coefficient in LOG_POLYNOMIAL)
 
@@ -153,8 +168,10 @@ def _split_exponent_triton(x):
 
 @triton.jit
 def _gumbel_from_bits_triton(bits):
-    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # 2^-32 and 2^-33, exactly
-    v = tl.minimum(v, 0.999999940395355224609375)  # 1 - 2^-24
+    # 2^-32 and 2^-33, exactly.
+    v = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    # 1 - 2^-24.
+    v = tl.minimum(v, 0.999999940395355224609375)
     f, exponent = _split_exponent_triton(1.0 - v)
     small = v < _SMALL_V
     f, exponent = tl.where(small, -v, f), tl.where(small, 0.0, exponent)
@@ -165,8 +182,9 @@ def _gumbel_from_bits_triton(bits):
 
 @triton.jit
 def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, STREAM: tl.constexpr):
-    """float32 noise `[TOKENS]` of the tokens from `first_token` on, a multiple of 4, for one seed and
-    position.
+    """Returns float32 noise `[TOKENS]` of the tokens from `first_token` on, for one seed and position.
+
+    `first_token` is a multiple of 4.
     """
     token_group = (first_token // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
     zero = token_group * 0
@@ -202,16 +220,16 @@ def _gumbel_kernel(
 def fill_gumbel_triton(
     seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
 ) -> torch.Tensor:
-    """`gumbel` for rows `[R]` through the Triton twin."""
+    """Returns `gumbel` for rows `[R]`, by the kernel."""
     noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
-    grid = (seed.numel(), cdiv(vocab_size, 1024))
+    grid = (seed.numel(), cdiv(vocab_size, NOISE_BLOCK))
     _gumbel_kernel[grid](
-        seed, position, noise, vocab_size, STREAM=stream, BLOCK=1024, **launch_options(num_warps=4)
+        seed, position, noise, vocab_size, STREAM=stream, BLOCK=NOISE_BLOCK, **launch_options(num_warps=4)
     )
     return noise
 
 
 def draw_gumbel(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int, stream: int) -> torch.Tensor:
-    """float32 noise `[R, vocab_size]`, in one launch on a GPU."""
+    """Returns float32 noise `[R, vocab_size]`, in one launch on a GPU."""
     run = fill_gumbel_triton if seed_R.is_cuda else gumbel
     return run(seed_R, position_R, vocab_size, stream)

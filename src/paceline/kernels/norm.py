@@ -1,5 +1,6 @@
-"""RMSNorm, alone or after adding a residual. One program sees one row, so a row's bits depend on nothing
-else.
+"""RMSNorm, alone or after adding a residual.
+
+One program sees one row, so a row's bits depend on nothing else.
 
 The input may be a product in parts, `[parts, M, K]` in float32 (fp8_linear.py); their sum in order is rounded
 to the residual's type. The `quantised` variants return what an FP8 product takes: exactly the rows of the
@@ -21,6 +22,7 @@ from paceline.kernels.triton_support import (
 
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The reference of `rms_norm`; x may have any number of dimensions."""
     wide = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * scale * weight_K.to(wide.dtype)).to(x.dtype)
@@ -29,13 +31,14 @@ def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) 
 def rms_norm_residual_reference(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `rms_norm_residual`."""
     total_MK = x_MK + residual_MK
     return rms_norm_reference(total_MK, weight_K, epsilon), total_MK
 
 
 @triton.jit
 def rms_norm_block(x, weight, epsilon, K: tl.constexpr):
-    """Normalise the last axis of a block in float32; columns past K must hold zeros."""
+    """Normalises the last axis of a block in float32; columns past K must hold zeros."""
     mean_square = tl.sum(x * x, axis=-1) / K
     return x * tl.expand_dims(tl.rsqrt(mean_square + epsilon), -1) * weight
 
@@ -60,6 +63,7 @@ def _rms_norm_kernel(
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     column = tl.arange(0, BLOCK_K)
     row = tl.program_id(0).to(tl.int64)
@@ -74,9 +78,8 @@ def _rms_norm_kernel(
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
     if ADD_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(
-            total_ptr.dtype.element_ty
-        )  # normalise what the next residual will be, as the reference does
+        # Normalise what the next residual will be, as the reference does.
+        x = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offset, x, mask=mask)
         x = x.to(tl.float32)
     normed = rms_norm_block(x, weight, epsilon, K)
@@ -97,7 +100,10 @@ def rms_norm_triton(
     epsilon: float,
     quantise: bool = False,
 ) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor | None]:
-    """x in one piece or in parts. The norm's weight has the type of what comes out."""
+    """Launches the kernel of all variants; returns the normed rows and x + residual.
+
+    x comes in one piece or in parts. The norm's weight has the type of what comes out.
+    """
     num_rows, width = x_MK.shape[-2:]
     dtype, device = weight_K.dtype, x_MK.device
     out = (
@@ -132,6 +138,7 @@ def rms_norm_triton(
 
 
 def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Returns norm(x)."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, None, weight_K, epsilon)[0]
     return rms_norm_reference(x_MK, weight_K, epsilon)
@@ -140,13 +147,14 @@ def rms_norm(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torc
 def rms_norm_residual(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual); x may be in parts."""
+    """Returns (norm(x + residual), x + residual); x may be in parts."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon)
     return rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)
 
 
 def rms_norm_quantised(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> QuantisedRows:
+    """Returns norm(x), quantised for an FP8 product."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, None, weight_K, epsilon, quantise=True)[0]
     return quantise_rows_reference(rms_norm_reference(x_MK, weight_K, epsilon))
@@ -155,6 +163,7 @@ def rms_norm_quantised(x_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: floa
 def rms_norm_residual_quantised(
     x_MK: torch.Tensor, residual_MK: torch.Tensor, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[QuantisedRows, torch.Tensor]:
+    """Returns (norm(x + residual) quantised for an FP8 product, x + residual)."""
     if x_MK.is_cuda:
         return rms_norm_triton(x_MK, residual_MK, weight_K, epsilon, quantise=True)
     normed_MK, total_MK = rms_norm_residual_reference(x_MK, residual_MK, weight_K, epsilon)

@@ -3,7 +3,7 @@
 Chunks of several sequences are packed: `cu_seqlens [S + 1]` bounds them in q, `context_len [S]` says how many
 tokens of each sequence were in the cache before, and the chunk's own K and V have been written too.
 
-    q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s sits at position context_len[s] + j
+    q      | seq 0: 5 new | seq 1: 3 new | ...      query j of sequence s is at position context_len[s] + j
     tiles  | t0 | t1 |    | t2 |    |               sequence s starts at tile cu_seqlens[s] // QUERIES + s
 
 A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and
@@ -40,20 +40,37 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-QUERY_ROWS, WARPS, STAGES = 128, 8, 3  # (query, head of the group) pairs per program; tiles in flight
-FLAT_TILE = 128  # keys, as many as registers hold without the second accumulator
-FLAT_TOKENS = 512  # of a sequence on average, from which on such tiles pay: a prompt's last one is half empty
-FP8_QUERY_ROWS, FP8_WARPS = 32, 4  # products that are over when their instruction is: see attention_tiles.py
+# (query, head of the group) pairs per program.
+QUERY_ROWS = 128
+WARPS = 8
+# Tiles in flight.
+STAGES = 3
+# Keys of a flat tile, as many as registers hold without the second accumulator.
+FLAT_TILE = 128
+# Tokens of a sequence, on average, from which on flat tiles pay: a prompt's last one is half empty.
+FLAT_TOKENS = 512
+# The same over an E4M3 cache, with products that are over when their instruction is: see attention_tiles.py.
+FP8_QUERY_ROWS = 32
+FP8_WARPS = 4
 
 
 def prefill_attention_reference(
-    q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S, k_scale_H=None, v_scale_H=None
-):
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_len_S: torch.Tensor,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The reference of `prefill_attention`: each query by itself."""
     num_tokens = q_THD.shape[0]
     token_T = torch.arange(num_tokens)
     sequence_T = torch.searchsorted(cu_seqlens.long(), token_T, right=True) - 1
     # Tokens past the last sequence are padding.
-    sequence_T, padding_T = sequence_T.clamp(max=context_len_S.shape[0] - 1), token_T >= cu_seqlens[-1]
+    sequence_T = sequence_T.clamp(max=context_len_S.shape[0] - 1)
+    padding_T = token_T >= cu_seqlens[-1]
     position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
     position_T = torch.where(padding_T, -1, position_T)
     return attend_reference(
@@ -81,8 +98,9 @@ def _attend_flat(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Carry one softmax over the TILE keys from `start`, all groups in one and sums in whatever order; not
-    MASKED: every query sees all.
+    """Carries one softmax over the TILE keys from `start`, without groups and with sums in any order.
+
+    Not MASKED: every query sees all keys.
     """
     token = start + tl.arange(0, TILE)
     slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
@@ -131,6 +149,7 @@ def _prefill_attention_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Programs (kv head, tile of a sequence's queries); FLAT: one softmax over all keys instead of groups."""
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -243,25 +262,27 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention_triton(
-    q_THD,
-    k_cache,
-    v_cache,
-    block_table_SB,
-    cu_seqlens,
-    context_len_S,
-    rows=0,
-    warps=0,
-    stages=STAGES,
-    k_scale_H=None,
-    v_scale_H=None,
-    tile=TILE,
-    flat=False,
-):
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table_SB: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_len_S: torch.Tensor,
+    rows: int = 0,
+    warps: int = 0,
+    stages: int = STAGES,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+    tile: int = TILE,
+    flat: bool = False,
+) -> torch.Tensor:
+    """Launches `prefill_attention`'s kernel; 0 rows or warps: as many as suit the cache's type."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_sequences = context_len_S.shape[0]
     block_size, num_kv_heads = k_cache.shape[1:3]
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
-    out, fp8 = torch.empty_like(q_THD), k_cache.dtype == E4M3
+    out = torch.empty_like(q_THD)
+    fp8 = k_cache.dtype == E4M3
     rows = max(rows or (FP8_QUERY_ROWS if fp8 else QUERY_ROWS), padded_gqa)
     warps = warps or (FP8_WARPS if fp8 else WARPS)
     v_cache = v_cache.view(torch.int16) if fp8 else v_cache
@@ -310,11 +331,10 @@ def prefill_attention(
     v_scale_H: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """Packed `q [T, Hq, D]` -> `[T, Hq, D]`; `block_table_SB` int32, `cu_seqlens` int32 or int64 with S + 1
-    entries.
+    """Returns the attention of packed `q [T, Hq, D]`, in the same shape.
 
-    Tokens past the last sequence are padding: their output is undefined. Not `deterministic`: bits may depend
-    on chunks.
+    `block_table_SB` is int32, `cu_seqlens` int32 or int64 with S + 1 entries. Tokens past the last sequence
+    are padding: their output is undefined. Not `deterministic`: bits may depend on how prompts are chunked.
     """
     inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
     if not q_THD.is_cuda:
@@ -325,9 +345,8 @@ def prefill_attention(
 
 
 def _flat_tile(q_THD: torch.Tensor, sequences: int) -> int:
+    """The large tile where it fits shared memory and sequences are long, else the usual one."""
     row_bytes = q_THD.shape[-1] * q_THD.itemsize
-    fits = (
-        fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, shared_memory(q_THD.device))
-        == STAGES
-    )
-    return FLAT_TILE if fits and len(q_THD) >= FLAT_TOKENS * sequences else TILE
+    limit = shared_memory(q_THD.device)
+    stages = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, limit)
+    return FLAT_TILE if stages == STAGES and len(q_THD) >= FLAT_TOKENS * sequences else TILE

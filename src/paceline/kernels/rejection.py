@@ -1,7 +1,8 @@
-"""Classical speculative sampling, for comparison with shared noise: accept a proposal d drawn from q with
-probability min(1, p(d) / q(d)), else draw from what q left out, max(p - q, 0) normalised (Leviathan,
-Kalman, Matias 2023, algorithm 1; Chen et al. 2023, algorithm 2). The result is distributed as p, but
-unlike with shared noise it depends on the drafter.
+"""Classical speculative sampling, for comparison with shared noise.
+
+A proposal d drawn from q is accepted with probability min(1, p(d) / q(d)), else the token is drawn from what
+q left out, max(p - q, 0) normalised (Leviathan, Kalman, Matias 2023, algorithm 1; Chen et al. 2023, algorithm
+2). The result is distributed as p, but unlike with shared noise it depends on the drafter.
 
 Three draws at a position, three streams of noise: the drafter's own (STREAM_SAMPLE, so that one drafter
 serves both ways), the acceptance and the recovery. A recovery that reuses the drafter's noise is biased: it
@@ -31,14 +32,16 @@ class Truncation:
     min_p_R: torch.Tensor
 
     def of_rows(self, few: slice) -> "Truncation":
+        """Returns the truncation of some of the rows."""
         return Truncation(self.top_k_R[few], self.top_p_R[few], self.min_p_R[few])
 
 
 def sampled_distribution(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, truncation: Truncation | None = None
 ) -> torch.Tensor:
-    """The probabilities that sampling draws from: at the row's temperature, within what truncation leaves;
-    one token where it is 0.
+    """Returns the probabilities that sampling draws from, `[R, V]`.
+
+    They are those at the row's temperature within what truncation leaves; one token where it is 0.
     """
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     best_R1 = scaled_RV.argmax(-1, keepdim=True)
@@ -60,21 +63,17 @@ def verify_by_rejection(
     proposals_RK: torch.Tensor,
     draft_probabilities_RKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their full-vocabulary logprobs `[R, Q]`: at each position the proposal where it is accepted,
-    else its recovery.
+    """Returns tokens and their full-vocabulary logprobs, `[R, Q]`.
 
+    A position's token is its proposal where that is accepted, else the one drawn in its place.
     What follows the first token that differs from its proposal is computed for nothing; `append_samples`
     drops it. The last position has no proposal and is sampled as plain decoding would. A proposal of -1 is
     none: the token is drawn from p.
     """
     num_rows, num_proposals = proposals_RK.shape
     before = slice(0, num_proposals)
-    p_RKV = _flat(
-        sampled_distribution,
-        logits_RQV[:, before],
-        temperature_RQ[:, before],
-        _repeated(truncation, num_proposals),
-    )
+    cut = _repeated(truncation, num_proposals)
+    p_RKV = _flat(sampled_distribution, logits_RQV[:, before], temperature_RQ[:, before], cut)
     has_RK1 = (proposals_RK >= 0).unsqueeze(-1)
     draft_RK1 = proposals_RK.clamp(min=0).unsqueeze(-1)
     if draft_probabilities_RKV is None:
@@ -92,18 +91,16 @@ def verify_by_rejection(
     accepted_RK1 = has_RK1 & (uniform_RK1 * q_RKV.gather(-1, draft_RK1) < p_RKV.gather(-1, draft_RK1))
 
     left_RKV = (p_RKV - q_RKV).clamp(min=0)
-    nothing_left_RK1 = (
-        left_RKV.sum(-1, keepdim=True) <= 0
-    )  # p = q up to rounding, hence never rejected but for rounding
+    # p = q up to rounding, hence never rejected but for rounding.
+    nothing_left_RK1 = left_RKV.sum(-1, keepdim=True) <= 0
     left_RKV = torch.where(nothing_left_RK1, p_RKV, left_RKV)
     noise_RKV = draw_gumbel(seed_T, position_T, p_RKV.shape[-1], STREAM_RECOVER).view(p_RKV.shape)
     recovered_RK1 = (left_RKV.log() + noise_RKV).argmax(-1, keepdim=True)
 
     token_RK1 = torch.where(accepted_RK1, draft_RK1, recovered_RK1)
     scaled_RKV = _flat(scaled_logits, logits_RQV[:, before], temperature_RQ[:, before])
-    logprob_RK = scaled_RKV.gather(-1, token_RK1).squeeze(-1) - row_logsumexp(scaled_RKV.flatten(0, 1)).view(
-        num_rows, num_proposals
-    )
+    logsumexp_RK = row_logsumexp(scaled_RKV.flatten(0, 1)).view(num_rows, num_proposals)
+    logprob_RK = scaled_RKV.gather(-1, token_RK1).squeeze(-1) - logsumexp_RK
     last_token_R, last_logprob_R = _sample_last(logits_RQV, temperature_RQ, seed_RQ, position_RQ, truncation)
     tokens_RQ = torch.cat((token_RK1.squeeze(-1), last_token_R.unsqueeze(1)), dim=1)
     return tokens_RQ, torch.cat((logprob_RK, last_logprob_R.unsqueeze(1)), dim=1)
@@ -129,5 +126,5 @@ def _repeated(truncation: Truncation | None, count: int) -> Truncation | None:
 
 
 def _flat(function, logits_RKV: torch.Tensor, temperature_RK: torch.Tensor, *further) -> torch.Tensor:
-    """A function of rows, applied to rows of positions."""
+    """Applies a function of rows to every position of every row."""
     return function(logits_RKV.flatten(0, 1), temperature_RK.flatten(), *further).view(logits_RKV.shape)

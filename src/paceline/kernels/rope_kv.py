@@ -1,11 +1,10 @@
-"""Between the QKV projection and attention: optional QK-norm, RoPE, and the write of K and V into the paged
-cache.
+"""Between the QKV projection and attention: optional QK-norm, RoPE, and the write of K and V into the cache.
 
-    qkv[t] = [ q heads | k heads | v heads ]          slot_mapping[t] = block * block_size + offset, negative = skip
+    qkv[t] = [ q heads | k heads | v heads ]      slot_mapping[t] = block * block_size + offset; below 0: skip
                  |          |         |
              norm, rope  norm, rope   |
                  v          v         v
-             q_out[t]    k_cache   v_cache  [num_blocks, block_size, num_kv_heads, head_dim]
+             q_out[t]    k_cache   v_cache        [num_blocks, block_size, num_kv_heads, head_dim]
 
 RoPE follows Hugging Face's half-split convention ("rotate_half"): with halves (a, b) of a head, the result is
 (a cos - b sin, b cos + a sin). The table holds cos and sin per absolute position, `[max_position, head_dim /
@@ -30,11 +29,12 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
+# Heads of one token that one program rotates and stores.
 HEADS_PER_PROGRAM = 8
 
 
 def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
-    """Rotate heads `[T, H, D]` by per-token tables `[T, D / 2]`."""
+    """Rotates heads `[T, H, D]` by per-token tables `[T, D / 2]`."""
     wide = x_THD if x_THD.dtype == torch.float64 else x_THD.float()
     cos, sin = cos_TC.to(wide.dtype).unsqueeze(1), sin_TC.to(wide.dtype).unsqueeze(1)
     a, b = wide.chunk(2, dim=-1)
@@ -42,21 +42,22 @@ def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tens
 
 
 def rope_and_write_kv_reference(
-    qkv,
-    positions,
-    slot_mapping,
-    cos_PC,
-    sin_PC,
-    k_cache,
-    v_cache,
-    num_heads,
-    q_norm_weight=None,
-    k_norm_weight=None,
-    epsilon=1e-6,
-    k_scale_H=None,
-    v_scale_H=None,
-    dtype=None,
-):
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_PC: torch.Tensor,
+    sin_PC: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The reference of `rope_and_write_kv`."""
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     qk, v = qkv.view(num_tokens, -1, head_dim).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -74,10 +75,8 @@ def rope_and_write_kv_reference(
         # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
         finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
         if cache.dtype == E4M3:
-            finite, cache = (
-                to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8),
-                cache.view(torch.uint8),
-            )
+            finite = to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8)
+            cache = cache.view(torch.uint8)
         cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite.to(cache.dtype))
     return q.contiguous()
 
@@ -108,6 +107,7 @@ def _rope_kv_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Programs (token, HEADS of its heads)."""
     launch_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -170,21 +170,22 @@ def _rope_kv_kernel(
 
 
 def rope_and_write_kv_triton(
-    qkv,
-    positions,
-    slot_mapping,
-    cos_PC,
-    sin_PC,
-    k_cache,
-    v_cache,
-    num_heads,
-    q_norm_weight=None,
-    k_norm_weight=None,
-    epsilon=1e-6,
-    k_scale_H=None,
-    v_scale_H=None,
-    dtype=None,
-):
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_PC: torch.Tensor,
+    sin_PC: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Launches `rope_and_write_kv`'s kernel."""
     num_tokens, part_size = qkv.shape[-2], qkv[0].numel()
     num_kv_heads, head_dim = k_cache.shape[2:]
     q_out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
@@ -233,8 +234,9 @@ def rope_and_write_kv(
     v_scale_H: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Packed `qkv [T, (Hq + 2 Hkv) D]` -> rotated q `[T, Hq, D]` in `dtype` (default: qkv's); rotated k and v
-    go to their slots in the caches. On the GPU qkv may come in parts.
+    """Returns the rotated q `[T, Hq, D]` of packed `qkv [T, (Hq + 2 Hkv) D]`, in `dtype` (default: qkv's).
+
+    Rotated k and plain v go to their slots in the caches. On the GPU qkv may come in parts.
     """
     run = rope_and_write_kv_triton if qkv.is_cuda else rope_and_write_kv_reference
     return run(

@@ -22,21 +22,24 @@ from paceline.kernels.triton_support import (
 
 @dataclass(frozen=True)
 class RowTensors:
-    """State by slot S. `block_table` and `stop_ids` (padded with -1) have a second dimension, `tokens` and
-    `logprobs` a position.
-    """
+    """The state of all rows; the first dimension of every tensor is the slot."""
 
+    # By position: prompt and response, and the logprob of each sampled token.
     tokens: torch.Tensor
     logprobs: torch.Tensor
+    # Tokens so far, and at which length the row must end.
     length: torch.Tensor
     limit: torch.Tensor
+    # Whether the row is running, and whether a stop token has ended it.
     active: torch.Tensor
     stopped: torch.Tensor
+    # The request's sampling parameters.
     seed: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    # Padded with -1.
     stop_ids: torch.Tensor
     block_table: torch.Tensor
 
@@ -46,9 +49,12 @@ class Queries:
     """What the forward pass and the sampler need, for R rows of Q tokens."""
 
     tokens_RQ: torch.Tensor
-    positions_RQ: torch.Tensor  # clamped to the longest position there is
-    cache_slots_RQ: torch.Tensor  # -1: do not store
-    context_R: torch.Tensor  # position of the first query; -1: the row is not active
+    # Clamped to the last position there is.
+    positions_RQ: torch.Tensor
+    # -1: do not store.
+    cache_slots_RQ: torch.Tensor
+    # The position of the first query; -1: the row is not active.
+    context_R: torch.Tensor
     sample_positions_RQ: torch.Tensor
     seed_RQ: torch.Tensor
     temperature_RQ: torch.Tensor
@@ -62,6 +68,7 @@ def gather_queries_reference(
     max_position: int,
     block_size: int,
 ) -> Queries:
+    """The reference of `gather_queries`."""
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     last_R1 = rows.tokens[slots_R, length_R - 1].unsqueeze(1)
     positions_RQ = (length_R - 1).unsqueeze(1) + torch.arange(queries, device=slots_R.device)
@@ -86,6 +93,7 @@ def append_samples_reference(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
+    """The reference of `append_samples`."""
     queries = sampled_RQ.shape[1]
     length_R, active_R, limit_R = rows.length[slots_R], rows.active[slots_R], rows.limit[slots_R]
     offsets_Q = torch.arange(queries, device=slots_R.device)
@@ -99,13 +107,16 @@ def append_samples_reference(
     count_R = torch.where(stops_R, is_stop_RQ.long().argmax(1) + 1, count_R) * active_R
 
     appended_RQ = offsets_Q < count_R.unsqueeze(1)
-    slot_R1, where_RQ = slots_R.unsqueeze(1), length_R.unsqueeze(1) + offsets_Q
+    slot_R1 = slots_R.unsqueeze(1)
+    where_RQ = length_R.unsqueeze(1) + offsets_Q
     rows.tokens[slot_R1, where_RQ] = torch.where(appended_RQ, sampled_RQ, rows.tokens[slot_R1, where_RQ])
     rows.logprobs[slot_R1, where_RQ] = torch.where(appended_RQ, logprobs_RQ, rows.logprobs[slot_R1, where_RQ])
     length_R = length_R + count_R
     stopped_R = rows.stopped[slots_R] | stops_R
     active_R = active_R & ~stops_R & (length_R < limit_R)
-    rows.length[slots_R], rows.stopped[slots_R], rows.active[slots_R] = length_R, stopped_R, active_R
+    rows.length[slots_R] = length_R
+    rows.stopped[slots_R] = stopped_R
+    rows.active[slots_R] = active_R
     return torch.stack(
         (length_R, torch.where(active_R, 0, torch.where(stopped_R, 2, 1)), (proposed_RK >= 0).sum(1))
     )
@@ -138,6 +149,7 @@ def _gather_kernel(
     BLOCK_Q: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -185,6 +197,7 @@ def _append_kernel(
     BLOCK_Q: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     wait_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -230,6 +243,7 @@ def gather_queries_triton(
     max_position: int,
     block_size: int,
 ) -> Queries:
+    """Launches `gather_queries`'s kernel."""
     num_rows, device = slots_R.shape[0], slots_R.device
     tokens, positions, cache_slots, sample_positions, seed = torch.empty(
         5, num_rows, queries, dtype=torch.int64, device=device
@@ -272,6 +286,7 @@ def append_samples_triton(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
+    """Launches `append_samples`'s kernel."""
     num_rows, queries = sampled_RQ.shape
     status_3R = torch.empty(3, num_rows, dtype=torch.int64, device=slots_R.device)
     _append_kernel[(num_rows,)](
@@ -306,8 +321,9 @@ def gather_queries(
     max_position: int,
     block_size: int,
 ) -> Queries:
-    """Each row's last token and its first `queries - 1` proposals, with positions, cache slots and noise to
-    go with them.
+    """Returns each row's last token and its first `queries - 1` proposals, with what they run with.
+
+    That is positions, cache slots, and the seed and temperature of their samples.
     """
     run = gather_queries_triton if slots_R.is_cuda else gather_queries_reference
     return run(rows, slots_R, proposals_SK, queries, max_position, block_size)
@@ -320,8 +336,9 @@ def append_samples(
     sampled_RQ: torch.Tensor,
     logprobs_RQ: torch.Tensor,
 ) -> torch.Tensor:
-    """Writes what is kept into the rows; returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2
-    stopped; tokens proposed (-1 is none).
+    """Writes the samples that are kept into the rows.
+
+    Returns `[3, R]`: lengths; 0 running, 1 ended at its limit, 2 stopped; how many tokens were proposed.
     """
     run = append_samples_triton if slots_R.is_cuda else append_samples_reference
     return run(rows, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)

@@ -1,12 +1,11 @@
-"""Sampling: token = argmax(logits / T + gumbel(seed, position, token)), ties to the lowest id, and its
-logprob.
+"""Sampling: token = argmax(logits / T + gumbel(seed, position, token)), and the token's logprob.
 
-One pass over the logits. A row is cut into chunks of CHUNK tokens whatever the batch, so one row fills the
-GPU and the result does not depend on the number of rows:
+One pass over the logits; ties go to the lowest id. A row is cut into chunks of CHUNK tokens whatever the
+batch, so one row fills the GPU and the result does not depend on the number of rows:
 
-    logits[row]  | chunk 0 | chunk 1 | ...     each program: best score, its token, its logit, max and sum of exp
-                      \\        |     /
-                       combine kernel           one program per row, fixed order
+    logits[row]   | chunk 0 | chunk 1 | ...    a program each: best score, its token and logit, max, exp sum
+                       \\        |     /
+                        combine kernel         one program per row, fixed order
 
 T = 0 means plain argmax, with the logprob at temperature 1. `sample_truncated` adds top-k, top-p and min-p:
 it sorts, so it is slower, but it never waits for the host and can be captured in a graph. What is plain torch
@@ -29,15 +28,18 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
+# Tokens of a row that one program looks at.
 CHUNK = 2048
-# Enough to occupy a GPU where the vocabulary is large (2.4 million logits of Qwen3's), and 0.15 GB of what
-# truncation holds per logit.
+# Rows at a time of what is plain torch: enough to occupy a GPU where the vocabulary is large (2.4 million
+# logits of Qwen3's), and 0.15 GB of what truncation holds per logit.
 WIDE_ROWS = 16
+# Probabilities become integers of this unit: their sums do not depend on the order a device adds them in.
+MASS_UNIT = 2.0**40
 _STREAM_SAMPLE = tl.constexpr(noise.STREAM_SAMPLE)
 
 
 def row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
-    """logsumexp in fixed chunks: torch splits one long row over threads, and two rows not."""
+    """Returns the logsumexp in fixed chunks: torch splits one long row over threads, and two rows not."""
     vocab_size = scaled_RV.shape[1]
     if vocab_size <= CHUNK:
         return scaled_RV.logsumexp(-1)
@@ -46,7 +48,7 @@ def row_logsumexp(scaled_RV: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_logits(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
-    """Logits at each row's temperature, as they are where that is 0."""
+    """Returns the logits at each row's temperature, as they are where that is 0."""
     logits_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
     temperature_R = temperature_R.to(logits_RV.dtype)
     return logits_RV / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
@@ -60,6 +62,7 @@ def _scores(scaled_RV, temperature_R, seed_R, position_R):
 def sample_reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of `sample`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
@@ -68,7 +71,7 @@ def sample_reference(
 
 @triton.jit
 def _better(score_a, token_a, score_b, token_b):
-    """The larger score; of equal scores the lower token."""
+    """Returns the larger score and its token; of equal scores the lower token."""
     take_a = (score_a > score_b) | ((score_a == score_b) & (token_a < token_b))
     return tl.where(take_a, score_a, score_b), tl.where(take_a, token_a, token_b)
 
@@ -89,6 +92,7 @@ def _sample_chunk_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Programs (row, chunk)."""
     launch_next(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -129,6 +133,7 @@ def _sample_combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program per row."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
@@ -153,6 +158,7 @@ def _sample_combine_kernel(
 def sample_triton(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches `sample`'s kernels."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = cdiv(vocab_size, CHUNK)
     device = logits_RV.device
@@ -194,15 +200,13 @@ def sample_triton(
 def sample(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token int64 [R], full-vocabulary logprob [R] at the row's temperature, at 1 where it is 0).
+    """Returns (token int64 `[R]`, full-vocabulary logprob `[R]`).
 
+    The logprob is that at the row's temperature, at 1 where it is 0.
     `temperature_R` float32, `seed_R` int64, `position_R` the absolute index of the token being sampled.
     """
     run = sample_triton if logits_RV.is_cuda else sample_reference
     return run(logits_RV, temperature_R, seed_R, position_R)
-
-
-MASS_UNIT = 2.0**40  # probabilities as integers: their sums do not depend on the order a device adds them in
 
 
 def sample_truncated(
@@ -214,14 +218,13 @@ def sample_truncated(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`sample` over the tokens that top-k (0 = off), then top-p (1 = off), then min-p (0 = off) leave; plus
-    log kept mass.
+    """Returns `sample` over the tokens that truncation leaves, and the log of their mass.
 
-    The order and meaning are Hugging Face's: top-p counts mass within what top-k left, and keeps the token
-    that crosses the threshold; min-p is relative to the most likely token. Of equal logits the lower id is
-    kept. Plain torch on every device. The logprob stays that of the full vocabulary; subtract the log kept
-    mass for the truncated distribution's. Rows that nothing truncates get what `sample` gives them, to the
-    bit: what else runs in the batch is none of their business.
+    Truncation is top-k (0: off), then top-p (1: off), then min-p (0: off). The order and meaning are Hugging
+    Face's: top-p counts mass within what top-k left, and keeps the token that crosses the threshold; min-p is
+    relative to the most likely token. Of equal logits the lower id is kept. Plain torch on every device. The
+    logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
+    Rows that nothing truncates get what `sample` gives them, to the bit, whatever else runs in the batch.
     """
     return _wide_pieces(
         _sample_truncated, logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R
@@ -231,8 +234,9 @@ def sample_truncated(
 def top_logprobs(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most likely tokens of each row at its temperature (1 where it is 0): logprobs and ids, `[R,
-    count]`.
+    """Returns logprobs and ids of each row's `count` most likely tokens, `[R, count]`.
+
+    Logprobs are those at the row's temperature, at 1 where it is 0.
     """
     return _wide_pieces(
         lambda logits, temperature: scaled_logits(logits, temperature).log_softmax(-1).topk(count),
@@ -244,9 +248,7 @@ def top_logprobs(
 def _wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """A function of rows, for WIDE_ROWS of them at a time; what it makes on the way is gone before the
-    next.
-    """
+    """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are gone before the next."""
     pieces = [
         function(*piece) for piece in zip(*(tensor.split(WIDE_ROWS) for tensor in tensors), strict=True)
     ]
@@ -277,7 +279,7 @@ def kept_tokens(
     top_p_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which tokens truncation leaves, `[R, V]`; the log of their mass, `[R]`); see `sample_truncated`."""
+    """Returns which tokens truncation leaves `[R, V]` and the log of their mass `[R]`; see above."""
     vocab_size = scaled_RV.shape[1]
     sorted_RV, token_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = ((sorted_RV - logsumexp_R.unsqueeze(-1)).exp().double() * MASS_UNIT).long()

@@ -11,10 +11,12 @@ from paceline.kernels.fp8_format import GROUP, QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
 
+# Columns that one program computes.
 BLOCK = 1024
 
 
 def silu_multiply_reference(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    """The reference of `silu_multiply`."""
     gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
     if gate_up_M2F.dtype == torch.float64:
         return F.silu(gate_MF) * up_MF
@@ -23,6 +25,7 @@ def silu_multiply_reference(gate_up_M2F: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def silu_multiply_block(gate, up):
+    """Returns silu(gate) * up of a block in float32."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -41,6 +44,7 @@ def _silu_multiply_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL:
 
 
 def silu_multiply_triton(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    """Launches `silu_multiply`'s kernel."""
     num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
     out_MF = torch.empty(num_rows, width, dtype=gate_up_M2F.dtype, device=gate_up_M2F.device)
     grid = (num_rows, cdiv(width, BLOCK))
@@ -67,6 +71,7 @@ def _silu_multiply_quantised_kernel(
 
 
 def silu_multiply_quantised_triton(gate_up_M2F: torch.Tensor) -> QuantisedRows:
+    """Launches `silu_multiply_quantised`'s kernel."""
     num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
     out = QuantisedRows.empty(num_rows, width, gate_up_M2F.dtype, gate_up_M2F.device)
     padded_rows, padded_width = out.values_MK.shape
@@ -84,11 +89,12 @@ def silu_multiply_quantised_triton(gate_up_M2F: torch.Tensor) -> QuantisedRows:
 
 
 def silu_multiply_quantised(gate_up_M2F: torch.Tensor) -> QuantisedRows:
-    """Exactly the rows of `silu_multiply`, quantised for an FP8 product."""
+    """Returns exactly the rows of `silu_multiply`, quantised for an FP8 product."""
     if gate_up_M2F.is_cuda:
         return silu_multiply_quantised_triton(gate_up_M2F)
     return quantise_rows_reference(silu_multiply_reference(gate_up_M2F))
 
 
 def silu_multiply(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+    """Returns silu(gate) * up, `[M, F]`."""
     return silu_multiply_triton(gate_up_M2F) if gate_up_M2F.is_cuda else silu_multiply_reference(gate_up_M2F)

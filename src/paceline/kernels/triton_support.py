@@ -1,5 +1,4 @@
-"""What every kernel file needs of Triton: an optional import, launch options, and programmatic dependent
-launch.
+"""What every kernel file needs of Triton: an optional import, launch options, and dependent launch.
 
 Triton is optional: without it the kernel definitions are inert and the torch references still run. On a
 machine without a GPU the kernels are interpreted (`TRITON_INTERPRET=1`), which is how the CPU tests run them.
@@ -51,35 +50,42 @@ TRITON_VERSION = tuple(
     int(number) for number in re.findall(r"\d+", getattr(triton, "__version__", "0.0"))[:2]
 )
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-OTHER_SHARED_BYTES = 2048  # what the compiler takes beside tiles: reductions, changes of layout
+# Bytes of shared memory that the compiler takes beside tiles, for reductions and changes of layout.
+OTHER_SHARED_BYTES = 2048
+# Multiprocessors that the interpreter, which runs one program at a time, claims to have.
+INTERPRETED_PROCESSORS = 8
 
 
 @functools.cache
 def has_dependent_launch(device_index: int = 0) -> bool:
+    """Tells whether kernels can start while the one before drains (Hopper and newer)."""
     return not INTERPRETED and torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whole tiles are loaded by one instruction; the interpreter can."""
+    """Tells whether whole tiles can be loaded by one instruction; the interpreter can."""
     return INTERPRETED or torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once; the interpreter runs one, and pretends to be a small GPU."""
-    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    """Returns the GPU's number of multiprocessors; for a CPU that of a small GPU."""
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have: 232,448 on an H200, 101,376 on most GPUs that are not for servers."""
+    """Returns the bytes that one program may have: 232,448 on an H200, 101,376 on most consumer GPUs."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def fitting_stages(wanted: int, stage_bytes: int, held_bytes: int, limit: int, in_registers: int = 0) -> int:
-    """How many tiles may be in flight in that much shared memory and so many beside it; the number changes no
-    bit.
+    """Returns how many tiles may be in flight within `limit` bytes of shared memory.
+
+    `in_registers` of them need none of it. The number changes no bit.
     """
     return max(1, min(wanted, (limit - held_bytes - OTHER_SHARED_BYTES) // stage_bytes + in_registers))
 
@@ -91,19 +97,19 @@ def launch_options(
     stage_bytes: int = 0,
     held_bytes: int = 0,
 ) -> dict:
-    """Options of one launch. Without fused multiply-add the compiler cannot contract the same formula
-    differently in two kernels, so equal formulas give equal bits; the kernels are bound by memory and do
-    not miss it.
+    """Returns the options of one launch.
 
-    `stage_bytes` are those of the tiles that are loaded together, `held_bytes` what else lies in shared
-    memory.
+    Without fused multiply-add the compiler cannot contract the same formula differently in two kernels, so
+    equal formulas give equal bits; the kernels are bound by memory and do not miss it. `stage_bytes` are
+    those of the tiles that are loaded together, `held_bytes` what else lies in shared memory.
     """
     if INTERPRETED:
         return dict(PDL=False)
     device = torch.cuda.current_device()
     pdl = has_dependent_launch(device)
     if stage_bytes:
-        in_registers = 0 if pdl else 1  # before Hopper, the tile that is multiplied
+        # Before Hopper, the tile that is being multiplied lies in registers.
+        in_registers = 0 if pdl else 1
         num_stages = fitting_stages(
             num_stages, stage_bytes, held_bytes, shared_memory(torch.device("cuda", device)), in_registers
         )
@@ -117,34 +123,36 @@ def launch_options(
 
 
 def next_power_of_2(n: int) -> int:
+    """Returns the smallest power of 2 that is n or more."""
     return 1 << (n - 1).bit_length()
 
 
 def cdiv(a: int, b: int) -> int:
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 @triton.jit
 def launch_next(PDL: tl.constexpr):
+    """Lets the next kernel start."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_previous(PDL: tl.constexpr):
+    """Waits until the previous kernel has finished and its writes are visible."""
     if PDL:
         tl_cuda.gdc_wait()
 
 
 @triton.jit
 def pull_to_l2(address, num_bytes, PDL: tl.constexpr):
-    """Begin to bring `num_bytes` from each int64 `address` into the L2 cache; both multiples of 16, 0 bytes:
-    nothing.
-    """
+    """Begins to bring `num_bytes` from each int64 `address` into the L2 cache; both are multiples of 16."""
     if PDL:
         tl.inline_asm_elementwise(
-            "{ .reg .pred any; setp.ne.s32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; "
-            "mov.u32 $0, 0; }",
+            "{ .reg .pred any; setp.ne.s32 any, $2, 0;"
+            " @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
             [address, num_bytes.to(tl.int32)],
             dtype=tl.int32,

@@ -1,1 +1,4 @@
-"""Learning from completions: advantages, losses, the packed forward pass, the optimiser, checkpoints."""
+"""Learning from completions: advantages, losses, the packed forward pass, the optimiser, checkpoints.
+
+`algorithms/` says how to add an algorithm.
+"""

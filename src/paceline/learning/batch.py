@@ -1,11 +1,11 @@
 """From groups of samples to packed micro-batches of tensors.
 
     sequence   p0 p1 p2 r0 r1 r2          prompt, then response
-    predictors       p2 r0 r1             the hidden state that predicts a response token stands one place before it
+    predictors       p2 r0 r1             the hidden states that predict response tokens, one place before
     targets             r0 r1 r2
 
-A token budget cuts a step into micro-batches; a sequence is never split, so whatever is a sum over one stays
-in one place.
+A token budget splits a step into micro-batches; a sequence is never split, so a sum over one is complete
+within a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -20,26 +20,28 @@ from paceline.types import Completion, Routing
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    tokens: tuple[int, ...]
+    """A prompt and response to learn from."""
+
+    tokens: tuple[int, ...]  # prompt and response
     prompt_length: int
     loss_mask: tuple[bool, ...]  # over the response
-    rollout_logprobs: tuple[float, ...]
+    rollout_logprobs: tuple[float, ...]  # over the response
     advantage: float
     temperature: float
     penalties: tuple[float, ...] = ()  # over the response, subtracted from the advantage; empty: none
-    learner_logprobs: tuple[
-        float, ...
-    ] = ()  # over the response, by the learner before the step's first update; empty: not computed
+    # Over the response, by the learner before the step's first update; empty: not computed.
+    learner_logprobs: tuple[float, ...] = ()
     routing: Routing | None = None  # of all tokens but the last, where the rollout recorded it
 
     @property
     def loss_tokens(self) -> int:
+        """Returns how many tokens are in the loss."""
         return sum(self.loss_mask)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences; everything with suffix R runs over the response tokens of all of them.
+    """Packed sequences; tensors with suffix R run over the response tokens of all of them.
 
     Numbers that come from Python stay float64 and are rounded where they meet the policy's own type.
     """
@@ -50,12 +52,10 @@ class MicroBatch:
     targets_R: torch.Tensor
     mask_R: torch.Tensor
     rollout_logprobs_R: torch.Tensor
-    learner_logprobs_R: (
-        torch.Tensor | None
-    )  # of the learner's policy before the step's first update, where they were computed beforehand
-    anchor_logprobs_R: (
-        torch.Tensor
-    )  # of the policy that the clipped ratio is taken to: the rollout's, unless correction.py says otherwise
+    # By the learner before the step's first update; None: they were not computed beforehand.
+    learner_logprobs_R: torch.Tensor | None
+    # The denominator of the clipped ratio: the rollout's, or the learner's in decoupled mode (correction.py).
+    old_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
@@ -64,22 +64,24 @@ class MicroBatch:
 
     @property
     def num_sequences(self) -> int:
+        """Returns the number of sequences."""
         return len(self.response_lengths)
 
     def sequence_sums(self, values_R: torch.Tensor) -> torch.Tensor:
-        """One sum for each sequence."""
+        """Returns the sum of the values over each sequence."""
         return values_R.new_zeros(self.num_sequences).index_add(0, self.sequence_R, values_R)
 
 
 def training_sequence(completion: Completion) -> TrainingSequence:
-    """Without an advantage yet. The learner's logprobs are at the temperature sampled with, or they would be
-    of another distribution.
+    """Returns a completion as a sequence to learn from, still without an advantage.
+
+    The learner computes its logprobs at the temperature of the rollout: at any other they would be those of
+    another distribution.
     """
     if completion.request.sampling.truncates:
         raise ValueError(
             f"{completion.request.id} was sampled with top_p, top_k or min_p, and its logprobs are not those "
-            "of the distribution it was drawn from: "
-            "train on samples made with temperature alone"
+            "of the distribution it was drawn from: train on samples made with temperature alone"
         )
     prompt = completion.request.prompt
     temperature = completion.request.sampling.temperature or 1.0  # temperature 0 reports logprobs at 1
@@ -94,8 +96,11 @@ def training_sequence(completion: Completion) -> TrainingSequence:
     )
 
 
-def cut(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
-    """Longest first, as many as fit the budget; one that is longer than the budget goes alone."""
+def split_by_tokens(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
+    """Splits sequences into parts of at most `token_budget` tokens, longest first.
+
+    A sequence that is longer than the budget is a part of its own.
+    """
     parts: list[list[TrainingSequence]] = []
     for sequence in sorted(sequences, key=lambda s: len(s.tokens), reverse=True):
         if not parts or sum(len(s.tokens) for s in parts[-1]) + len(sequence.tokens) > token_budget:
@@ -107,10 +112,12 @@ def cut(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[T
 def micro_batches(
     sequences: Sequence[TrainingSequence], token_budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    return [pack(part, device) for part in cut(sequences, token_budget)]
+    """Packs sequences into micro-batches of at most `token_budget` tokens."""
+    return [pack(part, device) for part in split_by_tokens(sequences, token_budget)]
 
 
 def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
+    """Packs sequences into one micro-batch, in their order."""
     predictors: list[int] = []
     sequence_ids: list[int] = []
     penalties: list[float] = []
@@ -139,7 +146,7 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         mask_R=tensor([m for s in sequences for m in s.loss_mask], torch.bool),
         rollout_logprobs_R=rollout_logprobs_R,
         learner_logprobs_R=tensor([x for s in sequences for x in s.learner_logprobs]) if computed else None,
-        anchor_logprobs_R=rollout_logprobs_R,
+        old_logprobs_R=rollout_logprobs_R,
         advantages_R=tensor([s.advantage for s in sequences])[sequence_R] - tensor(penalties),
         temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,

@@ -1,5 +1,4 @@
-"""Rollout correction: learning from samples that a slightly different policy drew (docs/correction.md has the
-sources).
+"""Rollout correction: learning from samples of a slightly different policy (sources: docs/correction.md).
 
 Rollouts in low precision, by other kernels or under older weights come from a policy pi_rollout that is not
 the learner's own pi_old. Per response token, and for a whole response y of n sampled tokens:
@@ -9,9 +8,9 @@ the learner's own pi_old. Per response token, and for a whole response y of n sa
     rho_y   = exp(clamp(sum of delta_t, -20, 20))
 
     weight      w = rho_t or rho_y; outside [lo, hi] truncated to the nearest bound (TIS) or 0 (IcePop)
-    reject      out of the loss and of its mean: tokens with rho_t, or responses with rho_y, exp(mean delta_t) or
-                mean (rho_t - 1 - delta_t) outside [lo, hi]; bounds mean what they say, on the ratio itself
-    veto        out, too: responses with any rho_t below the threshold
+    reject      left out of the loss and its mean: tokens with rho_t, or responses with rho_y,
+                exp(mean delta_t) or mean (rho_t - 1 - delta_t), outside [lo, hi]
+    veto        left out, too: responses with any rho_t below the threshold
 
 The objective becomes w min(r A, clip(r) A) with r = pi_theta / pi_old (decoupled PPO, arXiv 2110.00641); w
 has no gradient. In bypass mode there are no weights: r = pi_theta / pi_rollout is the correction, and what is
@@ -26,13 +25,12 @@ import torch
 
 from paceline.config import CorrectionConfig
 from paceline.learning.batch import MicroBatch
-
-CLAMP = 20.0  # exp(20) is 5e8: wide enough to mean "hopeless", narrow enough to be squared and summed
+from paceline.learning.logprobs import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Over the response tokens of a micro-batch; nothing here has a gradient."""
+    """What the correction says about the response tokens of a micro-batch; nothing here has a gradient."""
 
     delta_R: torch.Tensor  # 0 outside the loss
     weights_R: torch.Tensor  # 1 where the recipe has no weights; not yet normalised
@@ -41,11 +39,12 @@ class Correction:
 
     @property
     def counted_R(self) -> torch.Tensor:
-        """Loss tokens that are left with any weight."""
+        """Returns the loss tokens that are left with any weight."""
         return self.kept_R & (self.weights_R > 0)
 
 
 def correct(config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor) -> Correction:
+    """Computes weights and rejections from the learner's and the rollout's logprobs."""
     delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
     weights_R, clipped_R = _weights(config, batch, delta_R)
     return Correction(
@@ -60,22 +59,24 @@ def corrected(
     learner_logprobs_R: torch.Tensor,
     mean_weight: float,
 ) -> MicroBatch:
-    """The micro-batch as the algorithm is to see it. Weights go into the advantages: w >= 0 passes through
-    the clipped minimum.
+    """Returns the micro-batch as the algorithm is to see it.
+
+    Weights go into the advantages: being >= 0, they pass through the clipped minimum unchanged.
     """
-    anchor_R = learner_logprobs_R.detach() if config.mode == "decoupled" else batch.rollout_logprobs_R
+    old_R = learner_logprobs_R.detach() if config.mode == "decoupled" else batch.rollout_logprobs_R
     advantages_R = batch.advantages_R * correction.weights_R / mean_weight
-    return replace(batch, mask_R=correction.kept_R, advantages_R=advantages_R, anchor_logprobs_R=anchor_R)
+    return replace(batch, mask_R=correction.kept_R, advantages_R=advantages_R, old_logprobs_R=old_R)
 
 
 def k3(delta_R: torch.Tensor) -> torch.Tensor:
-    """exp(delta) - 1 - delta (Schulman 2020): an estimate of KL(rollout, learner) that is never negative."""
-    clamped_R = delta_R.clamp(-CLAMP, CLAMP)
+    """Returns exp(delta) - 1 - delta (Schulman 2020), an estimate of KL(rollout, learner), never negative."""
+    clamped_R = delta_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return clamped_R.exp() - 1 - clamped_R
 
 
 def ratio(delta: torch.Tensor) -> torch.Tensor:
-    return delta.clamp(-CLAMP, CLAMP).exp()
+    """Returns exp(delta), with delta clamped."""
+    return delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _weights(
@@ -106,8 +107,9 @@ def _rejected(config: CorrectionConfig, batch: MicroBatch, delta_R: torch.Tensor
 
 
 def _statistic(reject: str, batch: MicroBatch, delta_R: torch.Tensor) -> torch.Tensor:
-    """What is held against the bounds, at every token. delta is 0 outside the loss, where its ratio is 1 and
-    its k3 is 0.
+    """Returns the number that is compared with the bounds, at every token.
+
+    Outside the loss delta is 0, so the ratio is 1 and k3 is 0.
     """
     if reject == "token":
         return ratio(delta_R)

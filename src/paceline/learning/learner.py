@@ -1,10 +1,9 @@
-"""One policy update from the groups of a step: advantages, packed forward and backward, optimiser step,
-metrics.
+"""One policy update from the groups of a step: advantages, forward and backward, optimiser step, metrics.
 
-Which advantages and which loss is the algorithm's business (`algorithms/`), what to do about samples of
-another policy that of `correction.py`. When memory runs out, the micro-batches of the optimiser step at hand
-are cut half as large and it starts over: gradients are sums over the step, so it ends where it would have
-ended with the smaller size from the beginning.
+Advantages and loss are the algorithm's (`algorithms/`); what to do about samples of another policy is decided
+in `correction.py`. When memory runs out, the micro-batches of the optimiser step at hand are made half as
+large and it starts over: gradients are sums over the step, so it ends where it would have ended with the
+smaller size from the beginning.
 
 The learner's own logprobs before the update come out of the forward pass that learns, where that is the
 step's only one. A forward pass of their own (the old-logprobs pass) is needed where several updates compare
@@ -23,10 +22,10 @@ import torch
 from paceline.config import Config
 from paceline.learning.algorithms import make_algorithm
 from paceline.learning.algorithms.base import Advantage, LogRatios, token_weights
-from paceline.learning.batch import MicroBatch, TrainingSequence, cut, pack, training_sequence
+from paceline.learning.batch import MicroBatch, TrainingSequence, pack, split_by_tokens, training_sequence
 from paceline.learning.correction import correct, corrected
 from paceline.learning.logprobs import token_logprobs
-from paceline.learning.mismatch import Mismatch, measure, total
+from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
 from paceline.policy.attention import AttentionObserver
@@ -35,10 +34,17 @@ from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.types import Group
 
 T = TypeVar("T")
+
+# Called with the mismatch of a step before the weights move; what it raises stops the update.
 Inspect = Callable[[Mismatch], None]
+
+# Weights with a smaller mean are not normalised: dividing by it would only amplify rounding.
+MIN_MEAN_WEIGHT = 1e-8
 
 
 class Learner:
+    """Updates a policy from groups of samples, with its own optimiser and, for a KL, reference policy."""
+
     def __init__(
         self, policy: Decoder, config: Config, warn: Callable[[str], None] = lambda message: None
     ) -> None:
@@ -48,9 +54,8 @@ class Learner:
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
-        self.observe_attention: AttentionObserver | None = (
-            None  # sees the q, k and v of every training forward pass
-        )
+        # Sees the q, k and v of every training forward pass.
+        self.observe_attention: AttentionObserver | None = None
         policy.activation_checkpointing = config.policy.activation_checkpointing
         updates = config.run.steps * self.config.epochs * self.config.minibatches
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
@@ -59,9 +64,10 @@ class Learner:
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
 
     def update(self, groups: Sequence[Group], inspect: Inspect = lambda mismatch: None) -> dict[str, float]:
-        """Metrics under `policy/`, `mismatch/` and `correction/`. A step without signal (every advantage
-        zero) leaves the weights alone and says so. `inspect` sees the mismatch before the weights move;
-        what it raises leaves everything as it was.
+        """Updates the policy; returns metrics under `policy/`, `mismatch/` and `correction/`.
+
+        A step without signal (every advantage zero) leaves the weights alone and reports itself as skipped.
+        `inspect` sees the mismatch before the weights move; what it raises leaves everything as it was.
         """
         totals = UpdateTotals()
         log_ratios = None
@@ -107,7 +113,7 @@ class Learner:
             return self._backward(batch, total_tokens, len(sequences), mean_weight)
 
         sums = [result for _, result in self._over_micro_batches(sequences, backward, totals)]
-        mismatch = total(s.mismatch for s in sums)
+        mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
             if totals.mismatch is None:
                 totals.mismatch = mismatch
@@ -133,8 +139,9 @@ class Learner:
         totals.add_update(sums, scale, norm, learning_rate)
 
     def _rejection_scale(self, mismatch: Mismatch, total_tokens: int, total_sequences: int) -> float:
-        """Means run over what was kept, and how much that is turns out only when every micro-batch has been
-        through.
+        """Returns the factor that makes the loss a mean over what was kept.
+
+        How much was kept is known only after the last micro-batch, so gradients are scaled afterwards.
         """
         if self.config.loss_mean == "token":
             return total_tokens / (total_tokens - mismatch.rejected_tokens)
@@ -148,12 +155,14 @@ class Learner:
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = correct(self.config.correction, batch, learner_R)
-        mismatch = measure(batch, correction, learner_R, self.config.correction.weight != "none")
-        seen = corrected(self.config.correction, batch, correction, learner_R, mean_weight)
-        in_loss = self.reference is not None and not self.algorithm.kl_in_reward
-        reference_R = self._reference_logprobs(batch) if in_loss else None
-        token_loss = self.algorithm.token_loss(seen, logprobs_R, reference_R)
-        weights_R = token_weights(self.config.loss_mean, seen, total_tokens, total_sequences, self.max_tokens)
+        mismatch = measure_mismatch(batch, correction, learner_R, self.config.correction.weight != "none")
+        corrected_batch = corrected(self.config.correction, batch, correction, learner_R, mean_weight)
+        kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
+        reference_R = self._reference_logprobs(batch) if kl_in_loss else None
+        token_loss = self.algorithm.token_loss(corrected_batch, logprobs_R, reference_R)
+        weights_R = token_weights(
+            self.config.loss_mean, corrected_batch, total_tokens, total_sequences, self.max_tokens
+        )
         loss = (token_loss.loss_R * weights_R.to(logprobs_R.dtype)).sum()
         loss.backward()
         delta_R = (logprobs_R.detach() - batch.rollout_logprobs_R)[batch.mask_R]
@@ -161,7 +170,7 @@ class Learner:
             loss=loss.item(),
             tokens=int(batch.mask_R.sum()),
             entropy=float(entropies_R[batch.mask_R].sum()),
-            clipped=float(token_loss.clipped_R[seen.mask_R].sum()),
+            clipped=float(token_loss.clipped_R[corrected_batch.mask_R].sum()),
             reference_kl=float(token_loss.reference_kl_R[batch.mask_R].sum()),
             approximate_kl=float((delta_R.exp() - 1 - delta_R).sum()),
             largest_delta=float(delta_R.abs().max()) if len(delta_R) else 0.0,
@@ -172,12 +181,12 @@ class Learner:
     def _old_logprobs_pass(
         self, rows: list[list[TrainingSequence]], totals: UpdateTotals
     ) -> tuple[list[list[TrainingSequence]], Mismatch]:
-        """The sequences with the learner's own logprobs, and the mismatch of the whole step."""
+        """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step."""
 
         def compute(batch: MicroBatch) -> tuple[list[float], Mismatch]:
             logprobs_R = token_logprobs(self.policy, batch)[0]
             correction = correct(self.config.correction, batch, logprobs_R)
-            return logprobs_R.tolist(), measure(
+            return logprobs_R.tolist(), measure_mismatch(
                 batch, correction, logprobs_R, self.config.correction.weight != "none"
             )
 
@@ -190,10 +199,10 @@ class Learner:
             rows = [
                 [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in row] for row in rows
             ]
-        return rows, total(mismatch for _, (_, mismatch) in results)
+        return rows, sum_mismatches(mismatch for _, (_, mismatch) in results)
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
-        """What normalising divides by; 1 where it is off or would divide by nothing."""
+        """Returns what normalising divides by; 1 where it is off or would divide by nothing."""
         if not self.config.correction.normalise:
             return 1.0
         per_token = self.config.correction.weight == "token"
@@ -202,18 +211,15 @@ class Learner:
             if per_token
             else mismatch.sequence_weight / max(1.0, mismatch.sequences)
         )
-        return mean if mean > 1e-8 else 1.0
+        return mean if mean > MIN_MEAN_WEIGHT else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        own_routing = replace(batch, replay=None)  # the replayed experts are another policy's choice
         with torch.no_grad(), adapters_off(self.reference):
-            return token_logprobs(self.reference, replace(batch, replay=None))[
-                0
-            ]  # another policy: its routing is its own
+            return token_logprobs(self.reference, own_routing)[0]
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
-        """Of the rollout policy to the reference, at every response token; a sample without tokens has
-        none.
-        """
+        """Returns log pi_rollout - log pi_reference of every response token, by group and sample."""
         rows = [[training_sequence(sample.completion) for sample in group.samples] for group in groups]
         answered = [sequence for row in rows for sequence in row if sequence.loss_mask]
         found: dict[int, list[float]] = {}
@@ -230,11 +236,9 @@ class Learner:
     def _over_micro_batches(
         self, sequences: Sequence[TrainingSequence], compute: Callable[[MicroBatch], T], totals: UpdateTotals
     ) -> list[tuple[list[TrainingSequence], T]]:
-        """`compute` on every micro-batch; out of memory, all of them again with half the tokens, gradients
-        included.
-        """
+        """Computes all micro-batches; out of memory, all of them again (gradients, too) at half the size."""
         while True:
-            parts = cut(sequences, self.token_budget)
+            parts = split_by_tokens(sequences, self.token_budget)
             try:
                 return [(part, compute(pack(part, self.policy.device))) for part in parts]
             except torch.OutOfMemoryError as error:
@@ -248,20 +252,21 @@ class Learner:
         if all(len(part) == 1 for part in parts):
             longest = len(parts[0][0].tokens)
             raise torch.OutOfMemoryError(
-                f"learning from a single response (up to {longest} tokens) does not fit in memory: lower "
-                "rollout.max_tokens, "
-                f"set policy.activation_checkpointing=true, or use policy.lora.rank. {reason}"
+                f"learning from a single response (up to {longest} tokens) does not fit in memory: "
+                "lower rollout.max_tokens, set policy.activation_checkpointing=true, "
+                f"or use policy.lora.rank. {reason}"
             )
-        before, self.token_budget = self.token_budget, self.token_budget // 2
+        before = self.token_budget
+        self.token_budget //= 2
         self.warn(
-            f"learner out of memory: micro-batches of {before} tokens become {self.token_budget}, and the "
-            "optimiser step starts over; "
+            f"learner out of memory: micro-batches of {before} tokens become {self.token_budget}, "
+            "and the optimiser step starts over; "
             f"set learning.micro_batch_tokens={self.token_budget} to begin there"
         )
 
 
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:
-    """One per sample that has tokens, in the group's order."""
+    """Returns a sequence per sample that has tokens, in the group's order."""
     return [
         replace(
             training_sequence(sample.completion), advantage=advantage.value, penalties=advantage.penalties
@@ -274,7 +279,7 @@ def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequen
 def _split(
     part: list[TrainingSequence], values: list[float]
 ) -> Iterator[tuple[TrainingSequence, list[float]]]:
-    """Numbers over the response tokens of a micro-batch, handed back to its sequences."""
+    """Splits numbers over the response tokens of a micro-batch by its sequences."""
     start = 0
     for sequence in part:
         stop = start + len(sequence.loss_mask)

@@ -6,18 +6,22 @@ from torch.utils.checkpoint import checkpoint
 from paceline.learning.batch import MicroBatch
 from paceline.policy.decoder import Decoder
 
-CHUNK_ELEMENTS = 1 << 24  # logits per chunk: 64 MiB in float32
+# Logits per chunk: 64 MiB in float32.
+CHUNK_ELEMENTS = 1 << 24
+
+# Differences of logprobs are clamped to this size before exp, in nats. exp(20) is 5e8: wide enough to mean
+# "hopeless", narrow enough to be squared and summed.
+MAX_LOG_RATIO = 20.0
 
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logprobs_R` at each token's own temperature, and `entropies_R` (no gradient) of the same
-    distribution.
-    """
+    """Returns `logprobs_R` at each token's own temperature and `entropies_R`, which have no gradient."""
     hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
         batch.predictors_R
     ]
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
-    logprobs, entropies = [], []
+    logprobs = []
+    entropies = []
     for part in zip(
         *(x.split(chunk) for x in (hidden_RE, batch.targets_R, batch.temperatures_R)), strict=True
     ):

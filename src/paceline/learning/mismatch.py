@@ -1,8 +1,7 @@
-"""How far the policy that sampled is from the learner's, and what the correction made of it: measured at
-every step.
+"""The mismatch between the policy that sampled and the learner's, measured at every step.
 
-Taken before the weights move, so that it is the mismatch and not the update. It adds up over micro-batches:
-all fields are sums, except the largest difference.
+It is taken before the weights move, so that it shows the mismatch and not the update. It adds up over
+micro-batches: all fields are sums, except the largest difference.
 """
 
 import math
@@ -12,12 +11,13 @@ from dataclasses import dataclass, fields
 import torch
 
 from paceline.learning.batch import MicroBatch
-from paceline.learning.correction import CLAMP, Correction, k3, ratio
+from paceline.learning.correction import Correction, k3, ratio
+from paceline.learning.logprobs import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over sampled tokens and the responses that have any. delta and rho are those of correction.py."""
+    """Sums over sampled tokens and the responses that have any; delta and rho are those of correction.py."""
 
     tokens: float = 0.0
     sequences: float = 0.0
@@ -35,7 +35,7 @@ class Mismatch:
     masked: float = 0.0
     rejected_tokens: float = 0.0
     rejected_sequences: float = 0.0
-    routed: float = 0.0  # (token, layer with experts) pairs whose routing was replayed
+    routed: float = 0.0  # (token, MoE layer) pairs whose routing was replayed
     rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
 
@@ -46,15 +46,18 @@ class Mismatch:
 
     @property
     def finite(self) -> bool:
+        """Returns whether every token has a usable logprob on both sides."""
         return self.not_finite == 0
 
     @property
     def kl(self) -> float:
-        """E[-delta], the plain estimate of KL(rollout, learner)."""
+        """Returns E[-delta], the plain estimate of KL(rollout, learner)."""
         return -self.log_ratio / max(1.0, self.tokens)
 
     def metrics(self) -> dict[str, float]:
-        tokens, sequences = max(1.0, self.tokens), max(1.0, self.sequences)
+        """Returns the means under their `mismatch/` and `correction/` names (docs/metrics.md)."""
+        tokens = max(1.0, self.tokens)
+        sequences = max(1.0, self.sequences)
         squared = self.squared_effective_weight
         return {
             "mismatch/kl": self.kl,
@@ -62,7 +65,7 @@ class Mismatch:
             "mismatch/chi2_token": self.squared_ratio / tokens - 1,
             "mismatch/chi2_sequence": self.squared_sequence_ratio / sequences - 1,
             "mismatch/perplexity_ratio": math.exp(
-                min(max(self.log_perplexity_ratio / sequences, -CLAMP), CLAMP)
+                min(max(self.log_perplexity_ratio / sequences, -MAX_LOG_RATIO), MAX_LOG_RATIO)
             ),
             "mismatch/largest_probability_difference": self.largest_probability_difference,
             **({"mismatch/rerouted": self.rerouted / self.routed} if self.routed else {}),
@@ -74,13 +77,15 @@ class Mismatch:
         }
 
 
-def measure(
+def measure_mismatch(
     batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
 ) -> Mismatch:
-    """`batch` as it came, before it was corrected; `weighted`: the recipe has weights, and they are what the
-    ESS is about.
+    """Measures a micro-batch, given as it was before its correction.
+
+    With `weighted` the effective sample size is that of the recipe's weights, else that of the ratios.
     """
-    mask_R, delta_R = batch.mask_R, correction.delta_R
+    mask_R = batch.mask_R
+    delta_R = correction.delta_R
     rho_R = ratio(delta_R)
     tokens_B = batch.sequence_sums(mask_R.double())
     some_B = tokens_B > 0
@@ -111,11 +116,11 @@ def measure(
         if len(mask_R)
         else torch.zeros(()),
     }
-    numbers = torch.stack(
-        [value.double().to(delta_R.device) for value in values.values()]
-    ).tolist()  # one transfer
+    stacked = torch.stack([value.double().to(delta_R.device) for value in values.values()])
+    numbers = stacked.tolist()  # one transfer from the GPU
     return Mismatch(**dict(zip(values, numbers, strict=True)))
 
 
-def total(parts: Iterable[Mismatch]) -> Mismatch:
+def sum_mismatches(parts: Iterable[Mismatch]) -> Mismatch:
+    """Adds up the mismatch of several micro-batches."""
     return sum(parts, start=Mismatch())

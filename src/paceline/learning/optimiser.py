@@ -1,12 +1,12 @@
-"""AdamW over float32 masters: a bf16 weight would swallow a step of 1e-6.
+"""AdamW over float32 master weights: a bf16 weight would round a step of 1e-6 away.
 
 Parameters that are float32 (or wider) are their own masters. Others get a float32 copy, which is what is
-optimised; the result is rounded back into the parameter's own storage, so whoever reads that storage sees the
-new weights.
+optimised; the result is rounded back into the parameter's own storage, so that all who share that storage see
+the new weights.
 
-A step goes through the parameters in pieces of bounded size. Of an 8B model all at once, float32 gradients
-and denominators would take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients; in pieces
-they take half of one.
+A step goes through the parameters in pieces of bounded size. For all of an 8B model at once, float32
+gradients and denominators would take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients;
+in pieces they take half a gigabyte.
 """
 
 import math
@@ -17,9 +17,14 @@ import torch
 
 from paceline.config import LearningConfig
 
-PIECE_ELEMENTS = (
-    1 << 26
-)  # a step works on this many at a time: 256 MiB of float32 for the gradients, as much for the denominators
+# Elements that a step works on at a time: 256 MiB of float32 gradients, and as much for the denominators.
+PIECE_ELEMENTS = 1 << 26
+
+# Added to the root of the second moment.
+ADAM_EPSILON = 1e-8
+
+# Added to the gradient norm before dividing by it.
+NORM_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Piece:
 
 
 class MasterAdamW:
+    """AdamW with master weights, gradient clipping and the recipe's learning rate schedule."""
+
     def __init__(
         self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_steps: int
     ) -> None:
@@ -46,8 +53,9 @@ class MasterAdamW:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step about to be taken."""
-        config, step = self.config, self.steps
+        """Returns the learning rate of the step about to be taken."""
+        config = self.config
+        step = self.steps
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
         progress = min(1.0, (step - config.warmup_steps) / max(1, self.total_steps - config.warmup_steps))
@@ -60,10 +68,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> float:
-        """Scales, clips, updates, clears the gradients; returns the gradient norm before clipping.
+        """Scales and clips the gradients, updates the weights, discards the gradients.
 
-        A norm that is not finite leaves weights and moments as they were: the caller reports the skipped
-        step.
+        Returns the gradient norm before clipping. A norm that is not finite leaves weights and moments as
+        they were: the caller reports the skipped step.
         """
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=m.dtype)
@@ -72,7 +80,8 @@ class MasterAdamW:
         ]
         norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if torch.isfinite(norm):
-            self._adamw(scale * torch.clamp(self.config.max_grad_norm / (norm + 1e-6), max=1.0))
+            clip = torch.clamp(self.config.max_grad_norm / (norm + NORM_EPSILON), max=1.0)
+            self._adamw(scale * clip)
             for master, (_, parameter) in zip(self.masters, self.named, strict=True):
                 if master.data_ptr() != parameter.data_ptr():
                     parameter.copy_(master)
@@ -80,14 +89,18 @@ class MasterAdamW:
         return float(norm)
 
     def discard_gradients(self) -> None:
+        """Releases the gradients."""
         for _, parameter in self.named:
             parameter.grad = None
 
     def _adamw(self, scale: torch.Tensor) -> None:
-        """Of `scale` times the gradients. Decoupled weight decay (arXiv 1711.05101, algorithm 2), on matrices
-        only.
+        """Takes a step with `scale` times the gradients.
+
+        Weight decay is decoupled (arXiv 1711.05101, algorithm 2) and on matrices only.
         """
-        lr, beta1, beta2 = self.learning_rate, self.config.beta1, self.config.beta2
+        lr = self.learning_rate
+        beta1 = self.config.beta1
+        beta2 = self.config.beta2
         self.steps += 1
         for pieces in self._pieces:
             masters, first, second = (
@@ -101,7 +114,7 @@ class MasterAdamW:
             torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
             denominators = torch._foreach_sqrt(second)
             torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
-            torch._foreach_add_(denominators, 1e-8)
+            torch._foreach_add_(denominators, ADAM_EPSILON)
             matrices = [
                 m for m, piece in zip(masters, pieces, strict=True) if self.masters[piece.index].ndim > 1
             ]
@@ -113,14 +126,15 @@ class MasterAdamW:
         return [tensors[piece.index].view(-1)[piece.start : piece.stop] for piece in pieces]
 
     def _gradient(self, piece: Piece) -> torch.Tensor:
-        """In the master's type; zeros for a parameter that got none."""
-        master, (_, parameter) = self.masters[piece.index], self.named[piece.index]
+        """Returns a piece of a gradient in the master's type; zeros for a parameter that has none."""
+        master = self.masters[piece.index]
+        _, parameter = self.named[piece.index]
         if parameter.grad is None:
             return master.new_zeros(piece.stop - piece.start)
         return parameter.grad.reshape(-1)[piece.start : piece.stop].to(master.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything but `steps`, by name; masters only where they are not the parameters themselves."""
+        """Returns moments and masters by name, masters only where they are not the parameters themselves."""
         tensors: dict[str, torch.Tensor] = {}
         for (name, parameter), master, first, second in zip(
             self.named, self.masters, self.first_moments, self.second_moments, strict=True
@@ -132,14 +146,16 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], steps: int) -> None:
+        """Takes over what `state` returned, and the number of steps taken until then."""
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
         self.steps = steps
 
 
 def cut_into_pieces(sizes: list[int], limit: int) -> list[list[Piece]]:
-    """Groups of pieces with at most `limit` elements together, in order; a large parameter is cut, small ones
-    share a group.
+    """Returns groups of pieces with at most `limit` elements together, in order.
+
+    A large parameter is cut, small ones share a group.
     """
     groups: list[list[Piece]] = [[]]
     room = limit

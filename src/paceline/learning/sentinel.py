@@ -179,7 +179,7 @@ class Sentinel:
         }
 
     @property
-    def hopeless(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run should stop; empty while it may go on."""
         if self.failed_steps < MAX_FAILED_STEPS:
             return ""

@@ -1,6 +1,4 @@
-"""Supervised warm-up: next-token training on prompt and response pairs, with the learner's own packing and
-optimiser.
-"""
+"""Supervised fine-tuning on prompt and response pairs, with the learner's own packing and optimiser."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from paceline.policy.decoder import Decoder
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and a response to learn, in tokens."""
+    """A prompt and the response to imitate, as tokens."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]  # ends with the end token

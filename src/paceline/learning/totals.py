@@ -1,19 +1,18 @@
-"""What an update did, summed over micro-batches and optimiser steps, as metrics (docs/metrics.md)."""
+"""Sums over the micro-batches and optimiser steps of an update, and the metrics made of them."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.learning.logprobs import MAX_LOG_RATIO
 from paceline.learning.mismatch import Mismatch
 
 
 @dataclass(frozen=True)
 class MicroBatchSums:
-    """Sums over the loss tokens of a micro-batch; `loss` is weighed for its optimiser step as if nothing were
-    rejected.
-    """
+    """Sums over the loss tokens of a micro-batch."""
 
-    loss: float
+    loss: float  # weighted for its optimiser step as if nothing were rejected
     tokens: int
     entropy: float
     clipped: float
@@ -25,6 +24,8 @@ class MicroBatchSums:
 
 @dataclass
 class UpdateTotals:
+    """What the update of one RL step did; the learner adds to it as it goes."""
+
     micro_batches: list[MicroBatchSums] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # one per optimiser step
     mismatch: Mismatch | None = None  # before the weights moved; None: not known yet
@@ -40,8 +41,9 @@ class UpdateTotals:
     def add_update(
         self, sums: Sequence[MicroBatchSums], scale: float, gradient_norm: float, learning_rate: float
     ) -> None:
-        """An optimiser step whose gradients were multiplied by `scale`; it left the weights alone if the norm
-        is not finite.
+        """Adds an optimiser step whose gradients were multiplied by `scale`.
+
+        Where the gradient norm is not finite, the step left the weights alone.
         """
         self.micro_batches += sums
         self.losses.append(scale * sum(s.loss for s in sums))
@@ -52,12 +54,13 @@ class UpdateTotals:
         self.learning_rate = learning_rate
 
     def add_masked_update(self, sums: Sequence[MicroBatchSums], learning_rate: float) -> None:
-        """The correction left no token to learn from."""
+        """Adds an update that was skipped because the correction left no token to learn from."""
         self.micro_batches += sums
         self.masked_updates += 1
         self.add_skipped_update(learning_rate)
 
     def add_skipped_update(self, learning_rate: float) -> None:
+        """Adds an update that was skipped because it had no tokens in the loss."""
         self.updates += 1
         self.skipped_updates += 1
         self.learning_rate = learning_rate
@@ -67,11 +70,11 @@ class UpdateTotals:
         counted = [
             x for ratios, mask in sequences for x, sampled in zip(ratios, mask, strict=True) if sampled
         ]
-        self.rollout_reference_kl = sum(math.exp(min(20.0, -x)) - 1 + x for x in counted) / max(
-            1, len(counted)
-        )
+        k3 = sum(math.exp(min(MAX_LOG_RATIO, -x)) - 1 + x for x in counted)
+        self.rollout_reference_kl = k3 / max(1, len(counted))
 
     def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the update (docs/metrics.md)."""
         tokens = max(1, sum(sums.tokens for sums in self.micro_batches))
 
         def mean(name: str) -> float:
@@ -96,4 +99,5 @@ class UpdateTotals:
         }
 
     def mismatch_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the mismatch, where it was measured."""
         return {} if self.mismatch is None else self.mismatch.metrics()

@@ -2,7 +2,7 @@
 
 Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts
 from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response`, or with
-a task that can demonstrate its own problems, it warms up any policy.
+a task that can demonstrate its own problems, it fine-tunes any policy.
 """
 
 import json
@@ -22,16 +22,28 @@ from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks import running_sums
 from paceline.tasks.task import Task
 
+# Share of careful answers in the mix that RL starts from.
 CAREFUL_SHARE = 0.3
+
+# Examples per optimiser step of the built-in policy.
 BATCH_SIZE = 64
-# A fresh policy's context in tokens, and its depth: it is to be trained on a CPU within a quarter of an hour.
+
+# Context of a fresh policy in tokens, and its depth: it is to be trained on a CPU within a quarter of an hour.
 FRESH_POSITIONS = 1024
 FRESH_LAYERS = 4
+
+# Optimiser steps over which the learning rate rises.
+LR_WARMUP_STEPS = 20
+
+# Called with the step, the number of steps and the loss.
 Progress = Callable[[int, int, float], None]
 
 
 def builtin_config(family: str = "llama") -> DecoderConfig:
-    """Deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop."""
+    """Returns the built-in policy's shape for a family.
+
+    It is deep and thin: many small steps make the engine's overheads and the long tail visible on a laptop.
+    """
     dense = DecoderConfig(
         family="llama",
         vocab_size=len(running_sums.ALPHABET) + 1,
@@ -47,7 +59,7 @@ def builtin_config(family: str = "llama") -> DecoderConfig:
     )
     if family == "llama":
         return dense
-    if family == "qwen3_moe":  # two experts of eight do a token's work of the dense one
+    if family == "qwen3_moe":  # two of eight experts take as much work per token as the dense feed-forward
         experts = dict(
             num_experts=8,
             num_experts_per_token=2,
@@ -61,11 +73,17 @@ def builtin_config(family: str = "llama") -> DecoderConfig:
 def make_builtin(
     folder: Path, seed: int, careful_steps: int, mixed_steps: int, progress: Progress, family: str = "llama"
 ) -> None:
+    """Trains the built-in policy and writes it to `folder`."""
     tokenizer = character_tokenizer(running_sums.ALPHABET)
     policy = Decoder(builtin_config(family)).initialise(seed)
     total = careful_steps + mixed_steps
     settings = LearningConfig(
-        lr=3e-3, lr_schedule="cosine", warmup_steps=20, beta2=0.98, weight_decay=0.01, micro_batch_tokens=2048
+        lr=3e-3,
+        lr_schedule="cosine",
+        warmup_steps=LR_WARMUP_STEPS,
+        beta2=0.98,
+        weight_decay=0.01,
+        micro_batch_tokens=2048,
     )
     batches = _builtin_batches(tokenizer, seed, careful_steps, total)
     train_supervised(policy, batches, total, settings, lambda step, loss: progress(step, total, loss))
@@ -180,7 +198,7 @@ def _train(
     learning = LearningConfig(
         lr=settings.lr,
         lr_schedule="cosine",
-        warmup_steps=min(20, total // 10),
+        warmup_steps=min(LR_WARMUP_STEPS, total // 10),
         micro_batch_tokens=settings.micro_batch_tokens,
     )
     train_supervised(policy, batches(), total, learning, lambda step, loss: progress(step, total, loss))

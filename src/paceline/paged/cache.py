@@ -1,6 +1,8 @@
-"""The paged KV cache, addressed in blocks of BLOCK_SIZE tokens. Most often all layers share one tensor:
+"""The paged KV cache, addressed in blocks of BLOCK_SIZE tokens.
 
-storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
+Most often all layers share one tensor:
+
+    storage_L2NBHD   layer, K or V, block, token within the block, kv head, head dim
 
 Layers may differ in type (E4M3, or the policy's own where FP8 was too coarse); each type has a tensor of its
 own then. E4M3 comes with a scale per layer, K or V, and kv head, which lies on the device and is whatever
@@ -18,14 +20,18 @@ from paceline.paged.storage import PagedStorage
 from paceline.policy.config import DecoderConfig
 from paceline.types import Routing
 
+# Tokens of a block.
 BLOCK_SIZE = 16
 
 
 def blocks_for(tokens: int) -> int:
+    """Returns how many blocks hold so many tokens."""
     return -(-tokens // BLOCK_SIZE)
 
 
 class KVCache:
+    """Keys and values of every layer in blocks; on a GPU its addresses never change (`storage.py`)."""
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -35,10 +41,14 @@ class KVCache:
         scales_L2H: torch.Tensor | None = None,
         records_routing: bool = False,
     ) -> None:
-        """One type for all layers, or one for each; E4M3 wants `scales_L2H`. `records_routing`: also which
-        experts each token was sent to.
+        """Allocates `num_blocks` blocks, with one type for all layers or one for each.
+
+        E4M3 needs `scales_L2H`. With `records_routing` the cache also keeps which experts ran each token.
         """
-        self.config, self.num_blocks, self.device, self.scales_L2H = config, num_blocks, device, scales_L2H
+        self.config = config
+        self.num_blocks = num_blocks
+        self.device = device
+        self.scales_L2H = scales_L2H
         dtypes = [dtype] * config.num_layers if isinstance(dtype, torch.dtype) else list(dtype)
         self.storages = {
             kind: PagedStorage(
@@ -53,13 +63,13 @@ class KVCache:
         self.routing = RoutingRecord(config, num_blocks, BLOCK_SIZE, device) if records_routing else None
 
     def blocks_with(self, dtypes: Sequence[torch.dtype], at_least: int) -> int:
-        """How many blocks a cache of these types has in the same memory; `at_least` may ask for more, and
-        there are never more than now.
+        """Returns how many blocks a cache of these types has in the same memory.
+
+        `at_least` may ask for more; there are never more than now.
         """
-        block_bytes = (
-            sum(token_bytes(1, self.config.num_kv_heads, self.config.head_dim, dtype) for dtype in dtypes)
-            * BLOCK_SIZE
-        )
+        shape = self.config
+        layer_bytes = (token_bytes(1, shape.num_kv_heads, shape.head_dim, dtype) for dtype in dtypes)
+        block_bytes = sum(layer_bytes) * BLOCK_SIZE
         return min(self.num_blocks, max(self.num_bytes // block_bytes, at_least))
 
     @property
@@ -69,10 +79,12 @@ class KVCache:
         return storage.tensor
 
     def wake(self) -> None:
+        """Takes memory again, filled with zeros."""
         for storage in self._all_storages():
             storage.wake()
 
     def sleep(self) -> None:
+        """Gives the memory back; what was cached is lost."""
         for storage in self._all_storages():
             storage.sleep()
 
@@ -80,22 +92,23 @@ class KVCache:
         return [*self.storages.values(), *([] if self.routing is None else [self.routing.storage])]
 
     def routing_of(self, blocks: list[int], tokens: int) -> Routing | None:
-        """Of the first tokens in `blocks`; None where nobody wants it."""
+        """Returns the routing of the first `tokens` tokens in `blocks`; None where it is not recorded."""
         return None if self.routing is None else self.routing.read(blocks, tokens)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a layer's K and V, `[num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]` each."""
         kind, place = self.places[index]
         storage_2NBHD = self.storages[kind].tensor[place]
         return storage_2NBHD[0], storage_2NBHD[1]
 
     def scales(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of K and V of this layer, per kv head; None where the layer is not in E4M3."""
+        """Returns the scales of a layer's K and V, per kv head; None where the layer is not in E4M3."""
         if self.places[index][0] != E4M3:
             return None, None
         return self.scales_L2H[index, 0], self.scales_L2H[index, 1]
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """All layers at once; no target may be a source."""
+        """Copies blocks of all layers at once; no target may be a source."""
         source, target = (torch.tensor(x, device=self.device) for x in (sources, targets))
         for storage in self.storages.values():
             # As integers of the same width: not every torch can index E4M3.
@@ -106,4 +119,5 @@ class KVCache:
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the bytes that a token's keys and values take."""
     return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize

@@ -19,7 +19,8 @@ from paceline.kernels.fp8_linear import fp8_linear
 from paceline.kernels.fp8_moe import fp8_run_experts
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.linear import linear
-from paceline.kernels.moe import route, run_experts
+from paceline.kernels.moe import run_experts
+from paceline.kernels.moe_routing import route
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
@@ -29,12 +30,17 @@ from paceline.paged.cache import KVCache
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights
 
+# By layer: the hidden states that entered it, `[T, E]`.
 Captured = dict[int, torch.Tensor]
-Rows = torch.Tensor | QuantisedRows
-AttendCache = Callable[[torch.Tensor, int], Rows]  # q_THD, layer; heads side by side
+# What a projection takes: plain rows, or rows quantised for an FP8 product.
+Activations = torch.Tensor | QuantisedRows
+# Takes q_THD and the layer; returns the heads side by side.
+AttendCache = Callable[[torch.Tensor, int], Activations]
 
 
 class PagedForward:
+    """Runs a policy's layers over a paged cache: prompts by `prefill`, running rows by `decode`."""
+
     def __init__(
         self,
         policy: Decoder,
@@ -43,6 +49,7 @@ class PagedForward:
         captured_layers: Iterable[int] = (),
         quantised: QuantisedWeights | None = None,
     ) -> None:
+        """`captured_layers`: the layers whose inputs are handed out; `quantised`: FP8 weights to use."""
         self.policy = policy
         self.cache = cache
         self.captured_layers = frozenset(captured_layers)
@@ -59,14 +66,14 @@ class PagedForward:
         table_RB: torch.Tensor,
         context_R: torch.Tensor,
     ) -> tuple[torch.Tensor, Captured]:
-        """Q queries per row; `context_R` is the first query's position, negative for a row that is not
-        active.
+        """Runs Q queries per row.
 
-        Returns the final hidden states and those that entered each captured layer, `[R x Q, E]`.
+        `context_R` is the first query's position, negative for a row that is not active. Returns the final
+        hidden states and those that entered each captured layer, `[R x Q, E]`.
         """
         rows, queries = tokens_RQ.shape
 
-        def attend(q_THD: torch.Tensor, layer: int) -> Rows:
+        def attend(q_THD: torch.Tensor, layer: int) -> Activations:
             cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer)
             q_RQHD = q_THD.unflatten(0, (rows, queries))
             if self._in_fp8(self.policy.layers[layer].attention.output):
@@ -84,7 +91,7 @@ class PagedForward:
         boundaries_S1: torch.Tensor,
         context_S: torch.Tensor,
     ) -> Captured:
-        """Fills the cache for packed chunks of several sequences; samples nothing."""
+        """Fills the cache for packed chunks of several sequences and returns the captured hidden states."""
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
             cache = *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer)
@@ -93,6 +100,7 @@ class PagedForward:
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """Returns the LM head's scores, float32 (float64 for a float64 policy)."""
         wide = torch.float64 if hidden_TE.dtype == torch.float64 else torch.float32
         return linear(hidden_TE, self.policy.head.weight, out_dtype=wide, deterministic=self.deterministic)
 
@@ -104,17 +112,17 @@ class PagedForward:
         attend: AttendCache,
         fill_only: bool = False,
     ) -> tuple[torch.Tensor, Captured]:
-        """The final hidden states and the captured ones; `fill_only` is done once the cache is full: with the
-        last layer's keys and values, or with its routing where that is recorded.
+        """Returns the final hidden states and the captured ones.
+
+        With `fill_only` it ends once the cache is full: with the last layer's keys and values, or with its
+        routing where that is recorded.
         """
-        policy, last = self.policy, len(self.policy.layers) - 1
-        filled = (
-            last
-            if fill_only and (self.cache.routing is None or not policy.config.has_experts(last))
-            else None
-        )
+        policy = self.policy
+        last = len(policy.layers) - 1
+        ends_early = fill_only and (self.cache.routing is None or not policy.config.has_experts(last))
         captured: Captured = {}
-        chosen_LTK: list[torch.Tensor] = []  # experts, of the layers that have any
+        # The experts of the layers that have any.
+        chosen_LTK: list[torch.Tensor] = []
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
         normed_TE = self._norm(
             residual_TE, policy.layers[0].attention_norm.weight, policy.layers[0].attention.qkv
@@ -127,7 +135,7 @@ class PagedForward:
         ):
             if index in self.captured_layers:
                 captured[index] = residual_TE
-            if index == filled:
+            if ends_early and index == last:
                 self._rotated(normed_TE, layer.attention, index, positions_T, slots_T)
                 break
             normed_TE, residual_TE = self._norm_residual(
@@ -148,7 +156,7 @@ class PagedForward:
 
     def _attention(
         self,
-        x_TE: Rows,
+        x_TE: Activations,
         module: Attention,
         layer: int,
         positions_T: torch.Tensor,
@@ -159,9 +167,14 @@ class PagedForward:
         return self._linear(attended, module.output, in_parts=True)
 
     def _rotated(
-        self, x_TE: Rows, module: Attention, layer: int, positions_T: torch.Tensor, slots_T: torch.Tensor
+        self,
+        x_TE: Activations,
+        module: Attention,
+        layer: int,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
     ) -> torch.Tensor:
-        """The queries; keys and values go to the cache."""
+        """Returns the rotated queries; keys and values go to the cache."""
         norms = (module.q_norm.weight, module.k_norm.weight) if module.q_norm is not None else (None, None)
         return rope_and_write_kv(
             self._linear(x_TE, module.qkv, in_parts=True),
@@ -178,7 +191,7 @@ class PagedForward:
         )
 
     def _feed_forward(
-        self, x_TE: Rows, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]
+        self, x_TE: Activations, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]
     ) -> torch.Tensor:
         if isinstance(module, ExpertFeedForward):
             weights_TK, experts_TK = route(
@@ -194,10 +207,11 @@ class PagedForward:
 
     # `following` is the projection that takes the rows; it decides in which form they are handed over.
 
-    def _norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None) -> Rows:
-        return (rms_norm_quantised if self._in_fp8(following) else rms_norm)(
-            x_TE, weight_E, self.policy.config.norm_eps
-        )
+    def _norm(
+        self, x_TE: torch.Tensor, weight_E: torch.Tensor, following: torch.nn.Linear | None
+    ) -> Activations:
+        run = rms_norm_quantised if self._in_fp8(following) else rms_norm
+        return run(x_TE, weight_E, self.policy.config.norm_eps)
 
     def _norm_residual(
         self,
@@ -205,7 +219,7 @@ class PagedForward:
         residual_TE: torch.Tensor,
         weight_E: torch.Tensor,
         following: torch.nn.Linear | None,
-    ) -> tuple[Rows, torch.Tensor]:
+    ) -> tuple[Activations, torch.Tensor]:
         run = rms_norm_residual_quantised if self._in_fp8(following) else rms_norm_residual
         return run(x_TE, residual_TE, weight_E, self.policy.config.norm_eps)
 
@@ -214,8 +228,8 @@ class PagedForward:
             module is not None and self.quantised is not None and self.quantised.of(module.weight) is not None
         )
 
-    def _linear(self, x_TE: Rows, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
-        """`in_parts`: what follows can add up a product in parts."""
+    def _linear(self, x_TE: Activations, module: torch.nn.Linear, in_parts: bool = False) -> torch.Tensor:
+        """Applies a projection; with `in_parts`, what follows can add up a product in parts."""
         if self._in_fp8(module):
             x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE)
             out = fp8_linear(
@@ -230,7 +244,5 @@ class PagedForward:
 
 
 def _dense_input(layer: DecoderLayer) -> torch.nn.Linear | None:
-    """The projection that takes a layer's feed-forward input; experts share it with a router that wants it
-    unquantised.
-    """
+    """The projection that takes a layer's feed-forward input; a router wants that unquantised."""
     return None if isinstance(layer.feed_forward, ExpertFeedForward) else layer.feed_forward.gate_up

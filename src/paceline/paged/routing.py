@@ -1,5 +1,4 @@
-"""Which experts the rollout chose, kept under the KV cache's block numbers so that it goes wherever keys and
-values go.
+"""Which experts the rollout chose, kept under the KV cache's block numbers beside keys and values.
 
     storage_NBLK     block, token within the block, layer with experts, choice (best first)
 
@@ -19,6 +18,8 @@ from paceline.types import Routing
 
 
 class RoutingRecord:
+    """The experts of every cached token, by block."""
+
     def __init__(self, config: DecoderConfig, num_blocks: int, block_size: int, device: torch.device) -> None:
         assert config.expert_layers, "a policy without experts has no routing"
         self.block_size = block_size
@@ -27,34 +28,37 @@ class RoutingRecord:
         self.reader = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def write(self, slots_T: torch.Tensor, experts_LTK: Sequence[torch.Tensor]) -> None:
-        """One tensor `[T, K]` per layer with experts; a slot is block x block size + offset, negative ones
-        are not kept.
+        """Writes one tensor `[T, K]` per layer with experts.
+
+        A slot is block x block size + offset; negative ones are not kept.
         """
         experts_TLK = torch.stack(tuple(experts_LTK), dim=1).to(self.storage.dtype)
         # The null block takes what is not kept: skipping it would need a shape that depends on the data.
         self.storage.tensor.flatten(0, 1).index_copy_(0, slots_T.long().clamp(min=0), experts_TLK)
 
     def read(self, blocks: list[int], tokens: int) -> Routing:
-        """Of the first `tokens` tokens in `blocks`, on the host.
+        """Returns the routing of the first `tokens` tokens in `blocks`, on the host.
 
         What has been accepted never changes while its blocks are owned, so on a GPU a stream of its own reads
         it without waiting for the steps that have been launched since.
         """
         with torch.cuda.stream(self.reader) if self.reader is not None else nullcontext():
-            used = torch.tensor(blocks[: -(-tokens // self.block_size)], dtype=torch.int64).to(
-                self.storage.device
-            )
+            used_blocks = blocks[: -(-tokens // self.block_size)]
+            used = torch.tensor(used_blocks, dtype=torch.int64).to(self.storage.device)
             experts_TLK = self.storage.tensor[used].flatten(0, 1)[:tokens].cpu()
         _, layers, choices = experts_TLK.shape
         return Routing(experts_TLK.numpy().tobytes(), layers, choices, self.storage.dtype.itemsize)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies whole blocks."""
         self.storage.tensor[target] = self.storage.tensor[source]
 
 
 def expert_dtype(config: DecoderConfig) -> torch.dtype:
+    """Returns the smallest integer type that holds an expert's number."""
     return torch.uint8 if config.num_experts <= 256 else torch.int16
 
 
 def routing_token_bytes(config: DecoderConfig) -> int:
+    """Returns the bytes that a token's routing takes."""
     return len(config.expert_layers) * config.num_experts_per_token * expert_dtype(config).itemsize

@@ -1,4 +1,4 @@
-"""Device memory that can be lent out and come back: what the caches are made of."""
+"""Device memory that can be given back and taken again: what the caches are made of."""
 
 import math
 
@@ -8,14 +8,18 @@ from paceline.paged.virtual_memory import ReservedMemory
 
 
 class PagedStorage:
-    """One tensor. On a GPU its address never changes: graphs that captured it stay valid while its memory is
-    lent out.
+    """One tensor whose memory can be given back.
+
+    On a GPU its address never changes: graphs that captured it stay valid while it sleeps.
     """
 
-    tensor: torch.Tensor | None  # None while it sleeps on a CPU
+    # None while it sleeps on a CPU.
+    tensor: torch.Tensor | None
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
         self.num_bytes = math.prod(shape) * dtype.itemsize
         self.reserved = ReservedMemory(self.num_bytes, device) if device.type == "cuda" else None
         if self.reserved is not None:
@@ -25,7 +29,7 @@ class PagedStorage:
             self.wake()
 
     def wake(self) -> None:
-        """Zeros, not garbage: a masked key must not meet a NaN."""
+        """Takes memory and fills it with zeros: a masked key must not meet a NaN."""
         if self.reserved is None:
             self.tensor = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         else:
@@ -33,6 +37,7 @@ class PagedStorage:
             self.tensor.view(torch.uint8).zero_()
 
     def sleep(self) -> None:
+        """Gives the memory back."""
         if self.reserved is None:
             self.tensor = None
         else:

@@ -1,15 +1,20 @@
 """GPU memory whose address outlives it: reserved once, backed by physical memory only while it is needed.
 
 CUDA graphs keep the addresses they captured. The KV pool is reserved here, so that `sleep` can give its
-memory to learning and `wake` can back the same addresses again. Spoken through the driver API (CUDA driver
-manual, "Virtual Memory Management"), which torch has loaded already.
+memory to learning and `wake` can back the same addresses again. This goes through the driver API (CUDA
+driver manual, "Virtual Memory Management"), which torch has loaded already.
 """
 
 import ctypes
 
 import torch
 
-_PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
+# Values of the driver's enumerations: CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE,
+# CU_MEM_ACCESS_FLAGS_PROT_READWRITE and CU_MEM_ALLOC_GRANULARITY_MINIMUM.
+_PINNED = 1
+_DEVICE = 1
+_READ_WRITE = 3
+_MINIMUM = 0
 
 
 class _Location(ctypes.Structure):
@@ -43,7 +48,7 @@ class _DeviceArray:
 
 
 class ReservedMemory:
-    """`tensor` is valid to read and write only between `back` and `release`."""
+    """A range of GPU addresses; its `tensor` may be read and written only between `back` and `release`."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.init()

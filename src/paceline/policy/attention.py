@@ -12,15 +12,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-AttentionObserver = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor], None
-]  # layer, q_THD, k_THD, v_THD
+# Takes the layer, q_THD, k_THD and v_THD.
+AttentionObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class PackedAttention:
-    """An `attend` for `Decoder.forward`."""
+    """An `attend` for `Decoder.forward` over packed sequences."""
 
-    observe: AttentionObserver | None = None  # sees each layer's q, k and v, normed and rotated
+    # Sees each layer's q, k and v, normed and rotated.
+    observe: AttentionObserver | None = None
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         lengths_B = torch.tensor(lengths)
@@ -35,6 +35,7 @@ class PackedAttention:
     def __call__(
         self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
     ) -> torch.Tensor:
+        """Returns causal attention within each sequence, `[T, H, D]`."""
         if self.observe is not None:
             self.observe(layer, q_THD, k_THD, v_THD)
         if (q_THD.is_cuda or q_THD.is_meta) and q_THD.dtype in (torch.bfloat16, torch.float16):
@@ -46,18 +47,20 @@ class PackedAttention:
         return self.unpad(out_BHLD)
 
     def pad(self, x_THD: torch.Tensor) -> torch.Tensor:
-        """`[B, H, L, D]`, zeros behind each sequence."""
+        """Returns `[B, H, L, D]`, with zeros behind each sequence."""
         flat = x_THD.new_zeros(self.shape[0] * self.longest, *x_THD.shape[1:])
         flat = flat.index_copy(0, self.padded_index_T, x_THD)
         return flat.unflatten(0, self.shape).transpose(1, 2)
 
     def unpad(self, x_BHLD: torch.Tensor) -> torch.Tensor:
+        """Undoes `pad`."""
         return x_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        repeats = q_THD.shape[1] // k_THD.shape[1]  # the kernel takes no grouped heads
+        # The kernel takes no grouped heads.
+        repeats = q_THD.shape[1] // k_THD.shape[1]
         k_THD, v_THD = k_THD.repeat_interleave(repeats, 1), v_THD.repeat_interleave(repeats, 1)
         bounds = self.boundaries_B1
         return varlen_attn(

@@ -1,7 +1,19 @@
 """The shape of a decoder, read from and written to a Hugging Face `config.json`.
 
-The families differ in few places (biases, QK-norm, experts, how RoPE is scaled), so one flat description
-serves them all.
+The families differ in few places (biases, QK-norm, experts, how RoPE is scaled), so one flat description,
+`DecoderConfig`, serves them all. A family is not a class: it is the set of values that its fields take.
+
+To add a family:
+
+1. List its `model_type` and architecture in FAMILIES.
+2. Map its keys to `DecoderConfig` in `from_huggingface`, and back in `to_huggingface`. Refuse, with an error
+   that names the key, whatever of it is not computed, so that no model is silently run as another one.
+3. Where its layers differ in a way that no field describes, add a field with the other families' behaviour as
+   its default, and compute it in `decoder.py` (learning) and in `paged/forward.py` (generation).
+4. Where its checkpoints use other tensor names, add them to `layout` in `huggingface.py`; a new way to scale
+   RoPE goes to `rope.py`.
+5. Add a small random model of it to `tests/policy/test_against_transformers.py`, which compares logits,
+   gradients and exported folders with transformers.
 """
 
 import dataclasses
@@ -9,86 +21,100 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.policy.files import blame, read_json
+from paceline.policy.files import errors_name, read_json
 
+# Hugging Face's `model_type` and architecture of each supported family.
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+# Positions of a model whose `config.json` says nothing, as in transformers.
+DEFAULT_MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary frequencies; `kind` is Hugging Face's `rope_type` and the rest are that type's own
-    parameters.
-    """
+    """How rotary frequencies are made."""
 
     theta: float = 10000.0
+    # Hugging Face's `rope_type`.
     kind: str = "default"
+    # What that type takes besides, under Hugging Face's names.
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
+    """The shape of a decoder of any supported family."""
+
+    # A key of FAMILIES; it decides what the exported `config.json` says, and nothing that is computed.
     family: str
     vocab_size: int
     hidden_size: int
+    # Inner size of a feed-forward without experts.
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # Positions that the RoPE table has, the longest a sequence can be.
     max_positions: int
     norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
+    # The LM head is the embedding.
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    # RMSNorm over each head of Q and K, before RoPE.
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    num_experts: int = 0  # 0: every layer has one feed-forward, of intermediate_size
+    # 0: every layer has one feed-forward, of `intermediate_size`.
+    num_experts: int = 0
     num_experts_per_token: int = 0
     expert_intermediate_size: int = 0
-    normalise_expert_weights: bool = False  # the chosen experts' weights add up to one
-    dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
+    # The chosen experts' weights add up to one.
+    normalise_expert_weights: bool = False
+    # Layers without experts in a model that has them.
+    dense_layers: tuple[int, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
+        """Tells whether a layer's feed-forward is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
     @property
     def num_parameters(self) -> int:
-        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """The number of parameters, of all experts where there are any."""
+        h = self.hidden_size
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         layer = h * (q + 2 * kv) + q * h + 2 * h + (2 * self.head_dim if self.qk_norm else 0)
         layer += (q + 2 * kv if self.qkv_bias else 0) + (h if self.output_bias else 0)
         dense = 3 * h * self.intermediate_size + (2 * self.intermediate_size + h if self.mlp_bias else 0)
         sparse = self.num_experts * (3 * h * self.expert_intermediate_size + h)
         feed_forwards = sum(sparse if self.has_experts(i) else dense for i in range(self.num_layers))
-        return (
-            self.num_layers * layer
-            + feed_forwards
-            + h
-            + self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        )
+        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + feed_forwards + h + embeddings
 
 
 def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
+    """Returns the shape that a `config.json` describes; raises where something in it is not supported."""
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
-    if config.get("use_sliding_window") or any(
-        kind != "full_attention" for kind in config.get("layer_types") or ()
-    ):
+    layer_types = config.get("layer_types") or ()
+    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(
-            f"{family}: sliding-window attention is not supported; every layer must attend to the whole "
-            "context"
+            f"{family}: sliding-window attention is not supported; "
+            "every layer must attend to the whole context"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
@@ -108,9 +134,7 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads,
-        max_positions=_size(config, "max_position_embeddings")
-        if "max_position_embeddings" in config
-        else 2048,
+        max_positions=_size(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=_rope_from_huggingface(config),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -125,7 +149,9 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
 
 
 def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """Returns the `config.json` of a decoder whose weights are stored as `dtype`."""
     eos = list(config.eos_token_ids)
+    scaling = {"rope_type": config.rope.kind, **config.rope.parameters}
     out = {
         "architectures": [FAMILIES[config.family]],
         "model_type": config.family,
@@ -150,9 +176,7 @@ def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
             **config.rope.parameters,
         },
         "rope_theta": config.rope.theta,
-        "rope_scaling": None
-        if config.rope.kind == "default"
-        else {"rope_type": config.rope.kind, **config.rope.parameters},
+        "rope_scaling": None if config.rope.kind == "default" else scaling,
     }
     if config.family != "qwen2":
         out["attention_bias"] = config.qkv_bias
@@ -171,21 +195,24 @@ def to_huggingface(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> DecoderConfig:
+    """Returns the shape of the model in a Hugging Face folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json")
-    with blame(path):
+    with errors_name(path):
         config = from_huggingface(read_json(path))
     generation = folder / "generation_config.json"
-    if generation.is_file():  # instruct models list further end tokens only here
-        with blame(generation):
+    if generation.is_file():
+        # Instruct models list further end tokens only here.
+        with errors_name(generation):
             extra = _end_tokens(read_json(generation))
         config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + extra)))
     return config
 
 
-def _size(config: dict[str, Any], key: str) -> int:
-    value = config[key]
+def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A key's value, which must be a size; `default` where the key is missing."""
+    value = config[key] if default is None else config.get(key, default)
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} = {value!r}: must be a whole number, 1 or more")
     return value
@@ -200,16 +227,14 @@ def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
-    """Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is
-    one list.
+    """The fields of `DecoderConfig` that describe experts.
 
-    The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
+    Which layers are dense is said twice there, as a list and as a step between sparse layers; here it is one
+    list. The public configurations spell the count `num_experts`, transformers 5 writes `num_local_experts`.
     """
-    layers, step, listed = (
-        range(_size(config, "num_hidden_layers")),
-        config.get("decoder_sparse_step") or 1,
-        config.get("mlp_only_layers") or (),
-    )
+    layers = range(_size(config, "num_hidden_layers"))
+    step = config.get("decoder_sparse_step") or 1
+    listed = config.get("mlp_only_layers") or ()
     return dict(
         num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
         num_experts_per_token=_size(config, "num_experts_per_tok"),
@@ -227,5 +252,6 @@ def _rope_from_huggingface(config: dict[str, Any]) -> RopeConfig:
     if kind == "default":
         parameters = {}
     if kind == "yarn":
-        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
+        context = config.get("max_position_embeddings", DEFAULT_MAX_POSITIONS)
+        parameters.setdefault("original_max_position_embeddings", context)
     return RopeConfig(float(theta), kind, parameters)

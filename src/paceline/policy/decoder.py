@@ -6,6 +6,11 @@ k_THD, v_THD)`, given to `forward`. Projections that share their input are one f
 `huggingface.py` splits them for export. On the meta device everything takes the GPU's path: that is how
 memory is planned (`plan/`).
 
+A family that computes something else here (`config.py` says how to add one) gets a field of `DecoderConfig`
+and a branch in the module concerned; `paged/forward.py` runs the same modules' parameters with kernels and
+needs the same branch. Parameters keep their names and their fused layout: LoRA, FP8 weights and export find
+them by name.
+
 Shape letters: T tokens, H heads, D head dimension, E hidden size, V vocabulary; X experts, K experts per
 token, S = T x K.
 """
@@ -21,25 +26,35 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rope_table, rotate
 
+# Takes the layer, q_THD, k_THD and v_THD, normed and rotated; returns the attended heads `[T, H, D]`.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Standard deviation of fresh weights; those that write to the residual stream are scaled down with depth.
+INITIAL_STD = 0.02
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalisation, computed in float32 (float64 for a float64 model)."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dimension."""
         wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with one fused QKV projection and optional QK-norm."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
         self.qkv = nn.Linear(
             config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
         )
@@ -48,6 +63,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+        """Returns the projected result of `attend`; `rope_T2R` is cos and sin of the tokens' positions."""
         qkv = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
@@ -57,19 +73,21 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU with one fused gate and up projection."""
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """Returns down(silu(gate) * up)."""
         gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
 class ExpertFeedForward(nn.Module):
-    """A router sends each token to K of the X feed-forwards; their outputs are added with the router's
-    weights.
+    """A mixture of experts: a router sends each token to K of X feed-forwards and adds up what they return.
 
         tokens            a     b     c            rows sorted by expert   [ b0 | a1 c0 | a0 b1 c1 ]
         chosen experts    3 1   0 3   1 3          experts                   0    1       3
@@ -80,14 +98,19 @@ class ExpertFeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig, place: int) -> None:
         super().__init__()
-        self.place = place  # among the layers with experts
-        experts, size, inner = config.num_experts, config.hidden_size, config.expert_intermediate_size
-        self.experts_per_token, self.normalise = config.num_experts_per_token, config.normalise_expert_weights
+        # The index among the layers with experts.
+        self.place = place
+        experts = config.num_experts
+        size = config.hidden_size
+        inner = config.expert_intermediate_size
+        self.experts_per_token = config.num_experts_per_token
+        self.normalise = config.normalise_expert_weights
         self.router = nn.Linear(size, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
         self.down = nn.Parameter(torch.empty(experts, size, inner))
 
     def forward(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results."""
         weights_TK, experts_TK = self.route(x_TE, replay)
         sorted_S, order_S = experts_TK.flatten().sort(stable=True)
         every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
@@ -102,7 +125,9 @@ class ExpertFeedForward(nn.Module):
     def route(
         self, x_TE: torch.Tensor, replay: RouterReplay | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With `replay` the experts are the recorded ones; their weights are this router's own scores either
+        """Returns the weights and numbers of each token's experts, `[T, K]`.
+
+        With `replay` the experts are the recorded ones; their weights are this router's own scores either
         way, and gradients flow through them.
         """
         scores_TX = wide_linear(x_TE, self.router.weight)
@@ -116,30 +141,25 @@ class ExpertFeedForward(nn.Module):
 
 
 def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
-    """Rows up to `ends_X[0]` times expert 0's matrix, from there up to `ends_X[1]` times expert 1's, and so
-    on.
-    """
+    """Rows up to `ends_X[0]` times expert 0's matrix, up to `ends_X[1]` times expert 1's, and so on."""
     if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
         return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
-    lengths = (
-        _even_runs(len(rows_SK), len(ends_X))
-        if rows_SK.is_meta
-        else ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
-    )
-    return torch.cat(
-        [
-            F.linear(run, weight_NK)
-            for run, weight_NK in zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)
-        ]
-    )
+    if rows_SK.is_meta:
+        lengths = _even_runs(len(rows_SK), len(ends_X))
+    else:
+        lengths = ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
+    runs = zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)
+    return torch.cat([F.linear(run, weight_NK) for run, weight_NK in runs])
 
 
 def _even_runs(rows: int, experts: int) -> list[int]:
-    """Where there is no data to say which expert gets how many."""
+    """The lengths of runs where there is no data to say which expert gets how many rows."""
     return [rows // experts + (i < rows % experts) for i in range(experts)]
 
 
 class DecoderLayer(nn.Module):
+    """Attention and feed-forward (with experts where the configuration says so), each after a norm."""
+
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -159,37 +179,43 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         replay: RouterReplay | None = None,
     ) -> torch.Tensor:
+        """Returns the residual stream after this layer."""
         x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
         replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
         return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
 
 
 class Capture:
-    """Collects the hidden states that enter some layers, for a drafter to learn from; detached, so nothing
-    flows back.
+    """Collects the hidden states that enter some layers, for a drafter to learn from.
 
-    Layer i is counted as transformers counts `hidden_states[i]`.
+    They are detached, so nothing flows back. Layer i is counted as transformers counts `hidden_states[i]`.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-        self.states_TE: list[torch.Tensor] = []  # in the order of the layers' indices
+        # In the order of the layers' indices.
+        self.states_TE: list[torch.Tensor] = []
 
     def offer(self, layer: int, x_TE: torch.Tensor) -> None:
+        """Keeps the states if this layer is one of those to collect."""
         if layer in self.layers:
             self.states_TE.append(x_TE.detach())
 
 
 def not_finite(policy: nn.Module) -> list[str]:
-    """Parameters that hold infinities or NaN."""
+    """Returns the names of the parameters that hold infinities or NaN."""
+    # The extremes need no copy of an embedding.
     extremes = {
         name: torch.stack(torch.aminmax(parameter.detach())) for name, parameter in policy.named_parameters()
-    }  # no copy of an embedding
+    }
     return [name for name, ends in extremes.items() if not ends.isfinite().all()]
 
 
 class Decoder(nn.Module):
-    """Made with empty parameters: fill them from a folder (`huggingface.py`) or with `initialise`."""
+    """A decoder of any supported family.
+
+    It is made with empty parameters: fill them from a folder (`huggingface.py`) or with `initialise`.
+    """
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
@@ -208,6 +234,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = False
 
     def initialise(self, seed: int) -> "Decoder":
+        """Fills all parameters with fresh ones and returns the decoder."""
         generator = torch.Generator(self.device).manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
@@ -219,15 +246,18 @@ class Decoder(nn.Module):
                 residual = name.endswith(
                     ("attention.output.weight", "feed_forward.down.weight", "feed_forward.down")
                 )
-                parameter.data.normal_(0.0, 0.02 * (depth_scale if residual else 1.0), generator=generator)
+                std = INITIAL_STD * (depth_scale if residual else 1.0)
+                parameter.data.normal_(0.0, std, generator=generator)
         return self
 
     @property
     def device(self) -> torch.device:
+        """The device of all parameters."""
         return self.embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of all parameters."""
         return self.embedding.weight.dtype
 
     def forward(
@@ -238,7 +268,7 @@ class Decoder(nn.Module):
         capture: Capture | None = None,
         replay: RouterReplay | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, `[T, E]`; `logits` turns them into scores."""
+        """Returns hidden states after the last norm, `[T, E]`; `logits` turns them into scores."""
         if replay is not None:
             replay.check(len(self.config.expert_layers), self.config.num_experts_per_token)
         x_TE = self.embedding(tokens_T)
@@ -253,21 +283,19 @@ class Decoder(nn.Module):
         return self.norm(x_TE)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """float32 (float64 for a float64 model), in the learner and in every engine."""
+        """Returns float32 scores (float64 for a float64 model), in the learner and in every engine."""
         return wide_linear(hidden_TE, self.head.weight)
 
 
 def wide_linear(x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-    """A product that stays in float32 (float64 for a float64 model)."""
+    """Returns x times weight transposed in float32 (float64 for a float64 model)."""
     if weight_VE.dtype in (torch.float32, torch.float64):
         return F.linear(x_TE, weight_VE)
     return _WideLinear.apply(x_TE, weight_VE)
 
 
 class _WideLinear(torch.autograd.Function):
-    """bf16 x bf16 -> float32 without rounding the result to bf16, and without a float32 copy of the weight on
-    a GPU.
-    """
+    """bf16 x bf16 -> float32 without rounding to bf16; on a GPU without a float32 copy of the weight."""
 
     @staticmethod
     def forward(ctx, x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:

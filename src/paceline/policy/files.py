@@ -1,5 +1,6 @@
-"""Files of a model's folder, and errors that name them where they are damaged. Knows nothing of what the
-files mean.
+"""Files of a model's folder, and errors that name them where they are damaged.
+
+Knows nothing of what the files mean.
 """
 
 import json
@@ -16,8 +17,8 @@ class DamagedFile(ValueError):
 
 
 @contextmanager
-def blame(file: Path) -> Iterator[None]:
-    """What goes wrong within is the content of this file, and the error says so."""
+def errors_name(file: Path) -> Iterator[None]:
+    """Turns errors within, which mean that a file's content is wrong, into ones that name the file."""
     try:
         yield
     except DamagedFile:
@@ -36,9 +37,11 @@ def blame(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file holds."""
     try:
         content = json.loads(file.read_text())
-    except ValueError as error:  # also bytes that are no text
+    # Also raised for bytes that are no text.
+    except ValueError as error:
         raise DamagedFile(f"{file} is not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise DamagedFile(f"{file} must hold an object, not a {type(content).__name__}")

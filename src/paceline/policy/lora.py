@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685): small adapters on the decoder's projections are trained instead of its weights.
 
-    merged = base + alpha / rank * B A        an A [rank, in] and a B [out, rank] for each Hugging Face projection
+    merged = base + alpha / rank * B A        A [rank, in] and B [out, rank] of each Hugging Face projection
 
       qkv weight (fused)     adapters
       ┌──────────┐
@@ -20,8 +20,8 @@ without adapters. As with bf16 weights under float32 masters, a step too small t
 moves its adapter.
 
 **No drift.** `merge` starts from a kept copy of the base every time, adds in float32 and rounds once; nothing
-is ever subtracted again. The copy is the price: the size of the adapted projections (13.9 GB for all seven of
-an 8B model in bf16), against masters, moments and gradients of the whole model. With `adapters_off` the copy
+is ever subtracted again. The copy costs the size of the adapted projections (13.9 GB for all seven of an 8B
+model in bf16), instead of masters, moments and gradients of the whole model. With `adapters_off` the copy
 is the KL reference as well.
 
 Adapters are float32 (float64 for a float64 policy), so they need no masters. Folders are PEFT's:
@@ -41,13 +41,14 @@ from torch import nn
 
 from paceline.config import ConfigError, LoraConfig
 from paceline.policy.decoder import Decoder
-from paceline.policy.files import blame, read_json
+from paceline.policy.files import errors_name, read_json
 from paceline.policy.huggingface import Slice, layout
 
+# What PEFT puts before the name of a projection.
 PEFT_PREFIX = "base_model.model."
-# What PEFT can do and this file does not, as its settings say "no": a folder that uses one of these is
-# refused rather than misread.
-PLAIN = {
+# PEFT's settings that this file does not support, with the value that turns each off: a folder that uses one
+# of them is refused rather than misread.
+UNSUPPORTED_OFF = {
     "bias": "none",
     "use_rslora": False,
     "use_dora": False,
@@ -64,13 +65,15 @@ class Adapter(nn.Module):
 
     def __init__(self, name: str, piece: Slice, in_features: int, rank: int, like: torch.Tensor) -> None:
         super().__init__()
-        self.name, self.start, self.stop = name, piece.start, piece.stop
+        self.name = name
+        self.start = piece.start
+        self.stop = piece.stop
         options = dict(dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         self.A = nn.Parameter(torch.empty(rank, in_features, **options))
         self.B = nn.Parameter(torch.zeros(piece.stop - piece.start, rank, **options))
 
     def initialise(self, generator: torch.Generator) -> None:
-        """PEFT's start: A uniform in +-1/sqrt(in), B zero, so that the policy is the base."""
+        """Starts as PEFT does: A uniform in +-1/sqrt(in), B zero, so that the policy is the base."""
         if self.A.is_meta:
             return
         bound = self.A.shape[1] ** -0.5
@@ -78,19 +81,22 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """Takes the place of a fused `nn.Linear` and keeps its parameters, so that export and engine find them
-    where they were.
-    """
+    """A fused `nn.Linear` with adapters; it keeps the parameters' names, so export and engine find them."""
 
     def __init__(self, linear: nn.Linear, adapters: Sequence[Adapter], config: LoraConfig) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.adapters = nn.ModuleDict({adapter.name.rsplit(".", 1)[-1]: adapter for adapter in adapters})
-        self.rank, self.alpha, self.scale = config.rank, config.alpha, config.alpha / config.rank
-        self.adapted = True  # False: compute with the base
+        self.rank = config.rank
+        self.alpha = config.alpha
+        self.scale = config.alpha / config.rank
+        # False: compute with the base.
+        self.adapted = True
         self.register_buffer("base", linear.weight.detach().clone(), persistent=False)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Multiplies by the merged weight, or by the base while adapters are off."""
         if not self.adapted:
             return F.linear(x_TI, self.base, self.bias)
         adapters = tuple(self.adapters.values())
@@ -100,6 +106,7 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
+        """Writes base plus adapters into the weight."""
         for adapter in self.adapters.values():
             base = self.base[adapter.start : adapter.stop].to(adapter.A.dtype)
             self.weight[adapter.start : adapter.stop].copy_(
@@ -150,20 +157,19 @@ def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
 
 
 def has_adapters(policy: Decoder) -> bool:
+    """Tells whether the policy is trained through adapters."""
     return any(True for _ in _adapted(policy))
 
 
 def merge_adapters(policy: Decoder) -> None:
-    """Writes base plus adapters into the weights that everyone reads; nothing to do for a policy without
-    adapters.
-    """
+    """Writes base plus adapters into the weights that everyone reads, if there are adapters."""
     for module in _adapted(policy):
         module.merge()
 
 
 @contextmanager
 def adapters_off(policy: Decoder) -> Iterator[None]:
-    """Within, the policy computes with its base weights: what it was before its adapters."""
+    """Makes the policy compute with its base weights while the context is open."""
     modules = list(_adapted(policy))
     for module in modules:
         module.adapted = False
@@ -175,7 +181,7 @@ def adapters_off(policy: Decoder) -> Iterator[None]:
 
 
 def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
-    """A folder that `PeftModel.from_pretrained` and vLLM's LoRA loader open."""
+    """Writes a folder that `PeftModel.from_pretrained` and vLLM's LoRA loader open."""
     tensors: dict[str, torch.Tensor] = {}
     for adapter in _all_adapters(policy):
         tensors[f"{PEFT_PREFIX}{adapter.name}.lora_A.weight"] = adapter.A.detach().cpu().contiguous()
@@ -190,7 +196,7 @@ def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
         "lora_dropout": 0.0,
         "target_modules": sorted({adapter.name.rsplit(".", 1)[-1] for adapter in _all_adapters(policy)}),
         "inference_mode": True,
-        **PLAIN,
+        **UNSUPPORTED_OFF,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -205,10 +211,10 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
             f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors"
         )
     settings = read_json(folder / "adapter_config.json")
-    with blame(folder / "adapter_config.json"):
+    with errors_name(folder / "adapter_config.json"):
         rank, alpha = float(settings["r"]), float(settings["lora_alpha"])
     _check_settings(settings, rank, alpha, policy, folder)
-    with blame(folder / "adapter_model.safetensors"):
+    with errors_name(folder / "adapter_model.safetensors"):
         tensors = load_file(folder / "adapter_model.safetensors")
     wanted = {
         f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
@@ -225,8 +231,8 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
     for name, factor in wanted.items():
         if tensors[name].shape != factor.shape:
             raise ConfigError(
-                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, this policy needs "
-                f"{tuple(factor.shape)}"
+                f"{folder}: {name} has shape {tuple(tensors[name].shape)}, "
+                f"this policy needs {tuple(factor.shape)}"
             )
         factor.copy_(tensors[name])
     merge_adapters(policy)
@@ -239,19 +245,19 @@ def _check_settings(
     for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
         if theirs != ours:
             raise ConfigError(
-                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; set "
-                f"policy.lora.{key}={theirs:g}"
+                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; "
+                f"set policy.lora.{key}={theirs:g}"
             )
-    used = [key for key, plain in PLAIN.items() if settings.get(key) and settings[key] != plain]
+    used = [key for key, off in UNSUPPORTED_OFF.items() if settings.get(key) and settings[key] != off]
     if used:
         raise ConfigError(
-            f"{folder} uses {', '.join(used)}, which is not supported; merge it with PEFT and start from the "
-            "merged folder"
+            f"{folder} uses {', '.join(used)}, which is not supported; "
+            "merge it with PEFT and start from the merged folder"
         )
 
 
 def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Slice]]:
-    """Hugging Face module names of the targets and where they lie; experts have no adapters."""
+    """The Hugging Face module names of the targets and where they lie; experts have no adapters."""
     weights = {
         name.removesuffix(".weight"): piece
         for name, piece in layout(policy.config).items()
@@ -262,8 +268,8 @@ def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Sli
     missing = [target for target in targets if target not in available]
     if missing:
         raise ConfigError(
-            f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; it has "
-            f"{', '.join(available)}"
+            f"policy.lora.targets: {', '.join(missing)} cannot have adapters in this policy; "
+            f"it has {', '.join(available)}"
         )
     return [(name, piece) for name, piece in dense.items() if name.rsplit(".", 1)[-1] in targets]
 

@@ -10,7 +10,9 @@ import torch
 
 from paceline.types import Routing
 
+# Stands for the experts of a token that the rollout never ran.
 NOT_RECORDED = -1
+# The type of an expert's number, by its bytes.
 ITEM_TYPES = {1: torch.uint8, 2: torch.int16}
 
 
@@ -21,24 +23,23 @@ class RouterReplay:
     """
 
     def __init__(self, recorded_TLK: torch.Tensor) -> None:
-        """NOT_RECORDED: the rollout never ran this token, and the router decides."""
+        """Takes the experts of each token; where they are NOT_RECORDED the router decides."""
         self.recorded_TLK = recorded_TLK
-        self._rerouted_T: dict[
-            int, torch.Tensor
-        ] = {}  # by layer: one that activation checkpointing runs again counts once
+        # By layer: one that activation checkpointing runs again counts once.
+        self._rerouted_T: dict[int, torch.Tensor] = {}
 
     def check(self, layers: int, choices: int) -> None:
+        """Raises unless the routing was recorded for a policy of this shape."""
         recorded = tuple(self.recorded_TLK.shape[1:])
         if recorded != (layers, choices):
             raise ValueError(
-                f"this policy chooses {choices} experts in each of {layers} layers; the samples' routing was "
-                "recorded for "
-                f"{recorded[1]} in {recorded[0]}: learn from samples that this policy made, or from samples "
-                "without routing"
+                f"this policy chooses {choices} experts in each of {layers} layers; "
+                f"the samples' routing was recorded for {recorded[1]} in {recorded[0]}: "
+                "learn from samples that this policy made, or from samples without routing"
             )
 
     def choose(self, layer: int, own_TK: torch.Tensor) -> torch.Tensor:
-        """The experts to use where the router's own choice is `own_TK`."""
+        """Returns the experts to use where the router's own choice is `own_TK`, and counts differences."""
         recorded_TK = self.recorded_TLK[:, layer].to(own_TK.dtype)
         known_T1 = recorded_TK[:, :1] != NOT_RECORDED
         differs_T = (own_TK.sort(-1).values != recorded_TK.sort(-1).values).any(-1)
@@ -47,19 +48,19 @@ class RouterReplay:
 
     @property
     def routed(self) -> torch.Tensor:
-        """How many (token, layer) pairs were replayed."""
+        """The number of (token, layer) pairs that were replayed."""
         return (self.recorded_TLK[:, :, 0] != NOT_RECORDED).sum()
 
     @property
     def rerouted(self) -> torch.Tensor:
-        """For how many of them the router's own set of experts is another; after a forward pass."""
+        """The number of those whose own set of experts is another; known after a forward pass."""
         return torch.stack(list(self._rerouted_T.values())).sum()
 
 
 def packed_replay(
     routings: list[Routing | None], lengths: list[int], device: torch.device
 ) -> RouterReplay | None:
-    """Of sequences packed one after the other; None where none of them has routing."""
+    """Returns the replay of sequences packed one after the other; None where none of them has routing."""
     known = [routing for routing in routings if routing is not None]
     if not known:
         return None

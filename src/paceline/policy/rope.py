@@ -9,11 +9,12 @@ import torch
 
 from paceline.policy.config import RopeConfig
 
+# Supported values of Hugging Face's `rope_type`.
 SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """float32 frequencies `[head_dim / 2]` and the factor on cos and sin."""
+    """Returns float32 frequencies `[head_dim / 2]` and the factor on cos and sin."""
     inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     p = rope.parameters
     if rope.kind == "default":
@@ -30,26 +31,28 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 def _llama3(inverse: torch.Tensor, p: dict) -> torch.Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
     old_context = p["original_max_position_embeddings"]
-    low_wavelength, high_wavelength = old_context / p["low_freq_factor"], old_context / p["high_freq_factor"]
+    low_wavelength = old_context / p["low_freq_factor"]
+    high_wavelength = old_context / p["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     stretched = torch.where(wavelength > low_wavelength, inverse / p["factor"], inverse)
-    smooth = (old_context / wavelength - p["low_freq_factor"]) / (
-        p["high_freq_factor"] - p["low_freq_factor"]
-    )
+    width = p["high_freq_factor"] - p["low_freq_factor"]
+    smooth = (old_context / wavelength - p["low_freq_factor"]) / width
     between = (1 - smooth) * stretched / p["factor"] + smooth * stretched
     is_between = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
     return torch.where(is_between, between, stretched)
 
 
 def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, sharpen attention."""
+    """YaRN (Peng et al. 2023): interpolates slow dimensions, keeps fast ones, sharpens attention."""
     p = rope.parameters
-    factor, old_context = p["factor"], p["original_max_position_embeddings"]
+    factor = p["factor"]
+    old_context = p["original_max_position_embeddings"]
 
     def dimension_turning(rotations: float) -> float:
         return head_dim * math.log(old_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension_turning(p.get("beta_fast") or 32), dimension_turning(p.get("beta_slow") or 1)
+    low = dimension_turning(p.get("beta_fast") or 32)
+    high = dimension_turning(p.get("beta_slow") or 1)
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -63,7 +66,8 @@ def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch
 
     attention_factor = p.get("attention_factor")
     if attention_factor is None:
-        slope, slope_all = p.get("mscale"), p.get("mscale_all_dim")
+        slope = p.get("mscale")
+        slope_all = p.get("mscale_all_dim")
         attention_factor = (
             magnitude(factor, slope) / magnitude(factor, slope_all)
             if slope and slope_all
@@ -73,7 +77,7 @@ def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
-    """float32 `[max_positions, 2, head_dim / 2]`: cos, then sin."""
+    """Returns float32 `[max_positions, 2, head_dim / 2]`: cos, then sin."""
     inverse, factor = inverse_frequencies(rope, head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse[None, :]
     return torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)

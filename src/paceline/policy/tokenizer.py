@@ -7,10 +7,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.policy.files import DamagedFile
 
+# The end-of-sequence token of `character_tokenizer`.
 EOS = "<eos>"
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face folder."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer.json")
@@ -21,8 +23,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str | None, str | None]]:
-    """Ids that mean different texts, with both. Added tokens are left out: a chat model renames reserved
-    ones, with the same tokenizer.
+    """Returns the ids that mean different texts, with both texts.
+
+    Added tokens are left out: a chat model renames reserved ones, with the same tokenizer.
     """
     added = {*ours.get_added_tokens_decoder(), *theirs.get_added_tokens_decoder()}
     a, b = (
@@ -37,7 +40,7 @@ def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str 
 
 
 def character_tokenizer(alphabet: str) -> Tokenizer:
-    """One token per character of `alphabet`, and the end-of-sequence token as id 0."""
+    """Returns a tokenizer with one token per character of `alphabet`; id 0 ends a sequence."""
     vocabulary = {EOS: 0} | {character: index for index, character in enumerate(alphabet, start=1)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -47,6 +50,7 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Writes the tokenizer files that transformers and `load_tokenizer` open."""
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

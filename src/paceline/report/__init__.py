@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: run directory, metrics, samples, console."""
+"""What a run writes and prints: run directory, metrics, summary, pacing page, console."""

@@ -1,4 +1,4 @@
-"""How long each stage of a step takes and how much memory it peaks at."""
+"""Measures how long each stage of a step takes and its peak memory."""
 
 import resource
 import sys
@@ -10,6 +10,8 @@ import torch
 
 
 class StageClock:
+    """Adds up seconds and peak memory by stage: `with clock("rollout"): ...`."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
@@ -22,7 +24,7 @@ class StageClock:
         start = time.perf_counter()
         try:
             yield
-        finally:  # an attempt that failed has taken its time, too
+        finally:  # a failed attempt has taken its time, too
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             elapsed = time.perf_counter() - start
@@ -30,14 +32,15 @@ class StageClock:
             self.peak_bytes[stage] = max(self.peak_bytes.get(stage, 0), self._peak())
 
     def take_metrics(self) -> dict[str, float]:
-        """Seconds and peak gigabytes per stage since the last call."""
+        """Returns seconds and peak gigabytes per stage since the last call."""
         metrics = {f"time/{stage}": seconds for stage, seconds in self.seconds.items()}
         metrics |= {f"memory/{stage}_gb": peak / 1e9 for stage, peak in self.peak_bytes.items()}
-        self.seconds, self.peak_bytes = {}, {}
+        self.seconds = {}
+        self.peak_bytes = {}
         return metrics
 
     def _peak(self) -> int:
-        """On a GPU the stage's own peak; on a CPU only the process's high-water mark can be read."""
+        """Returns the stage's own peak on a GPU; on a CPU only the process's high-water mark is known."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a line per step, and a closing table."""
+"""Prints a run's progress: a line per step, evaluations, and a closing table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
 
 
 class Console:
+    """Prints to stdout, unless quiet, and warnings to stderr."""
+
     def __init__(self, quiet: bool = False) -> None:
         self.out = rich.console.Console(quiet=quiet, highlight=False)
         self.errors = rich.console.Console(stderr=True, highlight=False)
         self.total_steps = 0
 
     def warn(self, message: str) -> None:
+        """Prints a warning."""
         self.errors.print(message, style="yellow", markup=False)  # values in brackets are no markup
 
     def plan(self, plan: "Plan | None") -> None:
-        """Of a GPU's memory; on a CPU there is none."""
+        """Prints the plan of a GPU's memory; on a CPU there is none."""
         if plan is not None:
             asleep = ", asleep while learning" if plan.sleeps else ""
             used = f"{plan.peak_bytes / 1e9:.1f} of {plan.machine.total_bytes / 1e9:.1f} GB at the peak"
@@ -37,26 +40,33 @@ class Console:
         self.out.print(f"training {policy} on {task}; {device}; run directory {run}", markup=False)
 
     def resumed(self, run: Path, step: int) -> None:
+        """Prints where a resumed run continues."""
         self.out.print(f"resuming {run} after step {step}")
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Prints the accuracy on held-out problems."""
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
         self.out.print(
-            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, mean length "
-            f"{evaluation.mean_length:.0f}"
+            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, "
+            f"mean length {evaluation.mean_length:.0f}"
         )
 
     def start(self, total_steps: int) -> None:
+        """Prints the header of the lines that `step` prints."""
         self.total_steps = total_steps
-        header = f"{'step':>9} {'reward':>7} {'accuracy':>8} {'length':>7} {'max':>5} {'entropy':>8} {'tok/s':>7} {'rollout':>8} {'learn':>7}"
+        header = (
+            f"{'step':>9} {'reward':>7} {'accuracy':>8} {'length':>7} {'max':>5} "
+            f"{'entropy':>8} {'tok/s':>7} {'rollout':>8} {'learn':>7}"
+        )
         self.out.print(f"[dim]{header}[/]")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints the line of one step, with the reason where its update was skipped."""
         entropy = metrics.get("policy/entropy")
         note = f"  [yellow]{_why_skipped(metrics)}, weights kept[/]" if metrics["policy/skipped"] else ""
         self.out.print(
-            f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} "
-            f"{metrics['rollout/accuracy']:>8.3f} "
+            f"{step:>4}/{self.total_steps:<4} "
+            f"{metrics['reward/mean']:>7.3f} {metrics['rollout/accuracy']:>8.3f} "
             f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
             f"{'-' if entropy is None else format(entropy, '.4f'):>8} "
             f"{metrics['time/tokens_per_second']:>7.0f} "
@@ -64,22 +74,25 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
+        """Prints what the closing check found: the speed-up, and whether the tokens are identical."""
         identical = (
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )
         self.out.print(
-            f"one late step replayed on the same seeds: plain {check.plain_seconds:.2f} s in "
-            f"{check.plain_steps} steps, "
+            "one late step replayed on the same seeds: "
+            f"plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
             f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "
             f"accept length {check.accept_length:.2f}, tokens identical: {identical}"
         )
 
     def summary(self, summary: Summary) -> None:
+        """Prints accuracy and lengths before and after the run, where its time went, and its folder."""
         table = Table(show_header=True, header_style="bold", title="what the run did", title_justify="left")
         for column in ("", "before", "after"):
             table.add_column(column)
         if summary.before is not None and summary.after is not None:
-            before, after = summary.before, summary.after
+            before = summary.before
+            after = summary.after
             table.add_row("held-out accuracy", before.accuracy_text, after.accuracy_text)
             table.add_row("problems", f"{before.problems}", f"{after.problems}")
             table.add_row("response length, mean", f"{before.length_mean:.1f}", f"{after.length_mean:.1f}")

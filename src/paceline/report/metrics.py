@@ -1,4 +1,4 @@
-"""The numbers of a step, under the names that docs/metrics.md explains.
+"""The metrics of a step's rollout, under the names that docs/metrics.md explains.
 
 Whatever begins with `time/` or `memory/` differs from run to run; everything else is the same for the same
 seed.
@@ -10,10 +10,12 @@ from paceline.stats import RolloutStats
 from paceline.tasks.base import FAILED
 from paceline.types import FinishReason, Group
 
-TAIL_SHARE = 8  # a decode step belongs to the tail when at most an eighth of the samples still run
+# A decode step belongs to the tail when at most one in so many of the samples still runs.
+TAIL_SHARE = 8
 
 
 def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, float]:
+    """Returns rewards, lengths and accuracy of the groups, and the engine's figures where it has any."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.score.reward for sample in samples]
     lengths = sorted(len(sample.completion.tokens) for sample in samples)
@@ -54,13 +56,12 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
 
 
 def speculation_metrics(stats: RolloutStats) -> dict[str, float]:
-    """Of all drafters, and of each by name; nothing where no step speculated."""
+    """Returns proposals and acceptance of all drafters and of each; nothing where no step speculated."""
     if not stats.drafts:
         return {}
-    drafts = list(stats.drafts.values())
-    proposed, accepted, count = (
-        sum(getattr(d, name) for d in drafts) for name in ("proposed", "accepted", "drafts")
-    )
+    proposed = sum(d.proposed for d in stats.drafts.values())
+    accepted = sum(d.accepted for d in stats.drafts.values())
+    count = sum(d.drafts for d in stats.drafts.values())
     values = {
         "speculation/proposed": proposed,
         "speculation/accepted": accepted / max(1, proposed),

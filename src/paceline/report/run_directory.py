@@ -1,5 +1,11 @@
-"""The folder of a run: `config.yaml`, `metrics.jsonl`, `trace.jsonl` and `pacing.json`, `samples/`,
-`checkpoints/`.
+"""The folder of a run.
+
+config.yaml       the recipe, every key spelt out
+metrics.jsonl     one record per step and evaluation
+trace.jsonl       the strategy of each decode step (pacing/trace.py)
+pacing.json       what the pacer has learnt about this machine (pacing/store.py)
+samples/          groups of each step
+checkpoints/      see learning/checkpoint.py
 """
 
 import json
@@ -18,36 +24,37 @@ from paceline.pacing.trace import cut_trace
 logger = logging.getLogger(__name__)
 
 
+# Numbers tried behind the name of a run directory that exists already.
+MAX_SUFFIX = 1000
+
+
 class RunDirectory:
+    """A run's files: their paths, and reading and writing those that are text."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_path = path / "config.yaml"
         self.metrics_path = path / "metrics.jsonl"
-        self.trace_path = path / "trace.jsonl"  # which strategy each rollout ran when (`pacing/trace.py`)
-        self.pacing_path = (
-            path / "pacing.json"
-        )  # what the pacer has learnt of this machine (`pacing/store.py`)
+        self.trace_path = path / "trace.jsonl"
+        self.pacing_path = path / "pacing.json"
         self.samples_path = path / "samples"
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
     def create(cls, config: Config, recipe: str) -> "RunDirectory":
-        """A new folder; an existing one is never written into."""
+        """Makes a new folder; an existing one is never written into."""
         root = Path(config.run.root)
         if config.run.name:
             path = root / config.run.name
             if path.exists():
                 raise ConfigError(
-                    f"run.name = {config.run.name!r}: {path} exists. Continue it with --resume {path}, or "
-                    "choose another name"
+                    f"run.name = {config.run.name!r}: {path} exists. "
+                    f"Continue it with --resume {path}, or choose another name"
                 )
         else:
             stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            path = next(
-                p
-                for p in (root / f"{stem}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 1000))))
-                if not p.exists()
-            )
+            names = (stem, *(f"{stem}-{i}" for i in range(2, MAX_SUFFIX)))
+            path = next(root / name for name in names if not (root / name).exists())
         run = cls(path)
         try:
             path.mkdir(parents=True)
@@ -62,37 +69,42 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
+        """Opens the folder of an earlier run; raises ConfigError where it is none."""
         run = cls(path)
         if not run.config_path.is_file():
             raise ConfigError(f"{path} is not a run directory: it holds no config.yaml")
         return run
 
     def config(self) -> Config:
+        """Reads the run's recipe."""
         try:
             empty = not yaml.safe_load(self.config_path.read_bytes())
         except yaml.YAMLError:
             empty = False  # `load_config` says what is wrong with it
         if empty:  # it would pass for a recipe of nothing but defaults
             raise ConfigError(
-                f"{self.config_path} is empty: the recipe of this run is lost. Write there the one it was "
-                "started with, then go on"
+                f"{self.config_path} is empty: the recipe of this run is lost. "
+                "Write there the one it was started with, then go on"
             )
         return load_config(str(self.config_path))
 
     def write_config(self, config: Config) -> None:
+        """Writes the run's recipe, unless it is there already."""
         text = dump_config(config)
         if not self.config_path.is_file() or self.config_path.read_text() != text:
             replace_file(self.config_path, text)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
+        """Appends a record to `metrics.jsonl` and syncs it to disk."""
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """A last line that was cut off by a crash is not a record; other lines that are none are said and
-        left out.
+        """Yields the records of `metrics.jsonl`.
+
+        A last line that a crash cut off is left out, and so are other damaged lines, with a warning.
         """
         if not self.metrics_path.is_file():
             return
@@ -121,20 +133,17 @@ class RunDirectory:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """None: the line is no record."""
+    """Parses a line of metrics; None where it is no record."""
     try:
         record = json.loads(line.decode())
     except ValueError:  # also bytes that are no text
         return None
-    return (
-        record
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
-        else None
-    )
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+    return record if is_record else None
 
 
 def replace_file(path: Path, text: str) -> None:
-    """The file has its old content or the new one, whatever happens meanwhile."""
+    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile."""
     beside = path.with_name(f"{path.name}.tmp")
     with beside.open("w") as file:
         file.write(text)

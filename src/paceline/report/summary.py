@@ -1,4 +1,4 @@
-"""A run in a few numbers, read back from its metrics: the same for a run in one go and a resumed one."""
+"""A run in a few numbers, read back from its metrics, so that a resumed run is summarised as a whole."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,34 +6,40 @@ from typing import Any
 
 from paceline.report.run_directory import RunDirectory
 
+# The stages of a step, in their order.
+STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
+
 
 @dataclass(frozen=True)
 class EvalPoint:
+    """One evaluation of a run."""
+
     step: int
     accuracy: float
-    margin: float
+    margin: float  # half width of the accuracy's 95% interval
     length_mean: float
     problems: int
 
     @property
     def accuracy_text(self) -> str:
+        """Returns the accuracy with its margin, in percent."""
         return f"{100 * self.accuracy:.1f}% ± {100 * self.margin:.1f}"
 
 
 @dataclass(frozen=True)
 class Summary:
+    """What a run did."""
+
     run: Path
     steps: int
-    tokens: int
+    tokens: int  # sampled for training
     before: EvalPoint | None
     after: EvalPoint | None
     stage_seconds: dict[str, float]
 
 
-STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
-
-
 def summarise_run(run: RunDirectory) -> Summary:
+    """Adds up a run's metrics."""
     records = list(run.read_metrics())
     trained = [record for record in records if record["kind"] == "train"]
     evaluations = [_eval_point(record) for record in records if record["kind"] == "eval"]

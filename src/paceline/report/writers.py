@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an optional install."""
+"""Sends metrics to TensorBoard and Weights & Biases, each an optional install."""
 
 from pathlib import Path
 from typing import Protocol
@@ -7,12 +7,18 @@ from paceline.config import Config, ConfigError
 
 
 class Writer(Protocol):
-    def write(self, step: int, metrics: dict[str, float]) -> None: ...
+    """A receiver of metrics besides `metrics.jsonl`."""
 
-    def close(self) -> None: ...
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes the metrics of one step."""
+
+    def close(self) -> None:
+        """Writes what is still buffered and ends."""
 
 
 class TensorBoardWriter:
+    """Writes event files for TensorBoard."""
+
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -31,6 +37,8 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
+    """Logs to a Weights & Biases run named after the run directory."""
+
     def __init__(self, folder: Path, config: Config) -> None:
         try:
             import wandb
@@ -55,6 +63,7 @@ class WandbWriter:
 
 
 def make_writers(config: Config, folder: Path) -> list[Writer]:
+    """Returns the writers that the recipe's `report` section asks for."""
     writers: list[Writer] = []
     if config.report.tensorboard:
         writers.append(TensorBoardWriter(folder / "tensorboard"))

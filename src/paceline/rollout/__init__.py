@@ -1,1 +1,1 @@
-"""Where a step's groups come from: sampled live or read from files; dynamic sampling; evaluation."""
+"""Rollouts: sampling and scoring a step's groups, replaying saved ones, dynamic sampling, evaluation."""

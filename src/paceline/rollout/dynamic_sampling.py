@@ -1,11 +1,10 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): prompts are drawn until enough groups have something to
-teach.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): prompts are drawn until enough groups carry a signal.
 
-A group whose samples all scored alike has no advantage and only dilutes the step. It is dropped, and further
+A group whose rewards are all equal has no advantage and only dilutes the step. It is dropped, and further
 rounds of prompts are sampled until `prompts` groups are left:
 
-    prompt order   p0 p1 p2 p3 | p4 p5 p6 p7          two rounds of four; the first four that scored unevenly are taken
-    scored         =  /  =  /  |  /  =  /  /          = alike, / unevenly
+    prompt order   p0 p1 p2 p3 | p4 p5 p6 p7          two rounds of four prompts, four groups are wanted
+    rewards        =  /  =  /  |  /  =  /  /          = all equal, / unequal
     taken             1     2     3     4  -          the last one is surplus
 
 Groups count in prompt order, never in order of arrival: taking the first to finish would prefer short
@@ -26,7 +25,7 @@ ROUND_STRIDE = 1 << 32
 
 
 class DynamicSampling:
-    """A `RolloutSource` on top of another; `metrics` are those of the last `collect`."""
+    """A `RolloutSource` that filters another's groups; `metrics` are those of the last `collect`."""
 
     def __init__(self, source: RolloutSource, prompts: int, rounds: int, warn: Callable[[str], None]) -> None:
         self.source = source
@@ -53,8 +52,8 @@ class DynamicSampling:
         }
         if len(taken) < self.prompts:
             self.warn(
-                f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly in {rounds} "
-                "rounds; going on with those"
+                f"step {step}: {len(taken)} of the {self.prompts} groups wanted scored unevenly "
+                f"in {rounds} rounds; going on with those"
             )
         return taken or first_round  # without any, the step is reported and its update skipped
 
@@ -63,8 +62,10 @@ class DynamicSampling:
 
 
 def scored_unevenly(group: Group) -> bool:
+    """Returns whether the group's rewards differ, so that its samples have advantages."""
     return len(set(group.rewards)) > 1
 
 
 def sampling_metrics(source: RolloutSource) -> dict[str, float]:
+    """Returns the metrics of dynamic sampling, where the source does it."""
     return source.metrics if isinstance(source, DynamicSampling) else {}

@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: avg@n and pass@k, with confidence intervals, from noise of its own."""
+"""Accuracy on held-out problems: avg@n and pass@k with confidence intervals, from seeds of their own."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,9 @@ from paceline.config import EvalConfig
 from paceline.rollout.sampler import GroupSampler
 from paceline.tasks.base import Problem
 from paceline.types import Group, Purpose, SamplingParams
+
+# Standard errors on either side of a mean that make a 95% interval.
+NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Evaluation:
+    """The result of one evaluation."""
+
     accuracy: Estimate  # avg@n
     pass_at: dict[int, Estimate]
-    mean_length: float
-    truncated: float
+    mean_length: float  # tokens of a response
+    truncated: float  # share of the responses
     problems: int
-    samples: int
+    samples: int  # per problem
 
     def metrics(self) -> dict[str, float]:
+        """Returns the numbers under their `eval/` names (docs/metrics.md)."""
         values = {
             "eval/accuracy": self.accuracy.value,
             "eval/accuracy_margin": self.accuracy.margin,
@@ -44,7 +50,7 @@ class Evaluation:
 
 
 def evaluate(sampler: GroupSampler, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
-    """The same problems and the same noise every time, whatever the step: only the policy differs."""
+    """Samples and scores held-out problems; seeds are the same at every step, so only the policy differs."""
     problems = problems[: config.problems or None]
     sampling = SamplingParams(config.temperature, config.max_tokens, config.top_p)
     groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling)
@@ -53,6 +59,7 @@ def evaluate(sampler: GroupSampler, problems: Sequence[Problem], config: EvalCon
 
 
 def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
+    """Returns accuracy, pass@k and lengths of scored groups."""
     correct = [sum(sample.score.correct for sample in group.samples) for group in groups]
     completions = [sample.completion for group in groups for sample in group.samples]
     samples = len(groups[0].samples)
@@ -67,14 +74,17 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Problems are the independent draws; samples of one problem are not, so the spread is taken between
+    """Returns mean and margin of per-problem values.
+
+    Problems are the independent draws and samples of one problem are not, so the variance is that between
     problems.
     """
-    count, mean = len(values), sum(values) / len(values)
+    count = len(values)
+    mean = sum(values) / count
     variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1)
-    return Estimate(mean, 1.96 * math.sqrt(variance / count))
+    return Estimate(mean, NORMAL_95 * math.sqrt(variance / count))
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of k draws without replacement is correct (Chen et al. 2021, eq. 1)."""
+    """Returns the chance that one of k draws without replacement is correct (Chen et al. 2021, eq. 1)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -1,6 +1,4 @@
-"""From problems to scored groups: requests go to a backend, completions to the task's rewards as they arrive,
-turns to its tool.
-"""
+"""From problems to scored groups: a backend generates, the task's rewards score, its tool answers turns."""
 
 import logging
 from collections import Counter
@@ -33,15 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class NothingSampled(ValueError):
-    """The backend refused every request; the message says why, in the words of the first refusal."""
+    """The error of a backend that refused every request; its message quotes the first refusal."""
 
 
 class GroupSampler:
-    """Samples groups for problems on a backend and scores them with a task, each sample as soon as it is
-    complete.
+    """Samples groups for problems on a backend and scores each sample as soon as it is complete.
 
     Where the task has turns, a response goes to the task's tool while the backend works on the others; when
-    the tool has answered, the backend is paused for a moment to take the continuation in.
+    the tool has replied, the backend is paused for a moment to take the continuation in.
     """
 
     def __init__(self, backend: Backend, task: Task, tokenizer: Tokenizer, run_seed: int) -> None:
@@ -49,11 +46,12 @@ class GroupSampler:
         self.task = task
         self.tokenizer = tokenizer
         self.run_seed = run_seed
-        self.said_refused = False
+        self.warned_of_refusals = False
 
     def sample(
         self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
     ) -> list[Group]:
+        """Returns one scored group per problem, in their order, with `samples` samples each."""
         requests = self._requests(problems, purpose, step, samples, sampling)
         groups = [self.task.scoring.open_group(problem, samples) for problem in problems]
         underway = {
@@ -80,31 +78,32 @@ class GroupSampler:
         ]
 
     def _report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
-        """A refused request scores 0, which looks like a wrong answer: it is said the first time, and nothing
-        can be learnt if all are.
+        """Warns of the first refused requests and raises where all are refused.
+
+        A refused request scores 0, which looks like a wrong answer.
         """
         refused = [dialogue for dialogue in dialogues if dialogue.finish_reason is FinishReason.REFUSED]
         if refused and len(refused) == len(dialogues):
             raise NothingSampled(
-                f"all {len(refused)} requests of this step were refused, the first because: "
-                f"{refused[0].error}; "
-                "drop long prompts with task.max_prompt_tokens, lower rollout.max_tokens and "
-                "eval.max_tokens, or raise rollout.kv_tokens"
+                f"all {len(refused)} requests of this step were refused, "
+                f"the first because: {refused[0].error}; drop long prompts with task.max_prompt_tokens, "
+                "lower rollout.max_tokens and eval.max_tokens, or raise rollout.kv_tokens"
             )
-        if refused and not self.said_refused:
-            self.said_refused = True
+        if refused and not self.warned_of_refusals:
+            self.warned_of_refusals = True
             logger.warning(
-                "%d of %d requests were refused and score 0, the first because: %s. Further ones are only "
-                "counted: rollout/refused",
+                "%d of %d requests were refused and score 0, the first because: %s. "
+                "Further ones are only counted: rollout/refused",
                 len(refused),
                 len(dialogues),
                 refused[0].error,
             )
 
     def _take_turns(self, turns: Turns, underway: dict[str, "SampleUnderway"]) -> None:
-        """Generates and asks the tool at the same time, until every sample has said its last word."""
-        answers = Answers(self.backend)
-        generating, in_tool = len(underway), 0
+        """Generates and calls the tool at the same time, until every sample is complete."""
+        replies = ToolReplies(self.backend)
+        generating = len(underway)
+        in_tool = 0
         while generating or in_tool:
             for completion in self.backend.completions():
                 generating -= 1
@@ -112,14 +111,14 @@ class GroupSampler:
                 if sample.dialogue.finish_reason is FinishReason.STOP:
                     in_tool += 1
                     turns.step(sample.group.problem, sample.dialogue.conversation).add_done_callback(
-                        partial(answers.put, sample)
+                        partial(replies.put, sample)
                     )
                 else:
                     sample.finish()
             continuations = []
-            for sample, answer in answers.take(wait=not generating and in_tool > 0):
+            for sample, reply in replies.take(wait=not generating and in_tool > 0):
                 in_tool -= 1
-                request = self._continuation(sample, answer)
+                request = self._continuation(sample, reply)
                 if request is None:
                     sample.finish()
                 else:
@@ -127,9 +126,8 @@ class GroupSampler:
             if continuations:
                 generating += len(continuations)
                 self.backend.submit(continuations)
-        self.backend.abort(
-            underway
-        )  # nothing is running: this lets go of the caches held for turns that did not come
+        # Nothing is running any more: this releases the caches held for turns that did not come.
+        self.backend.abort(underway)
 
     def _add_response(
         self, underway: dict[str, "SampleUnderway"], completion: Completion
@@ -138,12 +136,12 @@ class GroupSampler:
         sample.dialogue.add_response(completion, self.tokenizer.decode(completion.tokens))
         return sample
 
-    def _continuation(self, sample: "SampleUnderway", answer: Observation | Done | Failed) -> Request | None:
-        if isinstance(answer, Failed):
-            sample.group.note_failure(sample.index, "step", answer)
-        if not isinstance(answer, Observation):
+    def _continuation(self, sample: "SampleUnderway", reply: Observation | Done | Failed) -> Request | None:
+        if isinstance(reply, Failed):
+            sample.group.note_failure(sample.index, "step", reply)
+        if not isinstance(reply, Observation):
             return None
-        tokens = self.task.prompts.encode_observation(answer, sample.dialogue.tokens[-1])
+        tokens = self.task.prompts.encode_observation(reply, sample.dialogue.tokens[-1])
         return sample.dialogue.continue_with(tokens, self.tokenizer.decode(tokens))
 
     def _requests(
@@ -173,11 +171,14 @@ class GroupSampler:
         return groups
 
     def close(self) -> None:
+        """Ends the task's worker processes."""
         self.task.close()
 
 
 @dataclass(frozen=True)
 class SampleUnderway:
+    """A sample that is being generated, and where its score goes."""
+
     group: GroupScoring
     index: int  # within the group
     dialogue: Dialogue
@@ -195,28 +196,30 @@ class SampleUnderway:
             )
 
 
-class Answers:
-    """What the tool has answered, from the threads that wait for it to the one that generates.
+class ToolReplies:
+    """Carries the tool's replies from the threads that wait for them to the one that generates.
 
-    A new answer pauses the backend, so that `completions` returns; taking the answers resumes it. Both under
-    one lock: a pause that came late would stop whoever uses the backend next.
+    A new reply pauses the backend, so that `completions` returns; taking the replies resumes it. Both happen
+    under one lock: a pause that came late would stop whoever uses the backend next.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.changed = Condition()
-        self.answers: list[tuple[SampleUnderway, Observation | Done | Failed]] = []
+        self.replies: list[tuple[SampleUnderway, Observation | Done | Failed]] = []
 
     def put(self, sample: SampleUnderway, future: "Future[Observation | Done | Failed]") -> None:
+        """Stores a finished call's reply and pauses the backend."""
         with self.changed:
-            self.answers.append((sample, future.result()))
+            self.replies.append((sample, future.result()))
             self.backend.pause()
             self.changed.notify()
 
     def take(self, wait: bool) -> list[tuple[SampleUnderway, Observation | Done | Failed]]:
+        """Returns and removes the replies so far, after waiting for one if told to; resumes the backend."""
         with self.changed:
             if wait:
-                self.changed.wait_for(lambda: self.answers)
+                self.changed.wait_for(lambda: self.replies)
             self.backend.resume()
-            answers, self.answers = self.answers, []
-            return answers
+            replies, self.replies = self.replies, []
+            return replies

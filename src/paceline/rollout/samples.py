@@ -1,6 +1,4 @@
-"""Groups of samples as JSON lines: what `samples/` holds, and what `rollout --save` and `train --replay`
-exchange.
-"""
+"""Groups of samples as JSON lines: the files of `samples/`, `rollout --save` and `train --replay`."""
 
 import base64
 import json
@@ -26,6 +24,7 @@ from paceline.types import (
 
 
 def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    """Writes one line per group, with the responses' text for human readers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for group in groups:
@@ -33,6 +32,7 @@ def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> N
 
 
 def read_groups(path: Path) -> list[Group]:
+    """Reads what `write_groups` wrote; raises ValueError with the line that is not a group."""
     groups = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
@@ -92,9 +92,9 @@ def _parse_group(record: dict[str, Any]) -> Group:
 
 
 def _routing_record(routing: Routing | None) -> dict[str, Any] | None:
-    return (
-        None if routing is None else asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
-    )
+    if routing is None:
+        return None
+    return asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
 
 
 def _parse_routing(record: dict[str, Any] | None) -> Routing | None:

@@ -1,4 +1,4 @@
-"""Where a step's groups come from.
+"""The sources of a step's groups.
 
 `LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run
 wrote. The loop cannot tell them apart.
@@ -16,13 +16,18 @@ from paceline.types import Group, Purpose, SamplingParams
 
 
 class RolloutSource(Protocol):
-    def collect(self, step: int) -> list[Group]:
-        """The groups that step `step` learns from, in prompt order."""
+    """What the loop asks for a step's groups."""
 
-    def take_stats(self) -> RolloutStats: ...
+    def collect(self, step: int) -> list[Group]:
+        """Returns the groups that step `step` learns from, in prompt order."""
+
+    def take_stats(self) -> RolloutStats:
+        """Returns the backend's statistics since the last call."""
 
 
 class LiveRollouts:
+    """Samples every step's groups with the current policy, from the next problems in order."""
+
     def __init__(
         self, sampler: GroupSampler, order: ProblemOrder, prompts: int, samples: int, sampling: SamplingParams
     ) -> None:
@@ -41,9 +46,7 @@ class LiveRollouts:
 
 
 class SavedRollouts:
-    """Replays `paceline rollout --save`: step n learns from the n-th saved file, over and over if there are
-    fewer.
-    """
+    """Replays `paceline rollout --save`: step n learns from the n-th saved file, cycling through them."""
 
     def __init__(self, folder: Path) -> None:
         self.files = sorted(folder.glob("step_*.jsonl"))

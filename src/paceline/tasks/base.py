@@ -9,12 +9,17 @@ from typing import Any, Protocol
 
 from paceline.types import Score
 
-Message = dict[str, Any]  # as chat templates take them: role, content, and whatever else a template knows
-FAILED = "failed/"  # a score component `failed/<reward>/<reason>` is 1 where that reward failed
+# A chat message as templates take it: role, content, and whatever else a template knows.
+Message = dict[str, Any]
+
+# A score component named `failed/<reward>/<reason>` is 1 where that reward failed.
+FAILED = "failed/"
 
 
 @dataclass(frozen=True)
 class Problem:
+    """A prompt with the answer that verifiers compare responses with."""
+
     id: str
     prompt: str | tuple[Message, ...]
     answer: str
@@ -31,47 +36,45 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Turn:
+    """One contribution to a conversation, by the policy or by the tool."""
+
     text: str
     sampled: bool  # by the policy; False: an observation
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Tokens that go on where the policy stopped: literal text, or messages rendered by the policy's chat
-    template.
-    """
+    """What a tool replies: literal text, or messages that the policy's chat template renders."""
 
     content: str | tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Done:
-    """The conversation is over; what the policy said last is its answer."""
+    """A tool's reply that ends the conversation: what the policy said last is its answer."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a reward sees. `text` is the last thing the policy said, without its end token; observations never
-    count.
-    """
+    """What a reward function sees of a sample."""
 
-    text: str
+    text: str  # the policy's last turn, without its end token
     truncated: bool  # it did not end by itself
     conversation: tuple[Turn, ...] = ()
 
 
 class ProblemSet(Protocol):
-    """Where problems come from."""
+    """A source of problems, split into those to train on and those to evaluate on."""
 
     train: Sequence[Problem]
     held_out: Sequence[Problem]
 
 
 class ScoredProblemSet(ProblemSet, Protocol):
-    """One with a verdict of its own, quick and safe enough to run in the loop's own thread."""
+    """A problem set with a verifier of its own, quick and safe enough to run in the loop's own thread."""
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
-        """`response` is the text without its end token; a truncated one did not finish by itself."""
+        """Scores a response, given without its end token; a truncated one did not end by itself."""
         ...
 
 

@@ -19,8 +19,15 @@ from paceline.tasks.base import Done, Observation, Problem, Turn
 from paceline.tasks.extract import extract
 from paceline.types import Score
 
+# The text that ends a turn: the tool answers after it.
 STOP = "</calc>"
-MAX_DIGITS = 40  # of any number on the way: an exponent must not fill the memory
+
+# Digits of any intermediate number: a long product must not fill the memory.
+MAX_DIGITS = 40
+
+# Characters of an expression.
+MAX_EXPRESSION_LENGTH = 200
+
 _CALL = re.compile(r"<calc>([^<]*)</calc>\Z")
 _OPERATORS = {
     ast.Add: operator.add,
@@ -35,23 +42,27 @@ _OPERATORS = {
 
 
 class CalculatorProblems:
+    """Products of two random factors from 12 to 999, drawn without repetition."""
+
     def __init__(self, seed: int, train_problems: int, held_out_problems: int) -> None:
         rng = random.Random(f"calculator/{seed}")
         problems: dict[str, Problem] = {}
         while len(problems) < train_problems + held_out_problems:
-            a, b = rng.randint(12, 999), rng.randint(12, 999)
+            a = rng.randint(12, 999)
+            b = rng.randint(12, 999)
             problems.setdefault(f"{a}*{b}", Problem(f"{a}*{b}", f"What is {a} * {b}?", str(a * b)))
         unique = list(problems.values())
         self.train = unique[:train_problems]
         self.held_out = unique[train_problems:]
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
+        """Compares the response's `Answer:` line with the product."""
         correct = not truncated and extract(response, "answer-line") == problem.answer
         return Score(float(correct), correct, {"correct": float(correct)})
 
 
 def step(problem: Problem, conversation: Sequence[Turn]) -> Observation | Done:
-    """Answers a response that ends in a call; any other response is the last."""
+    """Answers a response that ends in a call; any other response ends the conversation."""
     found = _CALL.search(conversation[-1].text)
     if found is None:
         return Done()
@@ -62,8 +73,8 @@ def step(problem: Problem, conversation: Sequence[Turn]) -> Observation | Done:
 
 
 def calculate(expression: str) -> str:
-    """Exact arithmetic on numbers and + - * / // %; ValueError for anything else."""
-    if len(expression) > 200:
+    """Evaluates numbers and + - * / // % exactly; raises ValueError for anything else."""
+    if len(expression) > MAX_EXPRESSION_LENGTH:
         raise ValueError("expression too long")
     try:
         value = _evaluate(ast.parse(expression.strip(), mode="eval").body)

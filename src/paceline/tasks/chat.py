@@ -1,5 +1,4 @@
-"""Chat templates: from messages to the text a policy was trained on, through the Jinja template of its
-folder.
+"""Chat templates: from messages to the text a policy was trained on, by its folder's Jinja template.
 
 The environment offers what Hugging Face templates expect (transformers/utils/chat_template_utils.py) and is
 sandboxed, because a template is a program that came with a download.
@@ -18,15 +17,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from paceline.config import ConfigError
 from paceline.tasks.base import Message
 
+# Entries of tokenizer_config.json that templates may refer to.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING_FIELDS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names for the same thing; templates read one of the first two
+
+# Names under which messages carry their reasoning; templates read one of the first two.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
+    """A policy's chat template, compiled, with its special tokens and the recipe's `template_options`."""
+
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, options: dict[str, Any] | None = None
     ) -> None:
@@ -40,7 +40,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, options: dict[str, Any] | None = None) -> "ChatTemplate | None":
-        """The folder's template; None where it has none."""
+        """Reads the template of a Hugging Face folder; None where it has none."""
         settings = _read_json(folder / "tokenizer_config.json")
         jinja_file = folder / "chat_template.jinja"
         source = jinja_file.read_text() if jinja_file.is_file() else settings.get("chat_template")
@@ -53,7 +53,7 @@ class ChatTemplate:
         return cls(source, tokens, options)
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        """The conversation as text; with `generate`, up to where the policy is to speak."""
+        """Renders a conversation as text; with `generate`, up to where the policy's response begins."""
         chat = [_known_reasoning(message) for message in messages]
         try:
             return self.template.render(
@@ -66,9 +66,9 @@ class ChatTemplate:
             ) from None
 
     def follow_up(self, messages: Sequence[Message]) -> str:
-        """What stands between a response and the next one when `messages` come in between.
+        """Returns the text between a response and the next one when `messages` come in between.
 
-        Found as the difference between two renderings, because a template may rewrite earlier turns (Qwen3
+        It is the difference between two renderings, because a template may rewrite earlier turns (Qwen3
         drops their reasoning) while the tokens the policy has sampled must stay as they are.
         """
         marker = "\u2063response\u2063"
@@ -76,8 +76,8 @@ class ChatTemplate:
         text = self.render([*opening, *messages])
         if marker not in text:
             raise ConfigError(
-                "the policy's chat template drops earlier responses, so a task with turns cannot answer with "
-                "messages; use text"
+                "the policy's chat template drops earlier responses, so a task with turns cannot answer "
+                "with messages; use text"
             )
         return text.rpartition(marker)[2]
 
@@ -95,9 +95,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training frameworks; for rendering it is
-    transparent.
-    """
+    """Ignores `{% generation %}` blocks, which mark the assistant's text for training frameworks."""
 
     tags = {"generation"}
 
@@ -113,7 +111,7 @@ def _tojson(
     separators: Iterable[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML."""
+    """Replaces Jinja's own filter, which would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

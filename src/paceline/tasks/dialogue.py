@@ -17,6 +17,8 @@ from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 
 class Dialogue:
+    """The turns of one sample so far, and the completion that they add up to."""
+
     def __init__(self, request: Request) -> None:
         self.request = request
         self.conversation: tuple[Turn, ...] = ()
@@ -24,15 +26,16 @@ class Dialogue:
         self.logprobs: tuple[float, ...] = ()
         self.segments: tuple[Segment, ...] = ()
         self.top_logprobs: tuple[dict[int, float], ...] = ()
-        self.routing: Routing | None = (
-            None  # of everything up to the last response: each turn's begins with what was before it
-        )
+        # The last turn's routing covers everything: its prompt is all that was said before.
+        self.routing: Routing | None = None
         self.finish_reason = FinishReason.ABORTED
         self.error = ""
-        self.observation: tuple[int, ...] = ()  # handed out, not yet followed by a response
-        self.observed = ""
+        # The observation that the next request ends with, until a response follows it.
+        self.observation: tuple[int, ...] = ()
+        self.observation_text = ""
 
     def add_response(self, completion: Completion, text: str) -> None:
+        """Appends a turn's completion, and the observation that its request ended with."""
         self.error = completion.error
         if self.tokens and completion.finish_reason is FinishReason.REFUSED:
             self.finish_reason = FinishReason.LENGTH  # what was said stands; there is no room to go on
@@ -52,12 +55,13 @@ class Dialogue:
         self.conversation += (Turn(text, sampled=True),)
 
     def continue_with(self, observation: tuple[int, ...], text: str) -> Request | None:
-        """The request for the next turn; None (and the sample is truncated) where no token is left for it."""
+        """Returns the request of the next turn; None (and the sample is truncated) without tokens for it."""
         remaining = self.request.sampling.max_tokens - len(self.tokens) - len(observation)
         if remaining <= 0:
             self.finish_reason = FinishReason.LENGTH
             return None
-        self.observation, self.observed = observation, text
+        self.observation = observation
+        self.observation_text = text
         prompt = self.request.prompt + self.tokens + observation
         return replace(
             self.request,
@@ -67,6 +71,7 @@ class Dialogue:
         )
 
     def completion(self) -> Completion:
+        """Returns all turns as one completion of the original request."""
         return Completion(
             self.request,
             self.tokens,
@@ -79,13 +84,15 @@ class Dialogue:
         )
 
     def _take_observation(self, weight_version: int) -> None:
-        """An observation counts once a response follows; until then it may turn out that nothing does."""
+        """Appends the pending observation: it counts once a response follows it."""
         if not self.observation:
             return
-        start, count = len(self.tokens), len(self.observation)
+        start = len(self.tokens)
+        count = len(self.observation)
         self.tokens += self.observation
         self.logprobs += (0.0,) * count
         self.segments += (Segment(start, start + count, weight_version, sampled=False),)
         self.top_logprobs += ({},) * count if self.request.sampling.top_logprobs else ()
-        self.conversation += (Turn(self.observed, sampled=False),)
-        self.observation, self.observed = (), ""
+        self.conversation += (Turn(self.observation_text, sampled=False),)
+        self.observation = ()
+        self.observation_text = ""

@@ -1,13 +1,16 @@
-"""Where in a response its answer is."""
+"""Finds the answer within a response, as `task.extract` says."""
 
 import re
 
-ANSWER_LINE = r"(?im)^[ \t*]*answer[ \t*]*:[ \t*]*(.*?)[ \t*]*$"  # also **Answer:** 42
-NAMED = ("whole", "answer-line")  # anything else is a regular expression
+# A line such as `Answer: 42` or `**Answer:** 42`.
+ANSWER_LINE = r"(?im)^[ \t*]*answer[ \t*]*:[ \t*]*(.*?)[ \t*]*$"
+
+# The named ways of `task.extract`; anything else is a regular expression.
+NAMED = ("whole", "answer-line")
 
 
 def extract(response: str, how: str) -> str | None:
-    """The last match, because policies write drafts first; None where there is no answer."""
+    """Returns the last match, because policies write drafts first; None where there is no answer."""
     if how == "whole":
         return response.strip()
     if how == "answer-line":

@@ -1,4 +1,4 @@
-"""Problems from a JSONL or parquet file: a column that asks, a column that knows, the rest for the rewards.
+"""Problems from a JSONL or parquet file: a prompt column, an answer column, the rest for the rewards.
 
 verl's files work as they are: `prompt` as chat messages, `reward_model.ground_truth`, `extra_info`,
 `data_source`.
@@ -16,10 +16,14 @@ from paceline.config import ConfigError, DataConfig
 from paceline.tasks.base import Message, Problem
 
 logger = logging.getLogger(__name__)
+
+# A row of the file, by column name.
 Row = dict[str, Any]
 
 
 class FileProblems:
+    """The problems of a file, split by a hash of the prompt or by a second, held-out file."""
+
     def __init__(self, config: DataConfig, seed: int) -> None:
         if not config.path:
             raise ConfigError(
@@ -52,14 +56,16 @@ class FileProblems:
 
 
 def is_held_out(problem: Problem, share: float, seed: int) -> bool:
-    """By a hash of the prompt alone: rows added later change nothing, and rows that ask the same stay on one
-    side.
+    """Decides by a hash of the prompt alone whether a problem is for evaluation.
+
+    Rows added later change nothing, and rows with the same prompt stay on one side.
     """
     digest = hashlib.blake2b(f"{seed}/{_digest(problem.prompt)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
 def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
+    """Reads a file; `key` of `task.data` is what errors name."""
     if not path.is_file():
         raise ConfigError(f"task.data.{key} = {str(path)!r}: there is no such file")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -108,12 +114,11 @@ def _problem(row: Row, config: DataConfig, where: str) -> Problem:
         found = re.search(config.answer_pattern, answer)
         if found is None or not found.groups():
             raise ConfigError(
-                f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group in the answer "
-                f"{answer[-80:]!r}"
+                f"{where}: task.data.answer_pattern = {config.answer_pattern!r} finds no group "
+                f"in the answer {answer[-80:]!r}"
             )
         answer = found.group(1)
-    used = {config.prompt_column.split(".")[0]}
-    extra = {name: value for name, value in row.items() if name not in used}
+    extra = {name: value for name, value in row.items() if name != config.prompt_column.split(".")[0]}
     return Problem(_digest([prompt, answer]), prompt, answer.strip(), extra)
 
 
@@ -125,7 +130,7 @@ def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
         and value
         and all(isinstance(message, dict) and "role" in message for message in value)
     ):
-        # parquet gives every message of a column the same keys; the ones that were not there come as None
+        # Parquet gives every message of a column the same keys; the ones that were not there come as None.
         return tuple({name: part for name, part in message.items() if part is not None} for message in value)
     raise ConfigError(
         f"{where}: a prompt must be text or a list of messages with `role` and `content`, not {value!r:.80}"

@@ -15,36 +15,38 @@ from paceline.tasks.countdown import Countdown, parse_options
 from paceline.tasks.countdown_search import RENDERINGS
 from paceline.tasks.extract import NAMED
 from paceline.tasks.files import FileProblems
-from paceline.tasks.prompts import PromptEncoder, without_overlong
+from paceline.tasks.prompts import PromptEncoder, filter_overlong_prompts
 from paceline.tasks.reasoning_gym import ReasoningGymProblems
 from paceline.tasks.rewards.coroutines import EventLoop
 from paceline.tasks.rewards.functions import BUILTIN, Target
 from paceline.tasks.rewards.pool import WorkerPool
-from paceline.tasks.rewards.scoring import Reward, Scoring, from_event_loop, from_pool, own_verdict
+from paceline.tasks.rewards.scoring import Reward, Scoring, from_event_loop, from_pool, from_verifier
 from paceline.tasks.rewards.worker import Step
 from paceline.tasks.running_sums import ALPHABET, RunningSums
 from paceline.tasks.task import Task, Turns
 
-TOOLS = {
-    "calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))
-}  # function, and the texts that end a turn
+# The named tools of `task.turns.step`: function, and the texts that end a turn.
+TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}
+
+# The reward function behind `task` for reasoning-gym.
 GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
-EXTRAS = {
-    "math-verify": ("math_verify", "math")
-}  # scorer: the package it needs, and the extra that brings it
+
+# Scorers that need a package which is not always there, and the extra that installs it.
+EXTRAS = {"math-verify": ("math_verify", "math")}
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
-    """`folder` is the policy's: its chat template renders messages."""
+    """Puts a task together; `folder` is the policy's, whose chat template renders messages."""
     _check_extraction(config.extract)
     template = ChatTemplate.from_folder(folder, config.template_options)
     prompts = PromptEncoder(tokenizer, template, config.prompt_format, config.chat, config.system_prompt)
     problems = _problems(config)
-    train, held_out = problems.train, problems.held_out
+    train = problems.train
+    held_out = problems.held_out
     if config.max_prompt_tokens:
-        train = without_overlong(train, prompts, config.max_prompt_tokens, "training")
-        held_out = without_overlong(held_out, prompts, config.max_prompt_tokens, "held-out")
-    prompts.encode(train[0])  # a prompt that cannot be asked is found now, not in the first step
+        train = filter_overlong_prompts(train, prompts, config.max_prompt_tokens, "training")
+        held_out = filter_overlong_prompts(held_out, prompts, config.max_prompt_tokens, "held-out")
+    prompts.encode(train[0])  # a prompt that cannot be rendered is found now, not in the first step
     scoring, turns = _workers(config, problems)
     demonstrations = getattr(problems, "demonstrations", None)
     return Task(train, held_out, prompts, scoring, turns, demonstrations)
@@ -73,8 +75,8 @@ def _check_extraction(how: str) -> None:
         ) from None
     if groups < 1:
         raise ConfigError(
-            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression with a group around "
-            "the answer, such as '####\\s*(.+)'"
+            f"task.extract = {how!r}: must be {', '.join(NAMED)} or a regular expression "
+            "with a group around the answer, such as '####\\s*(.+)'"
         )
 
 
@@ -94,24 +96,24 @@ def _problems(config: TaskConfig) -> ProblemSet:
 
 
 def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns | None]:
-    """Rewards and the tool share one pool; it starts a worker here, to find a function that cannot be
-    loaded.
+    """Makes rewards and tool, which share one pool.
+
+    The pool starts a worker here, to find a function that cannot be loaded before the run begins.
     """
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
-    called = [reward for reward in wanted if not _is_own(reward, problems)]
+    called = [reward for reward in wanted if not _runs_in_loop(reward, problems)]
     tool, stop = _tool(config)
     targets: list[Target | Step] = [
         *(_target(reward, config) for reward in called),
         *([tool] if tool else []),
     ]
     if not targets:
-        return Scoring(
-            [Reward(reward, own_verdict(problems.score), require_end=False) for reward in wanted]
-        ), None
+        verifiers = [Reward(reward, from_verifier(problems.score), require_end=False) for reward in wanted]
+        return Scoring(verifiers), None
 
     pool = WorkerPool(targets, config.reward_workers)
     try:
-        coroutines = pool.check().coroutines
+        coroutines = pool.load_targets().coroutines
     except ValueError as error:
         raise ConfigError(f"task.{'rewards or task.turns.step' if tool else 'rewards'}: {error}") from None
     if tool and coroutines[-1]:
@@ -120,37 +122,36 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
         )
     loop = EventLoop() if any(coroutines) else None
 
-    def run(reward: RewardConfig) -> Reward:
-        if _is_own(reward, problems):
-            return Reward(reward, own_verdict(problems.score), require_end=False)
+    def make_reward(reward: RewardConfig) -> Reward:
+        if _runs_in_loop(reward, problems):
+            return Reward(reward, from_verifier(problems.score), require_end=False)
         index = called.index(reward)
         target = targets[index]
         call = (
             from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
         )
-        return Reward(
-            reward,
-            call,
-            require_end=config.require_end and target.function in (GYM_VERIFIER, *BUILTIN.values()),
-        )
+        is_builtin = target.function in (GYM_VERIFIER, *BUILTIN.values())
+        return Reward(reward, call, require_end=config.require_end and is_builtin)
 
     turns = Turns(pool, len(targets) - 1, stop) if tool else None
-    return Scoring([run(reward) for reward in wanted], pool, loop), turns
+    return Scoring([make_reward(reward) for reward in wanted], pool, loop), turns
 
 
-def _is_own(reward: RewardConfig, problems: ProblemSet) -> bool:
+def _runs_in_loop(reward: RewardConfig, problems: ProblemSet) -> bool:
+    """Whether the reward is the problem set's own verifier, which needs no worker process."""
     return reward.function == "task" and hasattr(problems, "score")
 
 
 def _target(reward: RewardConfig, config: TaskConfig) -> Target:
-    function, options = reward.function, reward.options
+    function = reward.function
+    options = reward.options
     if reward.batch and (function == "task" or function in BUILTIN):
         raise ConfigError(f"task.rewards: {function!r} takes one response at a time; leave out `batch`")
     if function == "task":
         if config.name != "reasoning-gym":
             raise ConfigError(
-                f"task.rewards: {config.name!r} has no verifier of its own; use {', '.join(BUILTIN)} or "
-                "module:function"
+                f"task.rewards: {config.name!r} has no verifier of its own; "
+                f"use {', '.join(BUILTIN)} or module:function"
             )
         function = GYM_VERIFIER
         options = {
@@ -160,8 +161,8 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
         }
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
         raise ConfigError(
-            f"task.rewards: {function!r} needs a package that is not installed; pip install "
-            f"'paceline[{EXTRAS[function][1]}]'"
+            f"task.rewards: {function!r} needs a package that is not installed; "
+            f"pip install 'paceline[{EXTRAS[function][1]}]'"
         )
     return Target(BUILTIN.get(function, function), options, reward.time_limit, reward.batch, config.extract)
 
@@ -174,7 +175,7 @@ def _tool(config: TaskConfig) -> tuple[Step | None, tuple[str, ...]]:
     function, stop = TOOLS.get(name, (name, ()))
     if not re.search(r".:.", function):
         raise ConfigError(
-            f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, module:function or "
-            "path/to/file.py:function"
+            f"task.turns.step = {name!r}: must be one of {', '.join(TOOLS)}, "
+            "module:function or path/to/file.py:function"
         )
     return Step(function, turns.options, turns.time_limit), tuple(turns.stop) or stop

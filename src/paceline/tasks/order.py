@@ -1,4 +1,4 @@
-"""In which order a run visits its problems: every epoch a new shuffle, a pure function of seed and epoch.
+"""The order in which a run visits its problems: every epoch a new shuffle, a pure function of seed and epoch.
 
 The whole state is one number, the count of problems handed out, so a resumed run continues exactly where it
 stopped.
@@ -11,6 +11,8 @@ from paceline.tasks.base import Problem
 
 
 class ProblemOrder:
+    """An endless, shuffled sequence of a task's problems; `position` counts those handed out."""
+
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
         self.problems = problems
         self.seed = seed
@@ -19,9 +21,11 @@ class ProblemOrder:
 
     @property
     def epoch(self) -> int:
+        """Returns how many times all problems have been handed out."""
         return self.position // len(self.problems)
 
     def take(self, count: int) -> list[Problem]:
+        """Returns the next `count` problems and moves on behind them."""
         taken = [self._problem_at(self.position + i) for i in range(count)]
         self.position += count
         return taken
@@ -31,9 +35,6 @@ class ProblemOrder:
         if epoch not in self._shuffles:
             order = list(range(len(self.problems)))
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._shuffles = (
-                {epoch: order}
-                if epoch - 1 not in self._shuffles
-                else {epoch - 1: self._shuffles[epoch - 1], epoch: order}
-            )
+            # A step may reach across the end of an epoch, so the previous shuffle is kept as well.
+            self._shuffles = {e: o for e, o in self._shuffles.items() if e == epoch - 1} | {epoch: order}
         return self.problems[self._shuffles[epoch][index]]

@@ -1,6 +1,4 @@
-"""From a problem to the tokens the policy is asked with, and from an observation to the tokens it goes on
-from.
-"""
+"""From a problem to its prompt's tokens, and from a tool's observation to the tokens it adds."""
 
 import logging
 from collections.abc import Sequence
@@ -17,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptEncoder:
+    """Renders prompts as the recipe's `task` section says and encodes them with the policy's tokenizer."""
+
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
     prompt_format: str = "{prompt}"
@@ -24,6 +24,7 @@ class PromptEncoder:
     system_prompt: str = ""
 
     def encode(self, problem: Problem) -> tuple[int, ...]:
+        """Returns the tokens of a problem's prompt."""
         prompt = problem.prompt
         if isinstance(prompt, str):
             prompt = self.prompt_format.replace("{prompt}", prompt)
@@ -40,8 +41,10 @@ class PromptEncoder:
         return tuple(self.tokenizer.encode(self._template().render(prompt), add_special_tokens=False).ids)
 
     def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
-        """`last_token` ended the response: if it is the end token that the template would write next, it is
-        there already.
+        """Returns the tokens of an observation.
+
+        `last_token` ended the response: if it is the end token that the template would write next, it is
+        left out, because it is there already.
         """
         if isinstance(observation.content, str):
             return tuple(self.tokenizer.encode(observation.content, add_special_tokens=False).ids)
@@ -55,23 +58,22 @@ class PromptEncoder:
         if self.template is None:
             raise ConfigError(
                 "the task asks with chat messages, but the folder at policy.path has no chat template "
-                "(`chat_template` in "
-                "tokenizer_config.json, or chat_template.jinja); add one, or ask with plain text "
-                "(task.chat=false)"
+                "(`chat_template` in tokenizer_config.json, or chat_template.jinja); "
+                "add one, or ask with plain text (task.chat=false)"
             )
         return self.template
 
 
-def without_overlong(
+def filter_overlong_prompts(
     problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str
 ) -> list[Problem]:
-    """The problems whose prompt has at most `limit` tokens."""
+    """Returns the problems whose prompt has at most `limit` tokens; `what` names them in messages."""
     lengths = [len(encoder.encode(problem)) for problem in problems]
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if not kept:
         raise ConfigError(
-            f"task.max_prompt_tokens = {limit} leaves no {what} prompts: the shortest has {min(lengths)} "
-            "tokens; allow more"
+            f"task.max_prompt_tokens = {limit} leaves no {what} prompts: "
+            f"the shortest has {min(lengths)} tokens; allow more"
         )
     if len(kept) < len(problems):
         dropped = len(problems) - len(kept)

@@ -1,8 +1,7 @@
-"""The built-in task: labelled running sums, small enough for a laptop and long-tailed enough to be worth
-speeding up.
+"""The built-in task: labelled running sums, small enough for a laptop, with long-tailed response lengths.
 
     prompt     a9b8c8=
-    careful    a9:9;b8:17;c8:24/c8:25;#25      a running sum per term; a slip is struck out by `/` and done again
+    careful    a9:9;b8:17;c8:24/c8:25;#25      a running sum per term; a slip is struck out by `/` and redone
     careless   #24                             a guess
 
 The number of terms is log-normal, so a few responses are many times longer than the median. The starting
@@ -17,15 +16,31 @@ import string
 from paceline.tasks.base import Problem
 from paceline.types import Score
 
+# One label per term, in this order.
 LABELS = string.ascii_lowercase + "ABCDEF"
-MIN_TERMS, MAX_TERMS = 2, len(LABELS)
+
+# Terms of the shortest problem.
+MIN_TERMS = 2
+
+# Terms of the longest problem.
+MAX_TERMS = len(LABELS)
+
+# Mean and standard deviation of the logarithm of the number of terms.
+LOG_TERMS_MEAN = 1.6
+LOG_TERMS_STD = 0.6
+
+# Every character of prompts and responses: the built-in tokenizer's vocabulary.
 ALPHABET = string.digits + LABELS + "=:;/#"
+
+# Chance that a careful demonstration gets a running sum wrong and corrects itself.
 SLIP_RATE = 0.12
 
 _ANSWER = re.compile(r"#(\d+)$")
 
 
 class RunningSums:
+    """Different sums, drawn by seed and split into training and held-out problems."""
+
     def __init__(self, seed: int, train_problems: int, held_out_problems: int) -> None:
         rng = random.Random(f"running-sums/{seed}")
         problems: dict[str, Problem] = {}
@@ -37,25 +52,28 @@ class RunningSums:
         self.held_out = unique[train_problems:]
 
     def score(self, problem: Problem, response: str, truncated: bool) -> Score:
+        """Compares the number after the response's last `#` with the sum."""
         found = _ANSWER.search(response)
         correct = not truncated and found is not None and found.group(1) == problem.answer
         return Score(reward=float(correct), correct=correct, components={"correct": float(correct)})
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    count = min(MAX_TERMS, max(MIN_TERMS, round(rng.lognormvariate(1.6, 0.6))))
+    """Draws a sum of one-digit terms whose number is log-normal."""
+    count = min(MAX_TERMS, max(MIN_TERMS, round(rng.lognormvariate(LOG_TERMS_MEAN, LOG_TERMS_STD))))
     digits = [rng.randint(1, 9) for _ in range(count)]
     prompt = "".join(f"{label}{digit}" for label, digit in zip(LABELS, digits, strict=False)) + "="
     return Problem(id=prompt, prompt=prompt, answer=str(sum(digits)))
 
 
 def demonstration(problem: Problem, rng: random.Random, careful: bool) -> str:
-    """A response in one of the two modes, for the supervised warm-up."""
+    """Writes a response in one of the two modes, for the supervised warm-up."""
     terms = [(problem.prompt[i], int(problem.prompt[i + 1])) for i in range(0, len(problem.prompt) - 1, 2)]
     if not careful:
         guess = int(problem.answer) + rng.choice((-3, -2, -1, 0, 1, 2, 3))
         return f"#{max(guess, 1)}"
-    total, text = 0, ""
+    total = 0
+    text = ""
     for label, digit in terms:
         total += digit
         while rng.random() < SLIP_RATE:

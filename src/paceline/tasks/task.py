@@ -1,4 +1,4 @@
-"""A task put together: problems, how they are asked, how responses are scored, and who answers in between."""
+"""A task: its problems, their prompts, the rewards that score responses, and the tool that answers turns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,18 +13,21 @@ from paceline.tasks.rewards.scoring import Scoring
 
 @dataclass(frozen=True)
 class Turns:
-    """A tool in a worker process."""
+    """The tool of a multi-turn task, which runs in the pool's worker processes."""
 
     pool: WorkerPool
     index: int  # of the tool among the pool's targets
     stop: tuple[str, ...]  # texts that end a turn
 
     def step(self, problem: Problem, conversation: tuple[Turn, ...]) -> "Future[Observation | Done | Failed]":
+        """Asks the tool for its reply to the policy's last turn."""
         return self.pool.submit(self.index, (problem, conversation))
 
 
 @dataclass(frozen=True)
 class Task:
+    """Everything that the recipe's `task` section describes, ready to sample from."""
+
     train: Sequence[Problem]
     held_out: Sequence[Problem]
     prompts: PromptEncoder
@@ -33,4 +36,5 @@ class Task:
     demonstrations: Callable[[int, int], Iterator[Demonstration]] | None = None  # by count and seed
 
     def close(self) -> None:
+        """Ends the worker processes and the event loop of the rewards."""
         self.scoring.close()

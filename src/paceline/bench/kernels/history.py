@@ -10,7 +10,8 @@ import torch
 
 from paceline.bench.kernels.case import KernelCase
 from paceline.bench.kernels.workload import Operands
-from paceline.kernels.history_index import HistoryIndex, propose_from_history
+from paceline.kernels.history_index import HistoryIndex
+from paceline.kernels.history_lookup import propose_from_history
 
 PERIOD = 97  # tokens after which a row begins again
 ACCEPTED = 3  # tokens that a row gains in each step

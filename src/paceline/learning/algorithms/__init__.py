@@ -1,5 +1,15 @@
-"""The algorithms by their recipe names. What else a paper sets (clip ranges, the mean, the KL) is
-`ALGORITHM_DEFAULTS` in config/learning.py.
+"""The algorithms by their recipe names. To add one:
+
+1. Write `algorithms/my_algorithm.py` with a class that has what `base.Algorithm` has: `advantages` for the
+   samples of a step and `token_loss` for each response token. Most derive from `grpo.GRPO` and replace one.
+2. Register the class in `ALGORITHMS` below, under its recipe name.
+3. In config/learning.py, add the name to `LearningConfig.algorithm`, and to `ALGORITHM_DEFAULTS` the settings
+   of its paper (clip range, mean, KL) where they differ from the defaults.
+4. In tests/learning/test_algorithms.py, add the paper's formula as a loop over samples and tokens.
+5. In docs/algorithms.md, add a row to the table.
+
+A loss that clips nothing returns zeros as `clipped_R`; keys such as `clip_low` that it ignores stay at their
+defaults, or the recipe is told so (`config/notes.py`).
 """
 
 from paceline.config import LearningConfig
@@ -11,7 +21,7 @@ from paceline.learning.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
-    "dapo": GRPO,  # the same loss with other settings; what DAPO adds to the data stands in dapo.py
+    "dapo": GRPO,  # the same loss with other settings; what DAPO does to the rewards is in dapo.py
     "dr_grpo": DrGRPO,
     "gspo": GSPO,
     "reinforce++": ReinforcePlusPlus,
@@ -19,4 +29,5 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def make_algorithm(config: LearningConfig) -> Algorithm:
+    """Makes the algorithm that `learning.algorithm` names."""
     return ALGORITHMS[config.algorithm](config)

@@ -1,8 +1,8 @@
-"""What an algorithm is: advantages for the samples of a step, and a loss for every response token.
+"""The interface of an algorithm: advantages for the samples of a step, and a loss for every response token.
 
-The learner does the rest, the same for all: it weighs the token losses (`token_weights`), adds them up over
+The learner does the rest, the same for all: it weights the token losses (`token_weights`), adds them up over
 micro-batches and takes the optimiser step. Every number here is per step or per sequence, so nothing depends
-on how a step is cut.
+on how a step is split into micro-batches. How to add an algorithm is in `algorithms/__init__.py`.
 
 Suffix R: over the response tokens of a micro-batch.
 """
@@ -15,10 +15,11 @@ import torch
 
 from paceline.config import LearningConfig
 from paceline.learning.batch import MicroBatch
+from paceline.learning.logprobs import MAX_LOG_RATIO
 from paceline.types import Group
 
-EPSILON = 1e-6
-LARGEST_LOG_RATIO = 20.0
+# Added to the standard deviation of rewards before dividing by it.
+STD_EPSILON = 1e-6
 
 # log pi_rollout - log pi_reference of every response token, by group and sample.
 LogRatios = Sequence[Sequence[Sequence[float]]]
@@ -26,7 +27,7 @@ LogRatios = Sequence[Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Advantage:
-    """Of one sample: `value` for every token, less the token's own penalty where there are any."""
+    """A sample's advantage: `value` for every token, less the token's own penalty where there are any."""
 
     value: float
     penalties: tuple[float, ...] = ()
@@ -34,42 +35,47 @@ class Advantage:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per response token: what to minimise, and what to report."""
+    """The loss of each response token, and what is reported about it."""
 
-    loss_R: torch.Tensor
-    clipped_R: torch.Tensor
-    reference_kl_R: torch.Tensor
+    loss_R: torch.Tensor  # to minimise
+    clipped_R: torch.Tensor  # whether the clip took the gradient
+    reference_kl_R: torch.Tensor  # estimate of the KL to the reference
 
 
 class Algorithm(Protocol):
-    kl_in_reward: ClassVar[
-        bool
-    ]  # the KL to the reference lowers the advantages, rather than adding to the loss
+    """What the learner needs of an algorithm."""
+
+    # Whether the KL to the reference lowers the advantages, rather than adding to the loss.
+    kl_in_reward: ClassVar[bool]
 
     def __init__(self, config: LearningConfig) -> None: ...
 
     def advantages(self, groups: Sequence[Group], log_ratios: LogRatios | None) -> list[list[Advantage]]:
-        """By group and sample; all values zero when the rewards say nothing. `log_ratios` only where
-        `kl_in_reward`.
+        """Returns advantages by group and sample; all values are zero where the rewards carry no signal.
+
+        `log_ratios` are given only where `kl_in_reward` and the recipe has a KL.
         """
 
     def token_loss(
         self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
-    ) -> TokenLoss: ...
+    ) -> TokenLoss:
+        """Returns the loss of each response token at the policy's current logprobs.
+
+        `reference_R` are the reference's logprobs where the KL is in the loss, else None.
+        """
 
 
 def normalise(values: Sequence[float]) -> list[float]:
-    """(x - mean) / (sample standard deviation + epsilon); zeros where all are equal, whatever their mean
-    rounds to.
-    """
+    """Returns (x - mean) / (sample standard deviation + epsilon), and exact zeros where all are equal."""
     if len(set(values)) < 2:
         return [0.0] * len(values)
     centred = centre(values)
     deviation = (sum(x * x for x in centred) / (len(values) - 1)) ** 0.5
-    return [x / (deviation + EPSILON) for x in centred]
+    return [x / (deviation + STD_EPSILON) for x in centred]
 
 
 def centre(values: Sequence[float]) -> list[float]:
+    """Returns x - mean, and exact zeros where all are equal, whatever their mean rounds to."""
     if len(set(values)) < 2:
         return [0.0] * len(values)
     mean = sum(values) / len(values)
@@ -77,26 +83,24 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
-    """log pi_theta - log pi_old. The old policy is the one that sampled, or in decoupled mode the learner's
-    before the update.
+    """Returns log pi_theta - log pi_old, clamped to what exp can take.
 
-    Held within what exp can take: an infinite ratio times the zero weight of a token that was masked would be
-    NaN.
+    The old policy is the one that sampled, or in decoupled mode the learner's before the update. Without the
+    clamp, an infinite ratio times the zero weight of a masked token would be NaN.
     """
-    return (logprobs_R - batch.anchor_logprobs_R.to(logprobs_R.dtype)).clamp(
-        -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
-    )
+    return (logprobs_R - batch.old_logprobs_R.to(logprobs_R.dtype)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def clipped_surrogate(
     config: LearningConfig, ratio_R: torch.Tensor, advantages_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and where the clip took the gradient (PPO, arXiv 1707.06347,
-    eq. 7).
+    """Returns -min(r A, clip(r, 1 - low, 1 + high) A), and where the clip took the gradient.
+
+    This is the objective of PPO (arXiv 1707.06347, eq. 7).
     """
-    bounded_R = ratio_R.clamp(1 - config.clip_low, 1 + config.clip_high)
-    free_R, held_R = ratio_R * advantages_R, bounded_R * advantages_R
-    return -torch.minimum(free_R, held_R), (free_R > held_R).detach()
+    unclipped_R = ratio_R * advantages_R
+    clipped_R = ratio_R.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_R
+    return -torch.minimum(unclipped_R, clipped_R), (unclipped_R > clipped_R).detach()
 
 
 def with_reference_kl(
@@ -106,14 +110,14 @@ def with_reference_kl(
     logprobs_R: torch.Tensor,
     reference_R: torch.Tensor | None,
 ) -> TokenLoss:
-    """Adds kl_coef x the k3 estimate exp(d) - d - 1, d = log pi_ref - log pi_theta (Schulman 2020): unbiased,
-    never negative.
+    """Adds kl_coef times the k3 estimate of the KL to the reference, where there is one.
 
-    d is held as `log_ratio` holds its own, and for the same reason.
+    k3 = exp(d) - d - 1 with d = log pi_ref - log pi_theta (Schulman 2020): unbiased, never negative. d is
+    clamped as in `log_ratio`, and for the same reason.
     """
     if reference_R is None:
         return TokenLoss(loss_R, clipped_R, torch.zeros_like(logprobs_R))
-    delta_R = (reference_R - logprobs_R).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    delta_R = (reference_R - logprobs_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kl_R = delta_R.exp() - delta_R - 1
     return TokenLoss(loss_R + config.kl_coef * kl_R, clipped_R, kl_R.detach())
 
@@ -125,8 +129,7 @@ def token_weights(
     total_sequences: int,
     max_tokens: int,
 ) -> torch.Tensor:
-    """What each response token counts in its optimiser step, however that is cut into micro-batches; totals
-    are the step's.
+    """Returns the weight of each response token in its optimiser step; totals are the step's.
 
     token     1 / total tokens                              DAPO (arXiv 2503.14476, eq. 8)
     sequence  1 / (response's tokens x total sequences)     GRPO (arXiv 2402.03300, eq. 3), GSPO

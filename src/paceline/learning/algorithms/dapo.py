@@ -3,14 +3,13 @@
 1. Clip-higher (eq. 10): clip_low 0.2, clip_high 0.28, so that unlikely tokens can become likely.
 2. Token-level loss (eq. 8): `loss_mean: token`, so that long responses do not count less per token. No KL.
 3. Soft overlong punishment (eq. 13), below: a response that nears the length limit loses up to 1 of its
-reward.
+   reward. The paper's cache is 4,096 of 20,480 tokens: `overlong_share: 0.2` of `rollout.max_tokens`.
 
        R_length(y) = 0                                    |y| <= max - cache
                      ((max - cache) - |y|) / cache        up to |y| = max, where it is -1
 
-The paper's cache is 4,096 of 20,480 tokens: `overlong_share: 0.2` of `rollout.max_tokens`.
-4. Dynamic sampling (eq. 11): `paceline/dynamic_sampling.py`. It looks at the task's own rewards, before the
-punishment.
+4. Dynamic sampling (eq. 11): `rollout/dynamic_sampling.py`. It looks at the task's own rewards, before the
+   punishment.
 """
 
 from collections.abc import Sequence
@@ -20,12 +19,13 @@ from paceline.types import Group, Sample
 
 
 def overlong_punishment(length: int, max_tokens: int, share: float) -> float:
+    """Returns R_length of a response with `length` tokens."""
     cache = share * max_tokens
     return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
 
 
 def punish_overlong(groups: Sequence[Group], max_tokens: int, share: float) -> list[Group]:
-    """The groups with the punishment added to each reward and shown as the reward component `overlong`."""
+    """Returns the groups with R_length added to each reward and shown as the reward component `overlong`."""
     if share == 0:
         return list(groups)
     return [

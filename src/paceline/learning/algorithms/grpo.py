@@ -28,6 +28,8 @@ from paceline.types import Group
 
 
 class GRPO:
+    """Advantages normalised within each group, and PPO's clipped loss."""
+
     kl_in_reward: ClassVar[bool] = False
 
     def __init__(self, config: LearningConfig) -> None:

@@ -3,9 +3,9 @@
     s_i = (pi_theta(y_i) / pi_old(y_i)) ^ (1 / |y_i|) = exp(mean over tokens of log r_it)
     L   = 1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
 
-Advantages as in GRPO. A mean of log ratios moves far less than one token's, hence the narrow clip (section
-5.1: 3e-4 and 4e-4). With `loss_mean: sequence` each response counts once, as the paper has it. No KL in the
-paper.
+Advantages are those of GRPO. A mean of log ratios moves far less than one token's, hence the narrow clip
+(section 5.1: 3e-4 and 4e-4). With `loss_mean: sequence` each response counts once, as in the paper, which has
+no KL.
 """
 
 import torch
@@ -16,6 +16,8 @@ from paceline.learning.batch import MicroBatch
 
 
 class GSPO(GRPO):
+    """GRPO with one importance ratio per sequence."""
+
     def token_loss(
         self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
     ) -> TokenLoss:

@@ -1,15 +1,14 @@
-"""REINFORCE++ (arXiv 2501.03262, eqs. 8 to 10): no critic, no groups; advantages normalised over the whole
-step.
+"""REINFORCE++ (arXiv 2501.03262, eqs. 8 to 10): no critic, no groups, advantages normalised over a step.
 
 This is the paper's plain variant (any number of samples per prompt), not "REINFORCE++ w/ Baseline":
 
-    KL_t = log pi_old(y_t) - log pi_ref(y_t)                    the k1 estimate, of the policy that sampled
-    A_t  = R - kl_coef * sum over i >= t of KL_i                the penalty is a reward for each token, undiscounted
-    A_t  = (A_t - mean) / std                                   over all sampled tokens of the step
+    KL_t = log pi_old(y_t) - log pi_ref(y_t)                the k1 estimate, of the policy that sampled
+    A_t  = R - kl_coef * sum over i >= t of KL_i            the KL is a reward for each token, undiscounted
+    A_t  = (A_t - mean) / std                               over all sampled tokens of the step
     L    = mean over tokens of -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
 
-Where all rewards of the step are equal there is nothing to prefer and every advantage is zero: normalising
-would blow what is left, the KL, up to unit size.
+Where all rewards of the step are equal, every advantage is zero: normalising would scale what is left, the
+KL, up to unit size.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch
 
 from paceline.config import LearningConfig
 from paceline.learning.algorithms.base import (
-    EPSILON,
+    STD_EPSILON,
     Advantage,
     LogRatios,
     TokenLoss,
@@ -32,6 +31,8 @@ from paceline.types import Group
 
 
 class ReinforcePlusPlus:
+    """Advantages of each token, normalised over the step, with the KL in the reward."""
+
     kl_in_reward: ClassVar[bool] = True
 
     def __init__(self, config: LearningConfig) -> None:
@@ -53,7 +54,7 @@ class ReinforcePlusPlus:
                     if sampled
                 ]
         mean = sum(unscaled) / max(1, len(unscaled))
-        deviation = (sum((x - mean) ** 2 for x in unscaled) / max(1, len(unscaled) - 1)) ** 0.5 + EPSILON
+        deviation = (sum((x - mean) ** 2 for x in unscaled) / max(1, len(unscaled) - 1)) ** 0.5 + STD_EPSILON
         return [
             [
                 Advantage((reward - mean) / deviation, tuple(p / deviation for p in sample_penalties))
@@ -65,7 +66,7 @@ class ReinforcePlusPlus:
     def _penalties(
         self, groups: Sequence[Group], log_ratios: LogRatios | None
     ) -> list[list[tuple[float, ...]]]:
-        """kl_coef times the sum of the KL from each token on; observations add nothing."""
+        """Returns kl_coef times the sum of the KL from each token on; observations add nothing."""
         if log_ratios is None:
             return [[(0.0,) * len(sample.completion.tokens) for sample in group.samples] for group in groups]
         penalties = []

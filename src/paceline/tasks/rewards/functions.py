@@ -1,6 +1,6 @@
-"""Reward functions by name: finding them, handing them the arguments they ask for, reading what they return.
+"""Reward functions by name: importing them, passing the arguments they take, reading what they return.
 
-A function names what it wants to know:
+A function takes what it needs by parameter name:
 
     def reward(response, answer): return float(answer in response)
 
@@ -21,13 +21,14 @@ from typing import Any
 from paceline.tasks.base import Problem, Response
 from paceline.tasks.extract import extract
 
+# The built-in scorers by their recipe names.
 BUILTIN = {
     "exact": "paceline.tasks.rewards.scorers:exact",
     "last-number": "paceline.tasks.rewards.scorers:last_number",
     "math-verify": "paceline.tasks.rewards.math_scorer:math_verify",
 }
 
-# What a reward function may ask for, by parameter name. The last four are verl's.
+# What a reward function may take, by parameter name. The last four are verl's.
 ARGUMENTS: dict[str, Callable[[Problem, Response, str], Any]] = {
     "prompt": lambda problem, response, how: problem.prompt,
     "response": lambda problem, response, how: response.text,
@@ -45,17 +46,19 @@ ARGUMENTS: dict[str, Callable[[Problem, Response, str], Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A function to call, and how; travels to the worker processes."""
+    """A reward function and how to call it; it is sent to the worker processes."""
 
     function: str  # module:function or path/to/file.py:function
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    time_limit: float = 10.0
-    batch: bool = False
-    extraction: str = "whole"
+    time_limit: float = 10.0  # seconds per call
+    batch: bool = False  # the function takes lists
+    extraction: str = "whole"  # how `extracted` is found, as `task.extract` says
 
 
 @dataclass(frozen=True)
-class Paid:
+class RewardResult:
+    """What one reward gives one response."""
+
     score: float
     correct: bool
     components: dict[str, float] = field(default_factory=dict)
@@ -63,24 +66,30 @@ class Paid:
 
 @dataclass(frozen=True)
 class Failed:
+    """Why a call has no result; the reason becomes part of a metric's name."""
+
     reason: str  # error, timeout, died
     message: str
 
 
-Asked = tuple[Problem, Response]
-Reply = list[Paid] | Failed  # to one call: a score per response, or why there is none
+# A problem with the response to score.
+ScoringInput = tuple[Problem, Response]
+
+# What one call returns: a result per response, or why there is none.
+Reply = list[RewardResult] | Failed
 
 
 @cache
 def load_function(name: str) -> Callable[..., Any]:
-    """Raises ValueError with the way out; whatever the user's module raises on import is part of the
-    message.
+    """Imports `module:function` or `path/to/file.py:function`.
+
+    Raises ValueError with the way out; what the user's module raises on import is part of the message.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ValueError(
-            f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form module:function or "
-            "path/to/file.py:function"
+            f"{name!r} is neither one of {', '.join(BUILTIN)} nor of the form "
+            "module:function or path/to/file.py:function"
         )
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
@@ -118,7 +127,7 @@ def _load_file(path: Path) -> Any:
 
 
 def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> list[str]:
-    """Which of ARGUMENTS the function takes; ValueError where it wants something nobody can give."""
+    """Returns which of ARGUMENTS the function takes; raises ValueError where it needs anything else."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(ARGUMENTS)
@@ -130,8 +139,8 @@ def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], n
     ]
     if unknown:
         raise ValueError(
-            f"{name!r} wants {', '.join(unknown)}; a reward can have {', '.join(ARGUMENTS)} and its own "
-            "`options`"
+            f"{name!r} wants {', '.join(unknown)}; "
+            f"a reward can have {', '.join(ARGUMENTS)} and its own `options`"
         )
     surplus = [key for key in options if key not in takes]
     if surplus:
@@ -141,28 +150,31 @@ def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], n
     return [argument for argument in ARGUMENTS if argument in takes]
 
 
-def keyword_arguments(target: Target, wanted: Sequence[str], asked: Sequence[Asked]) -> dict[str, Any]:
-    """For a batch every argument is a list; otherwise `asked` is one."""
+def keyword_arguments(
+    target: Target, wanted: Sequence[str], inputs: Sequence[ScoringInput]
+) -> dict[str, Any]:
+    """Returns the arguments of one call: lists for a batch, otherwise those of the only input."""
     values = {
-        name: [ARGUMENTS[name](problem, response, target.extraction) for problem, response in asked]
+        name: [ARGUMENTS[name](problem, response, target.extraction) for problem, response in inputs]
         for name in wanted
     }
     return (values if target.batch else {name: value[0] for name, value in values.items()}) | target.options
 
 
-def read_result(target: Target, result: Any, count: int) -> list[Paid]:
-    """What a function returned, as one `Paid` per response; raises where it cannot be that."""
+def read_result(target: Target, result: Any, count: int) -> list[RewardResult]:
+    """Reads what a function returned as one `RewardResult` per response; raises where it is not that."""
     results = list(result) if target.batch else [result]
     if len(results) != count:
         raise ValueError(f"returned {len(results)} scores for {count} responses")
     return [_read_one(entry) for entry in results]
 
 
-def _read_one(entry: Any) -> Paid:
+def _read_one(entry: Any) -> RewardResult:
     correct = None
     if isinstance(entry, Mapping):
-        entry, correct = entry["score"], entry.get("correct")
+        correct = entry.get("correct")
+        entry = entry["score"]
     score = float(entry)
     if not math.isfinite(score):
         raise ValueError(f"returned {score}")
-    return Paid(score, score >= 1.0 if correct is None else bool(correct))
+    return RewardResult(score, score >= 1.0 if correct is None else bool(correct))

@@ -1,5 +1,4 @@
-"""The verifiers of reasoning-gym's datasets (optional extra `reasoning`), guarded against what they pay for
-nothing.
+"""The verifiers of reasoning-gym's datasets (optional extra `reasoning`), without their consolation scores.
 
 A module of its own, so that a worker imports the package when it starts and not within the first call's time
 limit.
@@ -15,9 +14,7 @@ import reasoning_gym
 def verify(
     extracted: str | None, extra: dict[str, Any], dataset: str, options: str, threshold: float
 ) -> float:
-    """The dataset's own score. Some pay 0.01 to 0.05 for anything at all: below `threshold` counts
-    nothing.
-    """
+    """Returns the dataset's own score, 0 below `threshold`: some give 0.01 to 0.05 for anything at all."""
     if extracted is None:
         return 0.0
     score = float(_dataset(dataset, options).score_answer(extracted, extra["entry"]))

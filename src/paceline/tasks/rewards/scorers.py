@@ -1,4 +1,4 @@
-"""The built-in scorers that compare texts and numbers; called like a user's function, in worker processes."""
+"""The built-in scorers that compare texts and numbers; they run as a user's function does, in workers."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -8,14 +8,12 @@ NUMBER = re.compile(r"(?:(?<![\w.)])[-+\u2212])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\
 
 
 def exact(extracted: str | None, answer: str) -> float:
-    """The same text, apart from white space around it."""
+    """Scores 1 where the texts are equal, apart from white space around them."""
     return float(extracted is not None and extracted.strip() == answer.strip())
 
 
 def last_number(extracted: str | None, answer: str) -> float:
-    """The last number of the response equals the last number of the answer: `$1,200.00` is `1200`, `#### 18`
-    is `18`.
-    """
+    """Scores 1 where the last numbers are equal: `$1,200.00` is `1200`, `#### 18` is `18`."""
     expected = find_last_number(answer)
     if expected is None:
         raise ValueError(f"the answer {answer!r} holds no number; use another scorer for such problems")
@@ -23,6 +21,7 @@ def last_number(extracted: str | None, answer: str) -> float:
 
 
 def find_last_number(text: str) -> Decimal | None:
+    """Returns the last number in a text, without its thousands separators; None where there is none."""
     found = NUMBER.findall(text)
     if not found:
         return None

@@ -1,6 +1,9 @@
 """The other side of `pool.py`: a process that calls reward functions and tools, one call at a time.
 
-    parent ──[targets]──▶ worker ──Ready | LoadError──▶ ──(index, arguments)──▶ ──[Paid] | Observation | Failed──▶ ...
+    parent ──▶ worker    [targets]             once
+    worker ──▶ parent    Ready or LoadError    once
+    parent ──▶ worker    (index, arguments)    per call
+    worker ──▶ parent    [RewardResult], Observation, Done or Failed
 
 It ends when the parent closes the connection or dies, even while a function hangs.
 """
@@ -18,9 +21,9 @@ from typing import Any
 
 from paceline.tasks.base import Done, Observation, Problem, Turn
 from paceline.tasks.rewards.functions import (
-    Asked,
     Failed,
-    Paid,
+    RewardResult,
+    ScoringInput,
     Target,
     keyword_arguments,
     load_function,
@@ -31,29 +34,38 @@ from paceline.tasks.rewards.functions import (
 
 @dataclass(frozen=True)
 class Step:
-    """A tool to call: what the policy said so far, what comes back."""
+    """A tool and how to call it: it gets the conversation so far and returns an observation or `Done`."""
 
     function: str
     options: dict[str, Any]
-    time_limit: float
+    time_limit: float  # seconds per call
 
 
 @dataclass(frozen=True)
 class Ready:
-    coroutines: tuple[bool, ...]  # per target: belongs into an event loop, not here
+    """The reply of a worker that has loaded every target."""
+
+    coroutines: tuple[bool, ...]  # per target: it belongs into an event loop, not here
 
 
 @dataclass(frozen=True)
 class LoadError:
+    """The reply of a worker that could not load a target."""
+
     message: str
 
 
+# A loaded target.
 Call = Callable[[Any], Any]
+
+# Processor seconds beyond the time limit after which the kernel ends a worker that nobody watches.
+PROCESSOR_GRACE_SECONDS = 5
 
 
 def main(descriptor: int, parent: int) -> None:
+    """Serves calls that come through the connection `descriptor`; `parent` is the parent's process id."""
     os.set_inheritable(descriptor, False)  # what a reward starts must not keep the connection open
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     try:
         targets: list[Target | Step] = connection.recv()
@@ -69,7 +81,8 @@ def main(descriptor: int, parent: int) -> None:
             index, arguments = connection.recv()
             # Should the parent be killed while a function holds the interpreter's lock (a regular expression
             # that never ends), no thread of ours can react; the kernel can, by processor time.
-            signal.setitimer(signal.ITIMER_PROF, targets[index].time_limit * (os.cpu_count() or 1) + 5)
+            processor_seconds = targets[index].time_limit * (os.cpu_count() or 1) + PROCESSOR_GRACE_SECONDS
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             try:
                 reply = calls[index](arguments)
             except BaseException as error:  # also SystemExit: a reward must not end its worker by accident
@@ -85,13 +98,13 @@ def _prepare(target: Target | Step) -> Call:
     if isinstance(target, Step):
         return lambda arguments: _step(function, target, *arguments)
     wanted = wanted_arguments(function, target.options, target.function)
-    return lambda asked: _reward(function, target, wanted, asked)
+    return lambda inputs: _reward(function, target, wanted, inputs)
 
 
 def _reward(
-    function: Callable[..., Any], target: Target, wanted: list[str], asked: list[Asked]
-) -> list[Paid]:
-    return read_result(target, function(**keyword_arguments(target, wanted, asked)), len(asked))
+    function: Callable[..., Any], target: Target, wanted: list[str], inputs: list[ScoringInput]
+) -> list[RewardResult]:
+    return read_result(target, function(**keyword_arguments(target, wanted, inputs)), len(inputs))
 
 
 def _step(
@@ -127,7 +140,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:500]}{where}"
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)  # with whatever the functions have started

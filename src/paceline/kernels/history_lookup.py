@@ -1,0 +1,253 @@
+"""Proposals from the history index: what followed a row's last tokens when they were written before.
+
+A row looks up its last tokens under each length in both tables of `history_index.py`, eight candidates in
+all, and compares the text itself:
+
+    candidate     0  1  2  3   |  4  5  6  7
+    table         finished     |  running
+    length        2  4  8  16  |  2  4  8  16
+
+The longest match of up to MAX_MATCH tokens wins, then the one with more to propose, then running text. A step
+reads the same few kilobytes for each row however long the rows are: 16 tokens, 8 buckets, 8 times 16 + k
+tokens around the candidates, and it indexes what the row has gained.
+
+Shape letters beside those of `history_index.py`: C candidates, K proposals.
+"""
+
+import torch
+
+from paceline.kernels.history_index import (
+    END,
+    HASHING,
+    LENGTHS,
+    LOCATION_BITS,
+    MAX_MATCH,
+    MIN_MATCH,
+    HistoryIndex,
+    buckets_of,
+    index_running_reference,
+    index_running_triton,
+    mix_token,
+    window_hashes,
+)
+from paceline.kernels.triton_support import (
+    launch_next,
+    launch_options,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_previous,
+)
+
+
+def propose_reference(
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
+) -> None:
+    """The reference of `propose_from_history`."""
+    index_running_reference(slots_R, tokens_SW, length_S, index)
+    index.clock_1.add_(1)
+    device = slots_R.device
+    width = tokens_SW.shape[1]
+    kinds = len(LENGTHS)
+    back_M = torch.arange(MAX_MATCH, device=device)
+    ahead_K = torch.arange(count, device=device)
+    length_R = length_S[slots_R]
+    own_RM = length_R.unsqueeze(1) - 1 - back_M
+    suffix_RM = tokens_SW[slots_R.unsqueeze(1), own_RM.clamp(min=0)]
+    value_RC = _candidates(suffix_RM, length_R, index.prompt_S[slots_R], index)
+    where_RC = value_RC & ((1 << LOCATION_BITS) - 1)
+    running_C = torch.arange(2 * kinds, device=device) >= kinds
+    slot_RC = torch.where(running_C, where_RC // width, 0)
+    position_RC = torch.where(running_C, where_RC % width, where_RC)
+
+    def text(position_RCN: torch.Tensor) -> torch.Tensor:
+        """The tokens around the candidates; anything where there are none."""
+        bank = index.bank_T[position_RCN[:, :kinds].clamp(0, len(index.bank_T) - 1)]
+        return torch.cat(
+            (bank, tokens_SW[slot_RC[:, kinds:, None], position_RCN[:, kinds:].clamp(0, width - 1)]), dim=1
+        )
+
+    before_RCM = position_RC.unsqueeze(-1) - back_M
+    equal_RCM = (text(before_RCM) == suffix_RM.unsqueeze(1)) & (before_RCM >= 0) & (own_RM >= 0).unsqueeze(1)
+    matched_RC = equal_RCM.long().cumprod(-1).sum(-1)
+    after_RCK = position_RC.unsqueeze(-1) + 1 + ahead_K
+    end_RC1 = torch.where(running_C, length_S[slot_RC], len(index.bank_T)).unsqueeze(-1)
+    follow_RC = ((after_RCK < end_RC1) & (text(after_RCK) != END)).long().cumprod(-1).sum(-1)
+    key_RC = (matched_RC * MAX_MATCH + follow_RC) * 2 * kinds + torch.arange(2 * kinds, device=device)
+    key_RC = torch.where((value_RC > 0) & (matched_RC >= MIN_MATCH) & (follow_RC > 0), key_RC, -1)
+    best_R1 = key_RC.argmax(1, keepdim=True)
+    follow_R1 = follow_RC.gather(1, best_R1)
+    position_R1 = position_RC.gather(1, best_R1)
+    # A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
+    own_R1 = running_C[best_R1] & (slot_RC.gather(1, best_R1) == slots_R.unsqueeze(1))
+    step_RK = torch.where(own_R1, ahead_K % follow_R1.clamp(min=1), ahead_K)
+    best_RCK = best_R1.unsqueeze(-1).expand(-1, -1, count)
+    chosen_RK = (
+        text((position_R1 + 1 + step_RK).unsqueeze(1).expand(-1, 2 * kinds, -1))
+        .gather(1, best_RCK)
+        .squeeze(1)
+    )
+    exists_RK = (key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
+    proposals_SK[slots_R, :count] = torch.where(exists_RK, chosen_RK.long(), END)
+
+
+def _candidates(
+    suffix_RM: torch.Tensor, length_R: torch.Tensor, prompt_R: torch.Tensor, index: HistoryIndex
+) -> torch.Tensor:
+    """The tables' values for the rows' last tokens, `[R, C]`; 0 where there is none."""
+    hashes_RL = window_hashes(suffix_RM, prompt_R)
+    finished_RL = index.finished_B[buckets_of(hashes_RL, index.finished_B)]
+    finished_RL = torch.where(finished_RL >> LOCATION_BITS >= index.oldest_1, finished_RL, 0)
+    value_RC = torch.cat((finished_RL, index.running_B[buckets_of(hashes_RL, index.running_B)]), dim=1)
+    lengths_C = torch.tensor(LENGTHS * 2, device=suffix_RM.device)
+    return torch.where(length_R.unsqueeze(1) >= lengths_C, value_RC, 0)
+
+
+@triton.jit
+def _propose_kernel(
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    bank_ptr,
+    finished_ptr,
+    running_ptr,
+    oldest_ptr,
+    clock_ptr,
+    prompt_ptr,
+    indexed_ptr,
+    proposals_ptr,
+    width,
+    bank_tokens,
+    finished_mask,
+    running_mask,
+    count,
+    num_proposals,
+    MAX_MATCH: tl.constexpr,
+    MIN_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    LOCATION_BITS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    length = tl.load(length_ptr + slot)
+    own_ptr = tokens_ptr + slot * width
+    if row == 0:
+        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+    tl.store(indexed_ptr + slot, tl.maximum(tl.load(indexed_ptr + slot), length - 1))
+    # Candidates: 0-3 from finished text under 2, 4, 8, 16 tokens, 4-7 from running text.
+    c = tl.arange(0, 8)
+    running = c >= 4
+    h, hashes = tl.load(prompt_ptr + slot), tl.zeros((8,), tl.int64)
+    for j in tl.static_range(MAX_MATCH):
+        h = mix_token(h, tl.load(own_ptr + tl.maximum(length - 1 - j, 0)), MULTIPLIER)
+        hashes = tl.where((2 << (c & 3)) == j + 1, h, hashes)
+    known = length + c * 0 >= (2 << (c & 3))
+    finished = tl.load(finished_ptr + ((hashes >> 24) & finished_mask), mask=known & (c < 4), other=0)
+    finished = tl.where((finished >> LOCATION_BITS) >= tl.load(oldest_ptr), finished, 0)
+    value = tl.where(
+        running,
+        tl.load(running_ptr + ((hashes >> 24) & running_mask), mask=known & running, other=0),
+        finished,
+    )
+    where = value & ((1 << LOCATION_BITS) - 1)
+    source = tl.where(running, where // width, 0)
+    position = tl.where(running, where % width, where)
+    found = value > 0
+    end = tl.where(running, tl.load(length_ptr + source, mask=found, other=0), bank_tokens)
+
+    back = tl.arange(0, MAX_MATCH)
+    own = tl.load(own_ptr + length - 1 - back, mask=back < length, other=-2)
+    before = position[:, None] - back[None, :]
+    there = found[:, None] & (before >= 0) & (back < length)[None, :]
+    text = tl.load(tokens_ptr + source[:, None] * width + before, mask=there & running[:, None], other=-3)
+    text = tl.where(
+        running[:, None],
+        text,
+        tl.load(bank_ptr + before, mask=there & (running[:, None] == 0), other=-3).to(tl.int64),
+    )
+    matched = tl.min(tl.where(there & (text == own[None, :]), MAX_MATCH, back[None, :]), axis=1)
+
+    ahead = tl.arange(0, BLOCK_COUNT)
+    after = position[:, None] + 1 + ahead[None, :]
+    there = found[:, None] & (after < end[:, None]) & (ahead < count)[None, :]
+    next_bank = tl.load(bank_ptr + after, mask=there & (running[:, None] == 0), other=-1)
+    goes_on = there & (running[:, None] | (next_bank >= 0))
+    follow = tl.min(tl.where(goes_on, BLOCK_COUNT, ahead[None, :]), axis=1)
+    follow = tl.minimum(follow, count)
+
+    key = tl.where(found & (matched >= MIN_MATCH) & (follow > 0), (matched * MAX_MATCH + follow) * 8 + c, -1)
+    best = tl.max(key, axis=0)
+    chosen = c == (best & 7)
+    reach = tl.max(tl.where(chosen, follow, 0), axis=0)
+    start = tl.max(tl.where(chosen, position, 0), axis=0) + 1
+    chosen_slot = tl.max(tl.where(chosen, source, 0), axis=0)
+    from_row = ahead * 0 + (best & 7) >= 4
+    # A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
+    step = tl.where(from_row & (chosen_slot == slot), ahead % tl.maximum(reach, 1), ahead)
+    said = (ahead * 0 + best >= 0) & (step < reach)
+    out = tl.load(tokens_ptr + chosen_slot * width + start + step, mask=said & from_row, other=-1)
+    out = tl.where(
+        from_row, out, tl.load(bank_ptr + start + step, mask=said & (from_row == 0), other=-1).to(tl.int64)
+    )
+    tl.store(proposals_ptr + slot * num_proposals + ahead, out, mask=ahead < count)
+
+
+def propose_triton(
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
+) -> None:
+    """Two launches: every row is indexed before any looks up, so it does not matter which runs first."""
+    index_running_triton(slots_R, tokens_SW, length_S, index)
+    _propose_kernel[(slots_R.shape[0],)](
+        slots_R,
+        tokens_SW,
+        length_S,
+        index.bank_T,
+        index.finished_B,
+        index.running_B,
+        index.oldest_1,
+        index.clock_1,
+        index.prompt_S,
+        index.indexed_S,
+        proposals_SK,
+        tokens_SW.shape[1],
+        len(index.bank_T),
+        len(index.finished_B) - 1,
+        len(index.running_B) - 1,
+        count,
+        proposals_SK.shape[1],
+        MIN_MATCH=MIN_MATCH,
+        BLOCK_COUNT=next_power_of_2(count),
+        **HASHING,
+        **launch_options(num_warps=1),
+    )
+
+
+def propose_from_history(
+    slots_R: torch.Tensor,
+    tokens_SW: torch.Tensor,
+    length_S: torch.Tensor,
+    index: HistoryIndex,
+    count: int,
+    proposals_SK: torch.Tensor,
+) -> None:
+    """Indexes what the rows have gained, then writes up to `count` proposed tokens for each.
+
+    Where there is nothing to propose it writes -1, which no policy samples.
+    """
+    run = propose_triton if slots_R.is_cuda else propose_reference
+    run(slots_R, tokens_SW, length_S, index, count, proposals_SK)

@@ -1,0 +1,101 @@
+"""How paged attention's work is cut up; no choice made here changes a bit of the result.
+
+    grid    (kv head, row and query tile, program p)
+
+A tile has ROWS rows, each a (query, head of the GQA group) pair. With many tiles one program walks its whole
+row. With few, several programs share a row (split KV) and their partial results are combined.
+"""
+
+from dataclasses import dataclass
+
+from paceline.kernels.attention_tiles import GROUP, TILE
+from paceline.kernels.triton_support import TRITON_VERSION, cdiv, launch_options, next_power_of_2
+
+# Partial results that the combining kernel loads at a time.
+COMBINE_BATCH = 8
+# Programs with work for each multiprocessor where several share a row: as many as run at once.
+RESIDENT = 3
+# The same over an E4M3 cache.
+FP8_RESIDENT = 4
+# Programs launched for each multiprocessor where several share a row; those without groups cost little.
+LAUNCHED = 8
+# (query, head of the group) pairs per program. A tensor core takes 8, and 16 share what is read of the cache.
+MIN_ROWS = 8
+MAX_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the work of one call is cut up."""
+
+    # Programs per row, query tile and kv head, at most.
+    programs: int
+    # Tiles in flight.
+    stages: int
+    # Registers per thread, at most: fewer let more programs run at once. None: what the compiler wants.
+    registers: int | None = None
+    # Warps per program. None: as `num_warps` says.
+    warps: int | None = None
+    # Programs with work for each multiprocessor. None: RESIDENT or FP8_RESIDENT.
+    resident: int | None = None
+
+    def num_warps(self, rows: int, fp8: bool) -> int:
+        """Returns the warps of a program.
+
+        With four, products of more than 8 rows run asynchronously, and from Triton 3.7 on those of 8 as well.
+        With an E4M3 cache none may: see attention_tiles.py.
+        """
+        return self.warps or (4 if rows <= MIN_ROWS and not (fp8 and TRITON_VERSION >= (3, 7)) else 2)
+
+    def options(self, rows: int, head_dim: int, q_bytes: int, kv_bytes: int) -> dict:
+        """Returns the options of the launch; `q_bytes` and `kv_bytes` are those of one number.
+
+        Queries lie in shared memory, and what they gather passes through it.
+        """
+        options = launch_options(
+            self.num_warps(rows, kv_bytes == 1),
+            self.stages,
+            stage_bytes=2 * TILE * head_dim * kv_bytes,
+            held_bytes=rows * head_dim * (q_bytes + 4),
+        )
+        return options | ({"maxnreg": self.registers} if self.registers else {})
+
+    def resident_programs(self, fp8: bool, processors: int) -> int:
+        """Returns how many programs with work run at once on the whole GPU."""
+        return (self.resident or (FP8_RESIDENT if fp8 else RESIDENT)) * processors
+
+
+def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
+    """Returns the launch for `tiles` of (row, query tile, kv head).
+
+    The rows' lengths are not known here: a captured graph serves them all.
+    """
+    if tiles <= processors:
+        return Launch(min(max_groups, LAUNCHED * processors // tiles), stages=3)
+    # With three stages, more programs fit a multiprocessor.
+    return Launch(1, stages=4 if tiles <= 4 * processors else 3)
+
+
+def rows_per_program(num_queries: int, padded_gqa: int) -> int:
+    """Returns the (query, head of the group) pairs of one program's tile."""
+    return max(padded_gqa, MIN_ROWS, min(MAX_ROWS, next_power_of_2(num_queries * padded_gqa)))
+
+
+def padded_groups(max_groups: int) -> int:
+    """Returns the groups that partial results have memory for: whole batches of the combining kernel."""
+    return cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
+
+
+def partial_bytes(
+    rows: int, queries: int, heads: int, kv_heads: int, head_dim: int, table_tokens: int, processors: int
+) -> int:
+    """Returns the bytes of the partial results where programs share rows, else 0.
+
+    `table_tokens` is how many tokens the block tables address.
+    """
+    padded_gqa = next_power_of_2(heads // kv_heads)
+    max_groups = cdiv(table_tokens, GROUP)
+    tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
+    if default_launch(processors, tiles, max_groups).programs == 1:
+        return 0
+    return rows * queries * heads * padded_groups(max_groups) * (head_dim + 2) * 4
