@@ -89,10 +89,10 @@ def test_demonstrations_are_asked_as_rl_asks(chat, tmp_path):
 
 def test_bf16_weights_learn_through_float32_masters(small_task):
     """What a GPU does, on the CPU: steps far below a bf16 weight's resolution still add up."""
-    exact, losses, totals = train(small_task)
-    rounded, rounded_losses, _ = train(small_task, dtype=DTYPES["bfloat16"])
+    _, losses, totals = train(small_task, epochs=1)
+    rounded, rounded_losses, _ = train(small_task, dtype=DTYPES["bfloat16"], epochs=1)
     assert rounded.dtype == torch.bfloat16
-    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < losses[0] - 0.1
     assert rounded_losses == pytest.approx(losses, rel=0.05)
     assert totals.examples == EXAMPLES and totals.dropped == 0
 

@@ -217,7 +217,7 @@ def test_every_line_of_a_search_is_true(options):
     """Equations hold, tables are what the equations leave, going back leads to a table that was there."""
     task = Countdown(options, 0, 4, 4)
     limits = parse_options(options)
-    separator = r"[;\[\]<#]|\n| leaves |back to |Answer: "
+    separator = r"(?:>\d+)?;|[\[\]<#]|(?: for \d+)?\n| leaves |back to |Answer: "
     for demonstration in task.demonstrations(150, 5):
         numbers = demonstration.problem.extra["numbers"]
         table: list[int] = list(numbers)

@@ -184,7 +184,7 @@ def test_recipes_that_cannot_work():
     assert "needs task.rewards, such as" in explain(name="file")
     assert "must contain {prompt}" in explain(prompt_format="no")
     assert (
-        "must be one of running-sums, calculator, reasoning-gym, file. Did you mean 'reasoning-gym'?"
+        "must be one of running-sums, calculator, countdown, reasoning-gym, file. Did you mean 'reasoning-gym'?"
         in explain(name="reasoning_gym")
     )
 

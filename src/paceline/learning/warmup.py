@@ -28,7 +28,7 @@ CAREFUL_SHARE = 0.3
 # Examples per optimiser step of the built-in policy.
 BATCH_SIZE = 64
 
-# Context of a fresh policy in tokens, and its depth: it is to be trained on a CPU within a quarter of an hour.
+# A fresh policy's context in tokens and its depth: a CPU is to train it within a quarter of an hour.
 FRESH_POSITIONS = 1024
 FRESH_LAYERS = 4
 

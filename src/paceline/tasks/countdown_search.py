@@ -2,13 +2,13 @@
 
     Make 22 from 3,5,7.            prompt
     7+5=12 leaves 3,12             a step: two numbers become one
-    12+3=15                        two numbers are left, so every operator is tried
-    12-3=9
-    12*3=36
-    12/3=4
+    12+3=15 for 22                 two numbers are left, so every operator is tried
+    12-3=9 for 22
+    12*3=36 for 22
+    12/3=4 for 22
     back to 3,5,7                  a dead end
     5*3=15 leaves 7,15
-    15+7=22
+    15+7=22 for 22
     Answer: (5*3)+7
 
 The idea is Stream of Search (arXiv 2404.03683): a policy that is trained on searches, not on optimal paths,
@@ -16,7 +16,8 @@ learns to search, and RL can make it search better. Solvers differ in skill and 
 over orders of magnitude: how noisily a solver ranks its steps, how many of them it tries before it goes
 back, and after how many lines it gives up are drawn for each trace.
 
-Steps stay within positive whole numbers, larger operand first. A trace is a pure function of the problem, the
+Steps stay within positive whole numbers, larger operand first. What is reached stands beside what is wanted:
+a small policy compares neighbours long before it compares with a prompt far behind. A trace is a pure function of the problem, the
 solver's settings and the seed.
 """
 
@@ -84,7 +85,7 @@ RENDERINGS = {
     "words": Rendering(
         prompt="Make {target} from {numbers}.\n",
         step="{equation} leaves {numbers}\n",
-        last_step="{equation}\n",
+        last_step="{equation} for {target}\n",
         back="back to {numbers}\n",
         answer_marker="\nAnswer: ",
         gave_up="none",
@@ -92,7 +93,7 @@ RENDERINGS = {
     "compact": Rendering(
         prompt="{numbers}>{target}:",
         step="{equation}[{numbers}]",
-        last_step="{equation};",
+        last_step="{equation}>{target};",
         back="<{numbers};",
         answer_marker="#",
         gave_up="?",
@@ -192,7 +193,7 @@ class _Search:
 
     def _try_every_operator(self, table: tuple[Term, ...]) -> Term | None:
         for move in moves(table, self.max_value):
-            self._write(self.rendering.last_step.format(equation=move.equation))
+            self._write(self.rendering.last_step.format(equation=move.equation, target=self.target))
             if move.result.value == self.target:
                 return move.result
         return None
