@@ -9,10 +9,12 @@ import time
 import pytest
 
 from paceline.config import ConfigError, load_config
+from paceline.policy.tokenizer import EOS, character_tokenizer
 from paceline.tasks.base import Problem
 from paceline.tasks.countdown import Countdown, draw_problem, parse_options
 from paceline.tasks.countdown_answer import solves
 from paceline.tasks.countdown_search import RENDERINGS, write_search
+from paceline.tasks.make import task_alphabet
 from tests.tasks.countdown_oracle import reachable, value_and_numbers
 
 SMALL = load_config("countdown-small").task.options
@@ -217,7 +219,7 @@ def test_every_line_of_a_search_is_true(options):
     """Equations hold, tables are what the equations leave, going back leads to a table that was there."""
     task = Countdown(options, 0, 4, 4)
     limits = parse_options(options)
-    separator = r"(?:>\d+)?;|[\[\]<#]|(?: for \d+)?\n| leaves |back to |Answer: "
+    separator = r">\d+;|>\d+(?=#)|[;\[\]<#]|(?: for \d+)?\n| leaves |back to |Answer: "
     for demonstration in task.demonstrations(150, 5):
         numbers = demonstration.problem.extra["numbers"]
         table: list[int] = list(numbers)
@@ -263,9 +265,17 @@ def test_searches_are_a_pure_function_of_problem_and_seed():
 
 
 def test_compact_searches_keep_to_their_alphabet():
+    config = load_config("countdown-small").task
+    alphabet = task_alphabet(config)
+    tokenizer = character_tokenizer(alphabet)
     task = Countdown(SMALL, 0, 4, 4)
-    texts = [d.problem.prompt + d.response for d in task.demonstrations(200, 1)]
-    assert set("".join(texts)) == set(RENDERINGS["compact"].alphabet)
+    used = set()
+    for demonstration in task.demonstrations(200, 1):
+        text = demonstration.problem.prompt + demonstration.response
+        encoded = tokenizer.encode(text)
+        assert tokenizer.decode(encoded.ids) == text and EOS not in encoded.tokens
+        used |= set(encoded.tokens)
+    assert used == set(alphabet) - {"0"}, "a token for each number and symbol, and none for nothing"
 
 
 def test_lengths_of_searches_are_log_normal_with_a_heavy_tail():

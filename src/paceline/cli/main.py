@@ -101,7 +101,7 @@ def warmup(
         str,
         typer.Option(
             help="the Hugging Face folder to start from; `fresh`: a small untrained one that reads the "
-            "recipe's task character by character"
+            "recipe's task, with a token for each number and symbol"
         ),
     ] = "builtin",
     seed: int = 0,

@@ -7,7 +7,7 @@ a task that can demonstrate its own problems, it fine-tunes any policy.
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -131,8 +131,8 @@ class WarmupTotals:
     tokens: int  # of all epochs, prompts included
 
 
-def write_fresh_policy(folder: Path, alphabet: str, seed: int) -> None:
-    """Writes an untrained policy of the built-in width that reads and writes these characters."""
+def write_fresh_policy(folder: Path, alphabet: Sequence[str], seed: int) -> None:
+    """Writes an untrained policy of the built-in width with a token for each of these texts."""
     vocab_size = len(alphabet) + 1
     config = replace(
         builtin_config(), vocab_size=vocab_size, num_layers=FRESH_LAYERS, max_positions=FRESH_POSITIONS

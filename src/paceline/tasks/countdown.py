@@ -39,7 +39,7 @@ class CountdownOptions(Section):
         100, ge=0, description="lines after which half of the demonstrations give up; 0: none does"
     )
     rendering: Literal["words", "compact"] = Field(
-        "words", description="compact: a small alphabet, for policies that read character by character"
+        "words", description="compact: a few symbols and numbers, for a small policy with a token for each"
     )
 
     @model_validator(mode="after")

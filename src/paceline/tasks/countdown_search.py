@@ -17,8 +17,8 @@ over orders of magnitude: how noisily a solver ranks its steps, how many of them
 back, and after how many lines it gives up are drawn for each trace.
 
 Steps stay within positive whole numbers, larger operand first. What is reached stands beside what is wanted:
-a small policy compares neighbours long before it compares with a prompt far behind. A trace is a pure function of the problem, the
-solver's settings and the seed.
+a small policy compares neighbours long before it compares with a prompt far behind. A trace is a pure
+function of the problem, the solver's settings and the seed.
 """
 
 import math
@@ -66,15 +66,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Rendering:
-    """How problems and searches read; `alphabet` has every character that may occur (empty: any)."""
+    """How problems and searches read; `symbols` has every character but digits (empty: any may occur)."""
 
     prompt: str
     step: str
-    last_step: str
+    miss: str
+    hit: str
     back: str
     answer_marker: str  # what the final expression follows; a response is read as if it began with a new line
     gave_up: str
-    alphabet: str = ""
+    symbols: str = ""
 
     def ask(self, numbers: Sequence[int], target: int) -> str:
         """Returns a problem's prompt."""
@@ -85,7 +86,8 @@ RENDERINGS = {
     "words": Rendering(
         prompt="Make {target} from {numbers}.\n",
         step="{equation} leaves {numbers}\n",
-        last_step="{equation} for {target}\n",
+        miss="{equation} for {target}\n",
+        hit="{equation} for {target}\n",
         back="back to {numbers}\n",
         answer_marker="\nAnswer: ",
         gave_up="none",
@@ -93,11 +95,12 @@ RENDERINGS = {
     "compact": Rendering(
         prompt="{numbers}>{target}:",
         step="{equation}[{numbers}]",
-        last_step="{equation}>{target};",
+        miss="{equation}>{target};",
+        hit="{equation}>{target}",
         back="<{numbers};",
         answer_marker="#",
         gave_up="?",
-        alphabet="0123456789+-*/()=,>:;[]<#?",
+        symbols="+-*/()=,>:;[]<#?",
     ),
 }
 
@@ -193,8 +196,10 @@ class _Search:
 
     def _try_every_operator(self, table: tuple[Term, ...]) -> Term | None:
         for move in moves(table, self.max_value):
-            self._write(self.rendering.last_step.format(equation=move.equation, target=self.target))
-            if move.result.value == self.target:
+            is_hit = move.result.value == self.target
+            line = self.rendering.hit if is_hit else self.rendering.miss
+            self._write(line.format(equation=move.equation, target=self.target))
+            if is_hit:
                 return move.result
         return None
 

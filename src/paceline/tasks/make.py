@@ -52,12 +52,14 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     return Task(train, held_out, prompts, scoring, turns, demonstrations)
 
 
-def task_alphabet(config: TaskConfig) -> str:
-    """Returns the characters that a task's texts keep to; raises where they keep to no small set."""
+def task_alphabet(config: TaskConfig) -> tuple[str, ...]:
+    """Returns the characters and numbers that a task's texts keep to; raises where that is no small set."""
     if config.name == "running-sums":
-        return ALPHABET
-    if config.name == "countdown" and parse_options(config.options).rendering == "compact":
-        return RENDERINGS["compact"].alphabet
+        return tuple(ALPHABET)
+    if config.name == "countdown":
+        options = parse_options(config.options)
+        if symbols := RENDERINGS[options.rendering].symbols:
+            return (*(str(number) for number in range(options.max_value + 1)), *symbols)
     raise ConfigError(
         f"task.name = {config.name!r}: its texts keep to no small alphabet, so there is no fresh policy "
         "for it; name a policy's folder, or use task.name=countdown with task.options.rendering=compact"
