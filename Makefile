@@ -1,41 +1,69 @@
-# Two commands on a clean machine (Python >= 3.11, pip, make): `make train` and `make test`.
+# What there is to run. A clean machine with Python >= 3.11, pip and make is enough.
+#
+#   make train       trains the built-in policy; ARGS="run.steps=5" or any other recipe and overrides
+#   make test        the core suite: everything not marked slow (8 minutes on two ARM cores)
+#   make test-full   what is marked slow, with every optional package, and vLLM in an environment of its own
+#   make test-gpu    what is marked gpu; PART=1, PART=2, ... PART=$(PARTS) are shares of under eight minutes.
+#                    PYTEST="python -m pytest" runs it in an environment that exists and installs nothing.
+#   make lint        ruff, its formatter and mypy over all code
+#   make format      lets ruff rewrite what it can
+#   make clean       removes environments and build outputs
+#
+# PYTHON names the interpreter, WORKERS the processes of `make test`, ARGS goes to the command itself.
+
 PYTHON ?= python3
+WORKERS ?= 2
+PARTS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+PYTEST ?= $(BIN)/python -m pytest
+CODE := src tests scripts $(wildcard bench benchmarks examples)
 
-.PHONY: train test test-full lint clean
+.PHONY: train test test-full test-gpu lint format clean
 
 # torch first and pinned: anything looser may pull gigabytes of CUDA packages.
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.full: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lint]'
 	touch $@
 
 train: $(VENV)/.core
 	$(BIN)/paceline train $(ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
-
-$(VENV)/.full: $(VENV)/.test
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'
-	touch $@
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.full
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
-	$(BIN)/pytest -m slow $(ARGS)
-	$(BIN)/pytest -m "not slow" tests/tasks $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
 
-lint: $(VENV)/.test
-	$(BIN)/pip install --quiet ruff
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+# An environment is made only where PYTEST is the default.
+test-gpu: $(if $(filter file,$(origin PYTEST)),$(VENV)/.test)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTEST) -m gpu $(ARGS) \
+		$$($(PYTHON) scripts/gpu_tests.py $(if $(PART),--part $(PART) --parts $(PARTS)))
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(CODE)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info
+	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

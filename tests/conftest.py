@@ -1,6 +1,10 @@
-"""Every test process runs on one thread: the suite shares two cores, and results must not depend on the
-number.
+"""Every test process runs on one thread, so that results do not depend on the number of cores.
+
+What imports have made is set aside from garbage collection: with torch, transformers and Triton loaded that
+is a million objects, which every full collection would look at again.
 """
+
+import gc
 
 import pytest
 import torch
@@ -14,3 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that libraries find their objects gone when the interpreter ends

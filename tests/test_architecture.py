@@ -52,7 +52,8 @@ def test_packages_import_what_the_table_allows():
             continue
         extra = imported(file) - {package} - table[package]
         assert not extra, (
-            f"{file.relative_to(SOURCE)} imports {', '.join(sorted(extra))}: not in docs/architecture.md's table"
+            f"{file.relative_to(SOURCE)} imports {', '.join(sorted(extra))}: "
+            "not in docs/architecture.md's table"
         )
 
 

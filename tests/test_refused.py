@@ -53,7 +53,8 @@ def test_a_pool_that_cannot_hold_one_request(policy, tmp_path):
         settings = ("never", f"task.max_prompt_tokens={limit}", f"rollout.kv_tokens={needed - 1}")
         with pytest.raises(
             ConfigError,
-            match=rf"rollout.kv_tokens = {needed - 1}: one request may need {needed} tokens.*raise it, set it to 0",
+            match=rf"rollout.kv_tokens = {needed - 1}: one request may need {needed} tokens.*"
+            "raise it, set it to 0",
         ):
             open_session(tiny_config(policy, tmp_path, *settings))
         open_session(tiny_config(policy, tmp_path, *settings, f"rollout.kv_tokens={needed}")).close()
@@ -75,7 +76,8 @@ def test_a_step_of_nothing_but_refusals_stops_the_run(policy, tmp_path, monkeypa
     refuse_from(monkeypatch, 3)  # an evaluation and step 1 come first
     with pytest.raises(
         NothingSampled,
-        match="all 16 requests of this step were refused, the first because: prompt of .* this engine takes 1 to 255",
+        match="all 16 requests of this step were refused, the first because: "
+        "prompt of .* this engine takes 1 to 255",
     ):
         train(tiny_config(policy, tmp_path, "run", *FEW))
     assert [m["step"] for m in comparable_metrics(tmp_path / "run") if m["kind"] == "train"] == [1]

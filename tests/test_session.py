@@ -21,7 +21,8 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
     size = len(ALPHABET) + 1
     with pytest.raises(
         ConfigError,
-        match=rf"policy.path = '{policy}': .* up to id {size}, and the policy's vocabulary ends at {size - 1}",
+        match=rf"policy.path = '{policy}': .* up to id {size}, "
+        rf"and the policy's vocabulary ends at {size - 1}",
     ):
         open_session(tiny_config(policy, tmp_path, "never"))
 
@@ -35,12 +36,14 @@ def test_a_tokenizer_with_tokens_that_the_policy_does_not_have(tmp_path):
         (
             (7, 5),
             ["run.device=cuda"],
-            "run.device = 'cuda': a GPU (compute capability 7.5) does not compute in bf16; use run.device=cpu",
+            "run.device = 'cuda': a GPU (compute capability 7.5) does not compute in bf16; "
+            "use run.device=cpu",
         ),
         (
             (8, 9),
             ["rollout.precision=fp8"],
-            "rollout.precision = 'fp8' needs Hopper or newer, this is a GPU (compute capability 8.9); use base",
+            "rollout.precision = 'fp8' needs Hopper or newer, "
+            "this is a GPU (compute capability 8.9); use base",
         ),
         (None, ["run.device=cuda"], "run.device = 'cuda': torch sees no GPU here; use run.device=cpu"),
     ],
@@ -65,6 +68,7 @@ def test_benches_refuse_it_in_their_own_words(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(
         ConfigError,
-        match=r"--precision = 'fp8' needs Hopper or newer, this is a GPU \(compute capability 8.9\); use base",
+        match=r"--precision = 'fp8' needs Hopper or newer, "
+        r"this is a GPU \(compute capability 8.9\); use base",
     ):
         CliRunner().invoke(app, ["bench", command, "--precision", "fp8"], catch_exceptions=False)

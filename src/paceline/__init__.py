@@ -1,8 +1,6 @@
-"""Paceline: RL post-training whose rollouts run at speculative speed without changing what the policy
-samples.
-"""
+"""Paceline: RL post-training with speculative rollouts that leave what the policy samples unchanged."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "load", "load_config", "train"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Loads on first use, so that `import paceline` needs no torch."""
     if name in ("Config", "load_config"):
         from paceline import config

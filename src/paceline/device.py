@@ -40,7 +40,7 @@ def prepare_torch(device: torch.device) -> None:
     torch.set_num_threads(1)  # a rollout's operations are too small to share; the learner asks for more
     if device.type == "cpu":
         # oneDNN packs the weight anew at every call, which costs more than it gains at a rollout's few rows.
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
 def refuse_old_gpu(precision: str, key: str) -> None:

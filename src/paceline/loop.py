@@ -9,6 +9,7 @@ have computed.
 """
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ from paceline.learning.checkpoint import (
     whole_checkpoints,
 )
 from paceline.learning.learner import Learner
-from paceline.learning.sentinel import Inspect, Sentinel, TrainingFailed, training_failed
+from paceline.learning.mismatch import MismatchCheck
+from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, save_pacing
 from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
@@ -132,24 +134,34 @@ class Trainer:
                 self._save_if_due(bool(interrupted))
         if self.step_number == last_step and self.live:
             self._compare_with_plain_decoding()
-        for writer in self.writers:
-            writer.close()
-        self.session.close()
+        self._close()
         return Result(finished=self.step_number >= last_step, summary=summarise_run(self.directory))
+
+    def run_steps(self) -> None:
+        """Makes the steps and nothing else, for measuring: no evaluation, checkpoint or closing check."""
+        self._hand_over_weights()
+        self.console.start(self.config.run.steps)
+        while self.step_number < self.config.run.steps:
+            self.step_number += 1
+            self.step()
+        self._close()
 
     def step(self) -> None:
         """Makes one step: rollout, update, drafter, new weights, records."""
         step = self.step_number
+        start = time.perf_counter()
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self._rewinder())
         if self.online is not None:
             metrics |= self._train_drafter(self.online, groups)
         with self.clock("sync"):
             self._hand_over_weights()
+        whole_seconds = time.perf_counter() - start
         stats = self.source.take_stats()
         if self.online is not None and self.online.name in stats.drafts:
             drafts = stats.drafts[self.online.name]
             self.online.observe(drafts.first_accepted, drafts.drafts)
         metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
+        metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
         self._record_step(groups, stats, metrics)
         if self.sentinel.stop_reason:
@@ -159,7 +171,6 @@ class Trainer:
         """Measures the policy on held-out problems, and keeps it if it is the best so far."""
         with self.clock("evaluate"):
             evaluation = evaluate(self.session.sampler, self.session.task.held_out, self.config.eval)
-            self.session.backend.take_stats()  # they are not the next rollout's
         self._record("eval", evaluation.metrics() | self.clock.take_metrics())
         self.console.evaluated(self.step_number, evaluation)
         if evaluation.accuracy.value > self.best_accuracy:
@@ -209,7 +220,7 @@ class Trainer:
                 groups, self.config.rollout.max_tokens, self.config.learning.overlong_share
             )
 
-    def _learn(self, groups: list[Group], inspect: Inspect) -> dict[str, float]:
+    def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
         with self.clock("learn"), self.session.learning():
             return self.learner.update(groups, inspect)
 
@@ -282,6 +293,11 @@ class Trainer:
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)
         return training_failed(reason, self.directory.path, checkpoints)
+
+    def _close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+        self.session.close()
 
     # -- setup ------------------------------------------------------------------------------------
 

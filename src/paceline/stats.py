@@ -16,7 +16,15 @@ class RolloutStats:
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
+    # Filling the cache for prompts and entering their rows: on a GPU between marks in the stream.
+    prefill_seconds: float = 0.0
+    # Waiting for rewards and tools while nothing was being generated; the sampler fills it in.
+    reward_wait_seconds: float = 0.0
+    # Capturing CUDA graphs; part of the decode steps that were captured.
+    capture_seconds: float = 0.0
     running: list[int] = field(default_factory=list)
+    # From one step's outcome to the next one's on the host's clock, less the prefill between them. Where the
+    # host reads an outcome late, one entry has what the next lacks, and may even be negative; sums hold.
     step_seconds: list[float] = field(default_factory=list)
     # How each step ran: `plain`, or drafter and length such as `history:5`.
     strategies: list[str] = field(default_factory=list)

@@ -20,9 +20,8 @@ class Purpose(StrEnum):
 class Precision(StrEnum):
     """What rollouts are computed in. The learner's parameters never change type."""
 
-    BASE = (
-        "base"  # the policy's own type: bfloat16 on a GPU, float32 on a CPU, unless the recipe says otherwise
-    )
+    # The policy's own type: bfloat16 on a GPU, float32 on a CPU, unless the recipe says otherwise.
+    BASE = "base"
     FP8 = "fp8"  # layer weights and activations in blockwise FP8
     FP8_KV = "fp8+kv"  # and keys and values
 
@@ -42,6 +41,8 @@ class Precision(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """Why a completion ended."""
+
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_tokens, or the model's own limit
     ABORTED = "aborted"
@@ -50,6 +51,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
+    """How a request's tokens are sampled, and what ends it."""
+
     temperature: float = 1.0  # 0: the most likely token
     max_tokens: int = 256
     top_p: float = 1.0
@@ -62,6 +65,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
+        """Whether the distribution is cut: by top-p, top-k or min-p."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
@@ -96,8 +100,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts that a rollout chose, for every token it ran: prompt and response, less the last token,
-    which was sampled but not run.
+    """The experts that a rollout chose, for every token it ran.
+
+    That is prompt and response, less the last token, which was sampled but not run.
     """
 
     experts: bytes  # [tokens, layers with experts, choices], little-endian
@@ -107,11 +112,14 @@ class Routing:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens whose experts are recorded."""
         return len(self.experts) // (self.layers * self.choices * self.item_bytes)
 
 
 @dataclass(frozen=True)
 class Completion:
+    """A finished request: its tokens, their logprobs and origins, and why it ended."""
+
     request: Request
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  # full-vocabulary logprob of each token at the request's temperature
@@ -123,6 +131,7 @@ class Completion:
 
     @property
     def loss_mask(self) -> list[bool]:
+        """Which of the tokens are in the loss: those that the policy sampled."""
         mask = [False] * len(self.tokens)
         for segment in self.segments:
             mask[segment.start : segment.stop] = [segment.sampled] * (segment.stop - segment.start)
@@ -130,6 +139,7 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
+        """Whether it ended at its length limit."""
         return self.finish_reason is FinishReason.LENGTH
 
 
@@ -144,6 +154,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Sample:
+    """A completion and what its task says about it."""
+
     completion: Completion
     score: Score
 
@@ -157,14 +169,16 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
+        """The samples' rewards, in sample order."""
         return [sample.score.reward for sample in self.samples]
 
 
 def request_seed(
     purpose: Purpose, run_seed: int, step: int, prompt_id: str, occurrence: int, sample_index: int
 ) -> int:
-    """A signed 64-bit seed that is a pure function of what the request is for, so a retry or a restart gets
-    the same.
+    """Returns a signed 64-bit seed that is a pure function of what the request is for.
+
+    So a retry or a restart gets the same.
     """
     identity = json.dumps([str(purpose), run_seed, step, prompt_id, occurrence, sample_index])
     digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()

@@ -476,7 +476,7 @@ def test_the_command_certifies_what_the_recipe_says(monkeypatch):
         and engine.settings.deterministic
     )
     assert (
-        torch.equal(engine.reduced.kv.scales_L2H, subject.recipe.kv_scales_L2H)
+        torch.equal(engine.rollout_precision.kv.scales_L2H, subject.recipe.kv_scales_L2H)
         and len(subject.recipe.kv_scales_L2H[0, 0].unique()) == 2
     )
     assert subject.exact_policy.in_fp8 == [False, True, True, True, True, False]

@@ -225,11 +225,11 @@ def test_learns_in_either_precision(folder, dtype):
     head = EagleHead(config_for(policy.config), dtype)
     head.initialise(policy, 0)
     reports = []
-    settings = HeadTraining(steps=30, lr=3e-3, unroll=2, batch_sequences=8)
+    settings = HeadTraining(steps=30, lr=3e-3, unroll=2, batch_sequences=4)
     train_offline(
         policy,
         head,
-        [make_sequence(3, 12, seed) for seed in range(16)],
+        [make_sequence(3, 8, seed) for seed in range(8)],
         settings,
         lambda step, report: reports.append(report),
     )

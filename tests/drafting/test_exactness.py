@@ -29,7 +29,7 @@ class ScriptedDrafter(Drafter):
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.requests[slot] = request
 
-    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
+    def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
         del self.requests[slot]
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:

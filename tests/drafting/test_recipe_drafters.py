@@ -77,7 +77,10 @@ def test_folders_that_are_none(use, drafter, path, message):
 def test_a_draft_model_of_another_size(use, tmp_path):
     folder = draft_folder(tmp_path, ALPHABET + "!?", POLICY.config.vocab_size + 2)
     size = POLICY.config.vocab_size
-    message = f"rollout.speculation.draft_model_path = '{folder}': the draft model has {size + 2} tokens and the policy {size}"
+    message = (
+        f"rollout.speculation.draft_model_path = '{folder}': "
+        f"the draft model has {size + 2} tokens and the policy {size}"
+    )
     with pytest.raises(
         ConfigError, match=re.escape(message) + ".*use a smaller model with the policy's own tokenizer"
     ):
@@ -114,3 +117,8 @@ def test_renamed_reserved_tokens_do_not_make_another_tokenizer():
     assert differing_tokens(ours, theirs) == {} and differing_tokens(theirs, ours) == {}
     assert differing_tokens(ours, character_tokenizer("abcd")) == {4: (None, "d")}
     assert EOS in ours.get_vocab()
+
+
+def test_a_drafter_of_another_name_is_an_error_that_lists_the_names():
+    with pytest.raises(ValueError, match="drafter 'medusa': there are history, draft_model and eagle"):
+        DrafterFactory(SpeculationConfig()).make("medusa", POLICY)

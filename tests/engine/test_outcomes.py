@@ -118,9 +118,9 @@ def instructions_per_step(policy, rows: int, strategy: Strategy | None) -> int:
     engine.submit(
         [Request(str(i), (5 + i,), i, SamplingParams(max_tokens=100, ignore_eos=True)) for i in range(rows)]
     )
-    assert not engine.scheduler.admit(nobody_runs=True, lookahead=16, spared=0)
+    assert not engine.scheduler.admit(nobody_runs=True, lookahead=16, blocks_to_keep=0)
     engine._prefill()
-    engine._launch()  # hands out blocks for the next steps
+    engine._launch()  # reserves blocks for the next steps
     count = 0
 
     def trace(frame, event, _):

@@ -28,7 +28,7 @@ VARIANTS = (
     StepVariant(top_logprobs=5),
     StepVariant(verify=Verify.REJECTION),
     StepVariant(truncates=True, verify=Verify.REJECTION),
-    StepVariant(top_logprobs=2, verify=Verify.REJECTION_OF_CERTAIN),
+    StepVariant(top_logprobs=2, verify=Verify.REJECTION_WITHOUT_PROBABILITIES),
 )
 CASES = {name: SHAPES[name] for name in ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")} | SMALL_SHAPES
 

@@ -92,7 +92,7 @@ def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
     context = torch.tensor([9 * decode.GROUP, 3 * decode.GROUP - 2, -1, 5], device=device)
     whole = paged_attention_triton(q, k, v, table, context, Launch(1, stages=3))
     for programs in (3, 10):
-        for groups_each in (1, 2, 4, 20):
+        for groups_each in (1, 4) if device == "cpu" else (1, 2, 4, 20):
             resident = -(-14 // groups_each)  # the rows have 14 groups together
             monkeypatch.setattr(decode, "multiprocessors", lambda device: resident)
             assert torch.equal(

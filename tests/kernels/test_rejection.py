@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from paceline.kernels import rejection
+from paceline.kernels import rejection, sampler
 from paceline.kernels.noise import STREAM_SAMPLE
 from paceline.kernels.rejection import Truncation, sampled_distribution, verify_by_rejection
 from paceline.kernels.sampler import sample, sample_truncated
@@ -12,6 +12,12 @@ from paceline.kernels.sampler import sample, sample_truncated
 P = torch.tensor([0.6, 0.2, 0.1, 0.06, 0.04])
 Q = torch.tensor([0.3, 0.3, 0.3, 0.05, 0.05])
 ROWS = 20000
+
+
+@pytest.fixture(autouse=True)
+def all_rows_at_once(monkeypatch):
+    """The sampler takes few rows at a time because vocabularies are large; these have five tokens."""
+    monkeypatch.setattr(sampler, "WIDE_ROWS", ROWS)
 
 
 def draw(

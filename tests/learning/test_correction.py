@@ -8,7 +8,7 @@ import torch
 
 from paceline.config import CORRECTION_PRESETS, ConfigError, CorrectionConfig, load_config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
-from paceline.learning.correction import correct, corrected
+from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
 from tests.learning.correction_oracle import Drawn, bounded_exp, correction_config, expected, k3
 
@@ -58,7 +58,7 @@ def test_weights_and_masks_are_the_formula(name, spread):
     config = CONFIGS[name]
     drawn = draw(seed=len(name), spread=spread)
     batch, learner_R = pack_drawn(drawn)
-    correction = correct(config, batch, learner_R)
+    correction = compute_correction(config, batch, learner_R)
     wanted = [token for response in drawn for token in expected(config, response)]
     got = list(
         zip(
@@ -100,7 +100,9 @@ def test_lopsided_bounds_hold_for_the_ratio_itself(reject, ratio, kept):
     delta = math.log(ratio)
     batch, learner_R = one(delta)
     got = bool(
-        correct(correction_config(reject=reject, reject_bounds=[0.5, 5.0]), batch, learner_R).kept_R[0]
+        compute_correction(
+            correction_config(reject=reject, reject_bounds=[0.5, 5.0]), batch, learner_R
+        ).kept_R[0]
     )
     inverted = math.log(0.5) <= -delta <= math.log(5.0)
     assert got == kept
@@ -112,7 +114,7 @@ def test_clamps_are_at_twenty(delta, token, sequence):
     batch, learner_R = pack_drawn([Drawn([delta] * 4, [0.0] * 4, [True] * 4)])
     for weight, exponent in (("token", token), ("sequence", sequence)):
         config = correction_config(mode="decoupled", weight=weight, weight_bounds=[0.0, 1e300])
-        assert correct(config, batch, learner_R).weights_R.tolist() == pytest.approx(
+        assert compute_correction(config, batch, learner_R).weights_R.tolist() == pytest.approx(
             [math.exp(exponent)] * 4, rel=1e-12
         )
 
@@ -120,7 +122,7 @@ def test_clamps_are_at_twenty(delta, token, sequence):
 def test_the_sum_is_clamped_not_its_terms():
     """30 and -29 make a ratio of e, where clamping the terms first would give 1."""
     batch, learner_R = pack_drawn([Drawn([30.0, -29.0], [0.0, 0.0], [True, True])])
-    weights_R = correct(
+    weights_R = compute_correction(
         correction_config(preset="seq-tis", weight_bounds=[0, 10]), batch, learner_R
     ).weights_R
     assert weights_R.tolist() == pytest.approx([math.e] * 2)
@@ -130,8 +132,8 @@ def test_weights_have_no_gradient():
     batch, learner_R = pack_drawn(draw(1, 0.3))
     current_R = learner_R.clone().requires_grad_()
     config = correction_config(preset="token-tis")
-    correction = correct(config, batch, current_R)
-    seen = corrected(config, batch, correction, current_R, 1.0)
+    correction = compute_correction(config, batch, current_R)
+    seen = apply_correction(config, batch, correction, current_R, 1.0)
     assert not any(
         x.requires_grad
         for x in (correction.weights_R, correction.delta_R, seen.advantages_R, seen.old_logprobs_R)
@@ -143,7 +145,9 @@ def test_decoupled_takes_the_ratio_to_the_learner_and_bypass_to_the_rollout():
     for mode, old_R in (("decoupled", learner_R), ("bypass", batch.rollout_logprobs_R)):
         config = correction_config(mode=mode)
         assert torch.equal(
-            corrected(config, batch, correct(config, batch, learner_R), learner_R, 1.0).old_logprobs_R,
+            apply_correction(
+                config, batch, compute_correction(config, batch, learner_R), learner_R, 1.0
+            ).old_logprobs_R,
             old_R,
         )
 
@@ -197,7 +201,9 @@ def test_metrics_are_the_formulas_however_the_step_is_cut(name, spread):
     for piece in (drawn[:5], drawn[5:6], drawn[6:]):
         batch, learner_R = pack_drawn(piece)
         parts.append(
-            measure_mismatch(batch, correct(config, batch, learner_R), learner_R, config.weight != "none")
+            measure_mismatch(
+                batch, compute_correction(config, batch, learner_R), learner_R, config.weight != "none"
+            )
         )
     got = sum_mismatches(parts)
     assert got.metrics() == pytest.approx(expected_metrics(config, drawn), rel=1e-10, abs=1e-15)
@@ -209,9 +215,9 @@ def test_a_logprob_that_is_not_finite_is_seen_but_not_in_an_observation(bad):
     config = correction_config(preset="icepop")
     for sampled in (True, False):
         batch, learner_R = pack_drawn([Drawn([-1.0, -1.0], [-1.0, bad], [True, sampled])])
-        assert measure_mismatch(batch, correct(config, batch, learner_R), learner_R, True).finite == (
-            not sampled
-        )
+        assert measure_mismatch(
+            batch, compute_correction(config, batch, learner_R), learner_R, True
+        ).finite == (not sampled)
 
 
 # -- recipes ---------------------------------------------------------------------------------------

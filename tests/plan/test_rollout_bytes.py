@@ -96,6 +96,6 @@ def test_fp8_weights_and_cache_are_planned(precision):
     engine = make_engine(policy, config.rollout, 512, tokenizer=None)
     planned, plain = (rollout_bytes(Decoder(policy.config, torch.float32, "meta"), c) for c in (config, base))
     assert planned.rows - plain.rows == sum(
-        matrix.values.nbytes for matrix in engine.reduced.weights.matrices
+        matrix.values.nbytes for matrix in engine.rollout_precision.weights.matrices
     )
     assert kv_pool_bytes(planned.kv_token, 512) == engine.cache.num_bytes

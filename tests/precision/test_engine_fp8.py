@@ -130,17 +130,17 @@ def test_an_update_requantises_and_recalibrates(folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
     engine = make_engine(folders["qwen3"])
     complete(engine, requests)
-    first = engine.reduced.kv.scales_L2H.clone()
+    first = engine.rollout_precision.kv.scales_L2H.clone()
     with torch.no_grad():
         for parameter in engine.policy.parameters():
             parameter.mul_(1.1)
     observe_training_pass(engine)
     engine.update_weights(1)
-    assert not torch.equal(engine.reduced.kv.scales_L2H, first)
+    assert not torch.equal(engine.rollout_precision.kv.scales_L2H, first)
     fresh = Engine(engine.policy, engine.settings)
     fresh.load_calibration_state(engine.calibration_state())
     fresh.update_weights(1)
-    assert torch.equal(fresh.reduced.kv.scales_L2H, engine.reduced.kv.scales_L2H), (
+    assert torch.equal(fresh.rollout_precision.kv.scales_L2H, engine.rollout_precision.kv.scales_L2H), (
         "a checkpoint carries the scales"
     )
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
@@ -219,4 +219,4 @@ def test_a_request_that_fitted_still_fits_after_falling_back(folders):
 
 def test_cold_cache_is_loud(folders):
     engine = make_engine(folders["qwen3"])
-    assert engine.reduced.wants_prompts and engine.reduced.kv.scales_L2H.isnan().all()
+    assert engine.rollout_precision.wants_prompts and engine.rollout_precision.kv.scales_L2H.isnan().all()

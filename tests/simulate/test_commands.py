@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from paceline.bench import lengths as bench_lengths
 from paceline.cli.main import app
+from paceline.report.svg import Line, line_chart
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
-from paceline.simulate.svg import Line, line_chart
 from paceline.simulate.workload import Lengths
 
 SMALL = ["--gpus=2", "--prompts=4", "--samples=4", "--lengths=lognormal:200,0.8,4,1000", "--max-running=16"]

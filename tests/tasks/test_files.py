@@ -14,7 +14,7 @@ def write_jsonl(path, rows):
 
 
 def write_parquet(path, rows):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'paceline[data]'")
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install -e '.[data]'")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 

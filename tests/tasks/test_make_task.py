@@ -53,9 +53,7 @@ def refused(open_task, *arguments):
 
 
 def needs_gym():
-    return pytest.importorskip(
-        "reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'"
-    )
+    return pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'")
 
 
 def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
@@ -159,13 +157,11 @@ def test_reasoning_gym_mistakes_name_the_way_out(open_task):
 
 def test_missing_packages_name_the_extra(open_task, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # importing it now fails
-    assert "pip install 'paceline[reasoning]'" in refused(
+    assert "pip install -e '.[reasoning]'" in refused(
         open_task, None, "task.name=reasoning-gym", "task.dataset=chain_sum"
     )
     monkeypatch.setitem(make.EXTRAS, "math-verify", ("no_such_package", "math"))
-    assert "pip install 'paceline[math]'" in refused(
-        open_task, None, "task.rewards=[{function: math-verify}]"
-    )
+    assert "pip install -e '.[math]'" in refused(open_task, None, "task.rewards=[{function: math-verify}]")
 
 
 def test_recipes_that_cannot_work():

@@ -82,7 +82,7 @@ def test_exact_and_last_number():
     ],
 )
 def test_math_verify(response, answer, score):
-    pytest.importorskip("math_verify", reason="needs math-verify: pip install 'paceline[math]'")
+    pytest.importorskip("math_verify", reason="needs math-verify: pip install -e '.[math]'")
     from paceline.tasks.rewards.math_scorer import math_verify
 
     assert math_verify(response, answer) == score
@@ -90,9 +90,7 @@ def test_math_verify(response, answer, score):
 
 
 def test_reasoning_gym_verifier_is_guarded():
-    gym = pytest.importorskip(
-        "reasoning_gym", reason="needs reasoning-gym: pip install 'paceline[reasoning]'"
-    )
+    gym = pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install -e '.[reasoning]'")
     from paceline.tasks.rewards.gym_verifier import verify
 
     entry = gym.create_dataset("gcd", seed=1, size=1)[0]

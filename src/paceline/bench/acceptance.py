@@ -13,7 +13,7 @@ Realised, in the engine: the share accepted of the proposals that were looked at
 response's last step, which its end cuts short, does not count.
 """
 
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -21,8 +21,8 @@ import torch
 
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
-from paceline.engine.sequence import Sequence
 from paceline.learning.batch import pack, training_sequence
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
@@ -54,7 +54,7 @@ class AcceptancePoint:
 
 
 def bench_acceptance(
-    policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int
+    policy: Decoder, draft: Decoder, requests: Sequence[Request], tokens: int
 ) -> AcceptancePoint:
     """Measures with `tokens` proposed per step in the engine. The requests must not truncate."""
     completions, shared = _run(policy, draft, requests, tokens, Verify.SHARED_NOISE)
@@ -87,7 +87,7 @@ def _realised(gains: torch.Tensor, tokens: int) -> float:
 
 
 def _run(
-    policy: Decoder, draft: Decoder, requests: Listing[Request], tokens: int, verify: Verify
+    policy: Decoder, draft: Decoder, requests: Sequence[Request], tokens: int, verify: Verify
 ) -> tuple[list[Completion], torch.Tensor]:
     """Returns what was written, and how many tokens each step but the last of every response gave."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests)
@@ -103,7 +103,7 @@ def _run(
     )
     gains: dict[str, list[int]] = {request.id: [] for request in requests}
 
-    def note(sequences: list[Sequence], lengths: np.ndarray, gained: np.ndarray) -> None:
+    def note(sequences: list[RequestState], lengths: np.ndarray, gained: np.ndarray) -> None:
         for sequence, new in zip(sequences, gained.tolist(), strict=True):
             if new:
                 gains[sequence.request.id].append(new)

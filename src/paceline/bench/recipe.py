@@ -1,5 +1,6 @@
-"""Which keys of a recipe a benchmark uses. One that it would ignore is refused: figures that seem to be of
-another setting are worse than none.
+"""Which keys of a recipe a benchmark uses.
+
+One that it would ignore is refused: figures that seem to be of another setting are worse than none.
 """
 
 from collections.abc import Sequence

@@ -57,8 +57,8 @@ class Fp8Subject(NativeSubject):
         self.calibrated = engine.calibration_state()
         self.recipe = Fp8Recipe(
             settings.base_precision_layers,
-            engine.reduced.cache_scales_L2H,
-            frozenset(engine.reduced.kv_base_layers),
+            engine.rollout_precision.cache_scales_L2H,
+            frozenset(engine.rollout_precision.kv_base_layers),
         )
         super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]

@@ -19,8 +19,8 @@ from paceline.drafting.factory import DrafterFactory
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_pacer
 from paceline.engine.reference import ReferenceBackend
+from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
-from paceline.engine.sequence import Sequence as EngineSequence
 from paceline.pacing.adaptive import AdaptivePacer
 from paceline.pacing.strategy import Decision, FixedPacer, Moment, Observation, Pacer, Strategy
 from paceline.policy.decoder import Decoder
@@ -76,7 +76,7 @@ class NativeSubject:
         engine.pacer = _RecordingPacer(self._pacer(drafters, tokens, max_running), opened)
         self.paced.append(opened)
 
-        def record(sequences: list[EngineSequence], lengths: np.ndarray, gained: np.ndarray) -> None:
+        def record(sequences: list[RequestState], lengths: np.ndarray, gained: np.ndarray) -> None:
             for sequence, length, new in zip(sequences, lengths.tolist(), gained.tolist(), strict=True):
                 if new:
                     opened.step_starts.setdefault(sequence.request.id, []).append(length - new)

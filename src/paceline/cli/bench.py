@@ -196,8 +196,9 @@ def pacing(
     page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """A long-tailed rollout with plain decoding, fixed strategies and the pacer. The drafter is synthetic: it
-    has seen the answers and spoils them to the acceptance asked for.
+    """Times a long-tailed rollout with plain decoding, fixed strategies and the pacer.
+
+    The drafter is synthetic: it has seen the answers and spoils them to the acceptance asked for.
     """
     from paceline.bench.lengths import Lengths
     from paceline.bench.pacing import SyntheticPacing, bench_synthetic
@@ -233,6 +234,66 @@ def pacing(
 
 
 @app.command()
+def step(
+    recipe: RecipeArgument = "default",
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(help="section.key=value, for all settings")
+    ] = None,
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="plain, history, eagle, paced, fp8, fp8+kv, fp8+kv+paced, or ones of your own as "
+            "NAME:PART;PART, each part a setting's name or section.key=value; comma separated"
+        ),
+    ] = "plain,history,eagle,paced",
+    steps: Annotated[int, typer.Option(help="RL steps of a cell", min=1)] = 4,
+    first_steps: Annotated[
+        int, typer.Option(help="of these, the ones that compile and capture: in no median", min=0)
+    ] = 1,
+    repeats: Annotated[int, typer.Option(help="cells of each setting, with the same seeds", min=1)] = 2,
+    out: Annotated[Path, typer.Option(help="folder of the cells; complete ones are not run again")] = Path(
+        "bench-step"
+    ),
+    only: Annotated[str, typer.Option(help="run cells of these settings only, comma separated")] = "",
+    budget: Annotated[
+        Optional[float], typer.Option(help="seconds: no cell starts that would end later")
+    ] = None,
+    json_file: JsonOption = None,
+    plot: Annotated[Optional[Path], typer.Option(help="also write the stages as an SVG")] = None,
+) -> None:
+    """Times RL steps under several settings on the same seeds and problems, stage by stage; resumable.
+
+    Exit code 1 if tokens differ where they must not.
+    """
+    from paceline.bench.step import measure_cells, plan_cells
+    from paceline.bench.step_figures import make_figures
+    from paceline.bench.step_plot import plot_steps
+    from paceline.bench.step_settings import parse_settings
+
+    recipe, overrides = split_recipe(recipe, overrides)
+    if steps <= first_steps:
+        raise ValueError(f"--steps {steps}: must be more than --first-steps {first_steps}")
+    compared = parse_settings(settings)
+    names = [setting.name for setting in compared]
+    wanted = [name for name in only.split(",") if name] or names
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"--only {only}: {name!r} is not in --settings ({', '.join(names)})")
+    cells = plan_cells(recipe, overrides, compared, steps, repeats, out)
+    measured = measure_cells(cells, wanted, budget, typer.echo)
+    figures = make_figures(cells, measured, first_steps)
+    _say(tables.step_lines(figures))
+    how = {"recipe": recipe, "overrides": overrides, "steps": steps, "repeats": repeats}
+    _write(json_file, {**how, **figures.record()})
+    if plot is not None and figures.settings:
+        plot.write_text(plot_steps(figures, f"RL steps, {recipe}"))
+    for problem in figures.problems:
+        typer.secho(f"error: tokens must be the same: {problem}", fg="red", err=True)
+    if figures.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
 def kernels(
     model: Annotated[
         str, typer.Option(help="a folder or a named shape such as qwen3-8b: whose layers are measured")
@@ -247,8 +308,9 @@ def kernels(
     repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,
     json_file: JsonOption = None,
 ) -> None:
-    """Kernels beside torch's equivalents and beside this device's limits, each compared with torch's result
-    first; exit code 1 if one is wrong.
+    """Times kernels beside torch's equivalents and beside this device's limits.
+
+    Each is compared with torch's result first; exit code 1 if one is wrong.
     """
     from paceline.bench.kernels.run import bench_kernels, choose_kernels, measure_limits
     from paceline.bench.setup import bench_shape, describe
@@ -279,8 +341,9 @@ def memory(
     steps: Annotated[int, typer.Option(help="of rollout and learning", min=1)] = 2,
     json_file: JsonOption = None,
 ) -> None:
-    """Peak memory of a few training steps beside what `paceline plan` says; random weights, every prompt and
-    response as long as the recipe allows.
+    """Measures the peak memory of a few training steps beside what `paceline plan` says.
+
+    Weights are random, and every prompt and response is as long as the recipe allows.
     """
     from paceline.bench.memory import bench_memory
     from paceline.bench.setup import describe, recipe_shape

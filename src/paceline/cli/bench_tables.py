@@ -1,6 +1,6 @@
 """How the figures of `paceline bench` are printed: one line of text for each point."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from paceline.bench.pacing import PacingPoint, PacingResult
     from paceline.bench.rollout import RolloutPoint
     from paceline.bench.speculation import SpeculationPoint
+    from paceline.bench.spread import Spread
+    from paceline.bench.step_figures import SettingFigures, StepFigures
 
 SPECULATION_HEADER = (
     f"{'batch':>6} {'strategy':>18} {'step ms [low, high]':>26} {'draft':>6} {'accept':>7} "
@@ -134,3 +136,73 @@ def memory_lines(p: "MemoryPoint") -> Iterator[str]:
         f"{p.outside_torch / 1e9:.2f} outside torch; {p.graphs} graphs"
     )
     yield f"last update {p.update_seconds:.2f} s; micro-batches halved {p.micro_batch_halvings} times"
+
+
+def step_lines(figures: "StepFigures") -> Iterator[str]:
+    """Yields the table of `bench step`, which is Markdown, and what must be said beside it."""
+    settings = figures.settings
+    if not settings:
+        yield "no cell is complete yet"
+        return
+    rows = [["", *(s.setting.name for s in settings)], *_step_rows(settings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rows.insert(1, ["-" * width for width in widths])
+    for row in rows:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+    machine = settings[0].cells[0].machine
+    repeats = ", ".join(f"{s.setting.name} {len(s.cells)}" for s in settings)
+    yield ""
+    yield (
+        f"seconds: median [low, high] over the steps after the first {figures.first_steps} of all repeats "
+        f"({repeats}); ratios: plain over this setting, same step and repeat, above 1 is faster"
+    )
+    yield f"{machine.device}, {machine.dtype}, torch {machine.torch}, Python {machine.python}"
+    if figures.widened_to:
+        yield (
+            f"policy widened to {figures.widened_to}: times, accept lengths and tokens count; learning and "
+            "accuracy do not, and updates reach the padding, so after the first one it no longer computes "
+            "the small model's function"
+        )
+    yield from figures.notes
+    if figures.missing:
+        yield f"still to run: {', '.join(figures.missing)}; the same command goes on"
+
+
+def _step_rows(settings: tuple["SettingFigures", ...]) -> Iterator[list[str]]:
+    """Yields a row per figure that some setting has; parts of a rollout are indented."""
+    yield ["step s", *(_spread(s.step, _seconds) for s in settings)]
+    yield ["ratio, step", *(_spread(s.step_ratio, _times) for s in settings)]
+    yield ["rollout s", *(_spread(s.rollout, _seconds) for s in settings)]
+    yield ["ratio, rollout", *(_spread(s.rollout_ratio, _times) for s in settings)]
+    for stage in settings[0].stages:
+        if any(s.stages[stage].high > 0 for s in settings):
+            yield [f"{stage} s", *(_spread(s.stages[stage], _seconds) for s in settings)]
+    for name in dict.fromkeys(name for s in settings for name in s.others):
+        spreads = [s.others.get(name) for s in settings]
+        if any(spread is not None and (spread.low or spread.high) for spread in spreads):
+            yield [name, *(_spread(spread, _number) for spread in spreads)]
+    yield ["first step s", *(_spread(s.first_step, _seconds) for s in settings)]
+    yield ["tokens as plain", *("; ".join(dict.fromkeys(map(str, s.agreements))) or "-" for s in settings)]
+
+
+def _spread(spread: "Spread | None", shown: Callable[[float], str]) -> str:
+    """Returns the median and, where there is any, its spread; a dash where there is no figure."""
+    if spread is None:
+        return "-"
+    if spread.low == spread.high:
+        return shown(spread.median)
+    return f"{shown(spread.median)} [{shown(spread.low)}, {shown(spread.high)}]"
+
+
+def _seconds(value: float) -> str:
+    """Returns seconds to the millisecond, and fewer places where they would say nothing."""
+    return f"{value:.{3 if abs(value) < 10 else 2 if abs(value) < 100 else 1}f}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def _number(value: float) -> str:
+    """Returns three significant digits, but all of a large integer's."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

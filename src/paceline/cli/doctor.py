@@ -1,4 +1,8 @@
-"""`paceline doctor`: what this machine can run, each line from a trial rather than from a version number."""
+"""`paceline doctor`: what this machine can run.
+
+Each finding is tried rather than read off a version number, and one that is missing says what it would be for
+and how to get it.
+"""
 
 import importlib.util
 import os
@@ -7,40 +11,59 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config.extras import Extra, install_command
+from paceline.device import BF16_CAPABILITY, FP8_CAPABILITY
+
+# Optional packages: the module to look for, what it is for, and the extra that brings it.
+OPTIONAL_PACKAGES: tuple[tuple[str, str, Extra], ...] = (
+    ("gguf", "paceline models get", "models"),
+    ("reasoning_gym", "task.name=reasoning-gym", "reasoning"),
+    ("math_verify", "the reward function math-verify", "math"),
+    ("pyarrow", "parquet files as tasks", "data"),
+    ("tensorboard", "report.tensorboard=true", "tensorboard"),
+    ("wandb", "report.wandb=true", "wandb"),
+)
+
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the report: a capability, whether this machine has it, and why not or what for."""
+
     what: str
     works: bool
     detail: str
 
 
 def examine() -> list[Finding]:
+    """Returns what this machine can run: interpreter, torch, GPU, precisions, Triton, optional packages."""
     return [
         Finding("python", True, platform.python_version()),
         Finding("torch", True, f"{torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"),
-        _gpu(),
+        *_gpu(),
         _triton(),
-        _package("transformers", "the oracle of the policy tests"),
-        _package("tensorboard", "report.tensorboard=true; pip install 'paceline[tensorboard]'"),
-        _package("wandb", "report.wandb=true; pip install 'paceline[wandb]'"),
+        *(_package(*entry) for entry in OPTIONAL_PACKAGES),
     ]
 
 
-def _gpu() -> Finding:
+def _gpu() -> list[Finding]:
+    """The GPU, and the number formats of a rollout that it computes in."""
     if not torch.cuda.is_available():
-        built = (
-            "this torch is a CPU build"
-            if torch.version.cuda is None
-            else "torch finds no usable driver or device"
-        )
-        return Finding("gpu", False, f"{built}; runs use the CPU")
+        built_for_cpu = torch.version.cuda is None
+        reason = "this torch is a CPU build" if built_for_cpu else "torch finds no usable driver or device"
+        return [Finding("gpu", False, f"{reason}; runs use the CPU")]
     properties = torch.cuda.get_device_properties(0)
-    return Finding(
-        "gpu",
-        True,
-        f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, {torch.cuda.device_count()} device(s)",
-    )
+    capability = torch.cuda.get_device_capability(0)
+    told = f"compute capability {capability[0]}.{capability[1]}"
+    memory = f"{properties.total_memory / 1e9:.0f} GB"
+    return [
+        Finding("gpu", True, f"{properties.name}, {memory}, {torch.cuda.device_count()} device(s), {told}"),
+        Finding("bf16 rollouts", capability >= BF16_CAPABILITY, _at_least(BF16_CAPABILITY)),
+        Finding("fp8 rollouts", capability >= FP8_CAPABILITY, _at_least(FP8_CAPABILITY)),
+    ]
+
+
+def _at_least(capability: tuple[int, int]) -> str:
+    return f"from compute capability {capability[0]}.{capability[1]} on"
 
 
 def _triton() -> Finding:
@@ -48,13 +71,12 @@ def _triton() -> Finding:
         return Finding("triton", False, "not installed; the torch references run instead")
     import triton
 
-    return Finding(
-        "triton",
-        torch.cuda.is_available(),
-        triton.__version__ if torch.cuda.is_available() else f"{triton.__version__}, but no GPU to run on",
-    )
+    if not torch.cuda.is_available():
+        return Finding("triton", False, f"{triton.__version__}, but no GPU to run on")
+    return Finding("triton", True, triton.__version__)
 
 
-def _package(name: str, purpose: str) -> Finding:
-    found = importlib.util.find_spec(name) is not None
-    return Finding(name, found, purpose)
+def _package(module: str, purpose: str, extra: Extra) -> Finding:
+    if importlib.util.find_spec(module) is not None:
+        return Finding(module, True, purpose)
+    return Finding(module, False, f"{purpose}: {install_command(extra)} in your clone of Paceline")

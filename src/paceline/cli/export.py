@@ -12,8 +12,9 @@ from paceline.policy.huggingface import DTYPES, load_policy, save_policy
 
 
 def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
-    """From a run directory (its newest checkpoint), a checkpoint, or a policy folder; returns which it
-    was.
+    """Writes the policy of a run directory (its newest checkpoint), a checkpoint or a policy folder to `out`.
+
+    Returns the folder that the policy was read from.
     """
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")

@@ -244,8 +244,9 @@ def plan(
     memory_gb: Annotated[float, typer.Option(help="of a GPU that has no name here")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit. policy.path may name
-    a shape such as qwen3-8b.
+    """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit.
+
+    policy.path may name a shape such as qwen3-8b.
     """
     recipe, overrides = _split(recipe, overrides)
     from paceline.cli.plan import show_plan
@@ -292,6 +293,7 @@ def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None,
 
 
 def main() -> None:
+    """Runs the command line; what the user can put right ends it with a message and exit code 2."""
     try:
         app()
     except (ConfigError, OSError, ValueError) as error:

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import rich.console
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from paceline.config import Config, ConfigError
@@ -33,15 +34,17 @@ def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None
 
 
 def table(plan: Plan, shape: DecoderConfig) -> Table:
+    """Returns the plan as a table of parts, in gigabytes."""
     title = f"{shape.num_parameters / 1e9:.2f} B parameters on {plan.machine.name}, GB"
     out = Table(title=title, title_justify="left", header_style="bold")
-    for column, justify in (
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("part", "left"),
         ("always", "right"),
         ("rollout", "right"),
         ("learning", "right"),
         ("key", "left"),
-    ):
+    )
+    for column, justify in columns:
         out.add_column(column, justify=justify)
 
     def row(
@@ -69,6 +72,7 @@ def table(plan: Plan, shape: DecoderConfig) -> Table:
 
 
 def as_tree(plan: Plan, fitting: list[str]) -> dict:
+    """Returns the plan in JSON's types; `fitting` are the changes with which it would fit."""
     return {
         "machine": asdict(plan.machine),
         "parts": [asdict(part) for part in plan.parts],

@@ -15,7 +15,8 @@ FIRST_SHARE = 0.7  # of the time that `measure` may take, for all models but the
 class SweepGroup(TyperGroup):
     """A group whose `--sweep k=0,3 gpus=64,512` takes every following word of the form KEY=VALUES."""
 
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts `--sweep` before each of the words that it takes."""
         words: list[str] = []
         sweeping = False
         for word in args:
@@ -228,9 +229,7 @@ def measure(
     ] = "qwen3-8b,qwen3-1.7b",
     seconds: Annotated[float, typer.Option(help="stop after this long; what was left out is said")] = 110.0,
 ) -> None:
-    """Times whole decode, verify and prefill steps and a rollout of the engine: points to judge a profile
-    by.
-    """
+    """Times whole steps (decode, verify, prefill) and a rollout of the engine, to judge a profile by."""
     import dataclasses
     import datetime
     import time

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from paceline.config.correction import CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
@@ -162,7 +163,7 @@ def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
@@ -220,10 +221,11 @@ def _split(override: str) -> tuple[str, Any]:
 
 def _drop(tree: dict[str, Any], path: list[str], keys: tuple[str, ...]) -> None:
     """Removes `keys` from the section at `path`, where there is one."""
+    branch: Any = tree
     for part in path:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    for key in keys if isinstance(tree, dict) else ():
-        tree.pop(key, None)
+        branch = branch.get(part) if isinstance(branch, dict) else None
+    for key in keys if isinstance(branch, dict) else ():
+        branch.pop(key, None)
 
 
 def _assign(tree: dict[str, Any], path: list[str], value: Any, override: str) -> None:
@@ -234,7 +236,7 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any, override: str) ->
     tree[path[-1]] = value
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: ErrorDetails) -> str:
     """Returns one validation problem as a sentence: key, value, what is allowed, nearest match."""
     path = [str(part) for part in problem["loc"]]
     key = ".".join(path) or "recipe"

@@ -10,7 +10,8 @@ class Section(BaseModel):
 
     def is_default(self, key: str) -> bool:
         """Returns whether a key has its default value, given or not: a saved recipe spells out every key."""
-        return getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True)
+        default = type(self).model_fields[key].get_default(call_default_factory=True)
+        return bool(getattr(self, key) == default)
 
 
 class ConfigError(ValueError):

@@ -135,7 +135,7 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
         """Refuses keys that this task would ignore."""
-        wanted_by = {
+        wanted_by: dict[str, tuple[str, ...]] = {
             "dataset": ("reasoning-gym",),
             "options": ("countdown", "reasoning-gym"),
             "threshold": ("reasoning-gym",),

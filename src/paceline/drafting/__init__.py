@@ -1,3 +1,4 @@
-"""Everything that proposes tokens. A drafter can only be fast or slow, never wrong: verification keeps what
-the policy samples.
+"""Everything that proposes tokens.
+
+A drafter can only be fast or slow, never wrong: verification keeps what the policy samples.
 """

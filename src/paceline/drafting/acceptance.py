@@ -106,7 +106,7 @@ def _parts(completions: Sequence[Completion], token_budget: int) -> list[list[Co
 def _chances(
     policy: Decoder, head: EagleHead, batch: MicroBatch, completions: Sequence[Completion], depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chances for both rules, `[R, K]` by start and step; row r's first token is response token r."""
+    """Returns the chances for both rules, `[R, K]` by start and step; row r starts at response token r."""
     device = batch.tokens_T.device
     temperature_R = torch.tensor([c.request.sampling.temperature for c in completions], device=device)[
         batch.sequence_R

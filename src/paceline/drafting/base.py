@@ -67,7 +67,7 @@ class TargetPrefill:
 
 
 class Drafter:
-    """What proposes tokens; every method but `propose` may be left as it is."""
+    """Base class; only `propose` must be overridden."""
 
     name: str
     # The longest proposal it can make, in tokens.
@@ -105,10 +105,10 @@ class Drafter:
     def observe_step(self, step: TargetStep) -> None:
         """Sees a step of the policy, if the drafter follows it."""
 
-    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
+    def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
         """Sees that a request leaves its slot, whose row holds `length` tokens and is reused after this call.
 
-        The request comes back with those tokens unless it is `over`.
+        The request comes back with those tokens unless it is `finished`.
         """
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:

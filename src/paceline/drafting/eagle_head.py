@@ -106,7 +106,7 @@ def config_for(
 
 
 class EagleHead(nn.Module):
-    """The head's module; made with empty parameters: fill them from a folder or with `initialise`."""
+    """An EAGLE-3 head; parameters are empty until loaded or initialised."""
 
     def __init__(
         self, config: EagleConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"

@@ -16,14 +16,14 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.recipe import blame_recipe, draft_model_folder, eagle_head
+from paceline.drafting.recipe import draft_model_folder, eagle_head, errors_name_recipe_key
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 
 
 class HeadSource(Protocol):
-    """Where eagle heads come from: folders for the policy itself, or others that are fitted to it."""
+    """Resolves EAGLE-3 head folders for a policy; widened models adapt a small model's head."""
 
     def trained_for(self, policy: DecoderConfig) -> DecoderConfig:
         """Returns the configuration of the policy that the heads in folders were trained for."""
@@ -77,10 +77,17 @@ class DrafterFactory:
 
     def make(self, name: str, policy: Decoder) -> Drafter:
         """Returns one drafter on the policy's device; on the meta device, without weights."""
-        if name == "history":
-            return HistoryDrafter()
-        with blame_recipe(name, self.settings):
-            return self._draft_model(policy) if name == "draft_model" else self._eagle(policy)
+        match name:
+            case "history":
+                return HistoryDrafter()
+            case "draft_model":
+                with errors_name_recipe_key(name, self.settings):
+                    return self._draft_model(policy)
+            case "eagle":
+                with errors_name_recipe_key(name, self.settings):
+                    return self._eagle(policy)
+            case _:
+                raise ValueError(f"drafter {name!r}: there are history, draft_model and eagle")
 
     def _draft_model(self, policy: Decoder) -> DraftModel:
         folder = draft_model_folder(self.settings, policy.config, self.tokenizer)

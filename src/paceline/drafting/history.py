@@ -60,10 +60,10 @@ class HistoryDrafter(Drafter):
         self.running[slot] = self.index.prompt_S[slot] = prompt_hash(request.prompt)
         self.index.indexed_S[slot] = 0
 
-    def observe_leave(self, slot: int, request: Request, length: int, over: bool) -> None:
+    def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
         prompt = len(request.prompt)
         hashed = self.running.pop(slot)
-        if over and request.purpose is Purpose.TRAIN and length > prompt:
+        if finished and request.purpose is Purpose.TRAIN and length > prompt:
             # The prompt itself is in every row that has it.
             first = max(0, prompt - MAX_MATCH)
             entry = self.ring.claim(length - first, prompt - first, hashed)

@@ -57,6 +57,6 @@ class Ring:
         return entry
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drops the entries that start there; in a ring those can only be the oldest."""
+        """Drops the oldest entries, which are those that start within `[start, stop)`."""
         while self.entries and start <= self.entries[0].start < stop:
             self.entries.popleft()

@@ -14,7 +14,7 @@ from paceline.policy.tokenizer import differing_tokens, load_tokenizer
 
 
 @contextmanager
-def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
+def errors_name_recipe_key(name: str, settings: SpeculationConfig) -> Iterator[None]:
     """Turns errors within into ones that name the folder the recipe gives for this drafter."""
     try:
         yield
@@ -33,7 +33,7 @@ def blame_recipe(name: str, settings: SpeculationConfig) -> Iterator[None]:
 
 
 def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str, EagleConfig]:
-    """The folder, the name of a shipped head or FRESH, and what its configuration says."""
+    """Returns the folder, a shipped head's name or FRESH, and what the head's configuration says."""
     if settings.eagle_path == FRESH:
         return FRESH, config_for(policy)
     path = head_for(settings.eagle_path, policy)
@@ -48,8 +48,9 @@ def eagle_head(settings: SpeculationConfig, policy: DecoderConfig) -> tuple[str,
 def draft_model_folder(
     settings: SpeculationConfig, policy: DecoderConfig, tokenizer: Tokenizer | None = None
 ) -> Path:
-    """Checked against the policy: an id must mean the same to both. Without the two tokenizers only their
-    sizes can be compared.
+    """Returns the draft model's folder, checked against the policy: an id must mean the same to both.
+
+    Without the two tokenizers only their sizes can be compared.
     """
     folder = Path(settings.draft_model_path)
     if not settings.draft_model_path or not (folder / "config.json").is_file():
@@ -69,8 +70,9 @@ def draft_model_folder(
 
 
 def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
-    """For commands whose own options say who drafts and how: of the recipe's speculation only the folders
-    count, whatever drafters it lists.
+    """Returns a command's overrides with all drafters allowed, for commands that say themselves who drafts.
+
+    Of the recipe's speculation only the folders count, whatever drafters it lists.
     """
     whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()}
     for override in overrides:

@@ -1,3 +1,1 @@
-"""The native rollout engine: requests, scheduler, paged KV, prefix sharing, graphs, sampling,
-verification.
-"""
+"""The native rollout engine: scheduler, paged KV, prefix sharing, graphs, sampling, verification."""

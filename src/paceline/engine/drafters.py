@@ -1,75 +1,84 @@
 """The drafters of one engine: what all of them are told, and which rows each of them has yet to look at."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Listing
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from paceline.drafting.base import Drafter, DrafterContext
+from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
-from paceline.engine.sequence import Sequence
 from paceline.pacing.strategy import Strategy
 
 
 class Drafters(dict[str, Drafter]):
-    """By name."""
+    """The engine's drafters by name."""
 
-    def __init__(self, drafters: Listing[Drafter], slots: int) -> None:
+    def __init__(self, drafters: Sequence[Drafter], slots: int) -> None:
         super().__init__({drafter.name: drafter for drafter in drafters})
-        # Of those that must be told: the slots whose rows ran without them.
+        # By drafter that must catch up: the slots whose rows ran without it.
         self.behind = {
             drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up
         }
 
     @property
     def captured_layers(self) -> set[int]:
+        """The policy's layers whose inputs any drafter needs."""
         return {layer for drafter in self.values() for layer in drafter.captured_layers}
 
     @property
     def head(self) -> nn.Module | None:
+        """The head that can be trained, if a drafter has one."""
         return next((drafter.head for drafter in self.values() if drafter.head is not None), None)
 
     @property
     def have_probabilities(self) -> bool:
+        """Whether any drafter has probabilities for `verify: rejection`."""
         return any(drafter.has_probabilities for drafter in self.values())
 
     def bind(self, context: DrafterContext) -> None:
+        """Connects every drafter to the engine."""
         for drafter in self.values():
             drafter.bind(context)
 
     def verification(self, strategy: Strategy, verify: str) -> Verify:
-        """How a step of this strategy decides, where `verify` is what was asked for."""
+        """Returns how a step of this strategy decides, where `verify` is what was asked for."""
         if verify == Verify.SHARED_NOISE or not strategy.count:
             return Verify.SHARED_NOISE
-        return Verify.REJECTION if self[strategy.drafter].has_probabilities else Verify.REJECTION_OF_CERTAIN
+        if self[strategy.drafter].has_probabilities:
+            return Verify.REJECTION
+        return Verify.REJECTION_WITHOUT_PROBABILITIES
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: RequestState) -> None:
+        """Tells the drafters that a row begins to run, and hands over what they kept of its prefill."""
         for drafter in self.values():
             drafter.observe_enter(sequence.slot, sequence.request, sequence.handover.get(drafter.name))
         for behind in self.behind.values():
             behind[sequence.slot] = True
         sequence.handover = {}
 
-    def leave(self, sequence: Sequence, over: bool) -> None:
+    def leave(self, sequence: RequestState, finished: bool) -> None:
+        """Tells the drafters that a row runs no more; unless it is `finished`, it comes back."""
         for drafter in self.values():
-            drafter.observe_leave(sequence.slot, sequence.request, sequence.length, over)
+            drafter.observe_leave(sequence.slot, sequence.request, sequence.length, finished)
 
-    def ran(self, slots: np.ndarray, drafter: str) -> None:
-        """Rows took a step that `drafter` knows of, and the others do not."""
+    def mark_behind(self, slots: np.ndarray, drafter: str) -> None:
+        """Marks every drafter but `drafter` as behind on rows that take a step."""
         for name, behind in self.behind.items():
             if name != drafter:
                 behind[slots] = True
 
     def is_behind(self, name: str, slots: np.ndarray) -> bool:
+        """Returns whether a drafter must catch up on any of these rows."""
         return name in self.behind and bool(self.behind[name][slots].any())
 
     def catch_up(self, name: str, slots: np.ndarray, length: np.ndarray) -> bool:
-        """Before it drafts for `slots`, of which `length` (of every slot) is known; whether there was
-        anything to do.
+        """Lets a drafter look at the rows of `slots` that ran without it; returns whether there were any.
+
+        `length` is the known length of every slot's row.
         """
         slots = np.sort(slots[self.behind[name][slots]])
         self.behind[name][:] = False
@@ -78,20 +87,24 @@ class Drafters(dict[str, Drafter]):
         return bool(len(slots))
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copies blocks of the drafters' own caches, as those of the pool were copied."""
         for drafter in self.values():
             drafter.copy_blocks(sources, targets)
 
     # -- between rollouts -------------------------------------------------------------------------
 
     def sleep(self) -> None:
+        """Gives the memory of the drafters' caches back."""
         for drafter in self.values():
             drafter.sleep()
 
     def wake(self) -> None:
+        """Takes the memory of the drafters' caches again."""
         for drafter in self.values():
             drafter.wake()
 
     def state(self) -> dict[str, torch.Tensor]:
+        """Returns what the drafters should keep over a restart, under their names."""
         return {
             f"{name}.{key}": tensor
             for name, drafter in self.items()
@@ -99,6 +112,7 @@ class Drafters(dict[str, Drafter]):
         }
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state` returned; drafters that are not in it keep what they have."""
         for name, drafter in self.items():
             own = {
                 key.removeprefix(f"{name}."): tensor

@@ -12,8 +12,7 @@ its outcome is read in `outcomes.py`.
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Listing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -30,11 +29,11 @@ from paceline.engine.graphs import StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
 from paceline.engine.refusal import Limits, refusal
+from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
 from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.sampling import Verify
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Sequence
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer
@@ -47,18 +46,19 @@ from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request
 
-NO_PACER = Decision(PLAIN)
+# What every step does without a pacer.
+PLAIN_DECISION = Decision(PLAIN)
 
 
 class Engine(Backend):
-    """The native engine. It is its own capability to speculate and to compute in FP8 (`backend.py`)."""
+    """Implements `Backend` and its capabilities `Speculation` and `LowPrecision`."""
 
     def __init__(
         self,
         policy: Decoder,
         settings: EngineSettings,
         tokenizer: Tokenizer | None = None,
-        drafters: Listing[Drafter] = (),
+        drafters: Sequence[Drafter] = (),
         pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
@@ -71,12 +71,12 @@ class Engine(Backend):
         self._open_device(drafters)
         self._open_host(pacer)
 
-    def _open_device(self, drafters: Listing[Drafter]) -> None:
+    def _open_device(self, drafters: Sequence[Drafter]) -> None:
         """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
         policy = self.policy
         settings = self.settings
         score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
-        self.reduced = RolloutPrecision(
+        self.rollout_precision = RolloutPrecision(
             policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head
         )
         self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
@@ -84,7 +84,11 @@ class Engine(Backend):
         self.rows = Rows(settings.max_running, self.max_length, score_dtype, policy.device)
         self.drafters = Drafters(drafters, settings.max_running)
         forward = PagedForward(
-            policy, self.cache, settings.deterministic, self.drafters.captured_layers, self.reduced.weights
+            policy,
+            self.cache,
+            settings.deterministic,
+            self.drafters.captured_layers,
+            self.rollout_precision.weights,
         )
         self.runner = StepRunner(forward, self.rows, settings, drafters)
         self.buckets = buckets_up_to(settings.max_running)
@@ -113,34 +117,51 @@ class Engine(Backend):
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
         self.arrivals = 0
         self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
-        self.running: dict[int, Sequence] = {}  # by slot
+        self.running: dict[int, RequestState] = {}  # by slot
         self.outcomes = Outcomes(self.rows, self.tokenizer)
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
-        self.queries = 1  # per row, of the last step
+        self.num_queries = 1  # per row, of the last step
         self.paused = False
         self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
+        self._told_capture_seconds = 0.0  # of the runner's, in statistics that were taken
 
     def _new_cache(self, num_blocks: int) -> KVCache:
         return KVCache(
             self.policy.config,
             num_blocks,
-            self.reduced.cache_dtypes,
+            self.rollout_precision.cache_dtypes,
             self.policy.device,
-            self.reduced.cache_scales_L2H,
+            self.rollout_precision.cache_scales_L2H,
             self.settings.records_routing,
         )
 
+    def _rebuild_cache(self) -> None:
+        """Replaces the KV cache after layer types changed and drops captured graphs.
+
+        Nothing may be running, and whatever is queued must still fit.
+        """
+        longest = max(
+            [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
+        )
+        num_blocks = self.cache.blocks_with(
+            self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
+        )
+        self.cache = self.runner.forward.cache = None  # its memory is the new one's
+        self.pool.resize(num_blocks)
+        self.cache = self._new_cache(num_blocks)
+        self.runner.replace(self.cache, self.rollout_precision.weights)
+
     # -- the contract (backend.py) ----------------------------------------------------------------
 
-    def submit(self, requests: Listing[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         accepted = []
         for request in requests:
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
-            sequence = Sequence(request, self.arrivals, limit)
+            sequence = RequestState(request, self.arrivals, limit)
             self.arrivals += 1
             problem = refusal(sequence, self._stop_ids(request), self._limits)
             if problem:
@@ -151,6 +172,11 @@ class Engine(Backend):
 
     @torch.inference_mode()
     def completions(self) -> Iterator[Completion]:
+        """Yields each completion as it finishes.
+
+        Every turn: hand out what has finished, calibrate the KV scales if that is due, admit, prefill one
+        chunk, launch one step, and read the outcomes of steps that are more than `steps_ahead` behind.
+        """
         self._last_outcome = time.perf_counter()
         self.timer.pause()
         while not self.paused:
@@ -160,17 +186,18 @@ class Engine(Backend):
                     self.timer.pause()
                 if self.paused:
                     return
-            if self.reduced.wants_prompts and self.reduced.calibrate_from(
+            if self.rollout_precision.wants_prompts and self.rollout_precision.calibrate_from(
                 [s.tokens for s in self.scheduler.sequences]
             ):
                 self._rebuild_cache()
-            spared = (
-                self._missing_blocks(self.queries) if self.scheduler.may_admit else 0
-            )  # as `_reserve` will ask for
-            for sequence in self.scheduler.admit(not self.running, RESERVED_STEPS * self.queries, spared):
+            # What `_reserve` will ask for.
+            blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
+            lookahead = RESERVED_STEPS * self.num_queries
+            for sequence in self.scheduler.admit(not self.running, lookahead, blocks_to_keep):
                 self.finished.append(sequence.complete(FinishReason.ABORTED))
             if self.scheduler.prefills:
-                self._prefill()
+                with self.timer.prefill():
+                    self._prefill()
             if self.running:
                 self._launch()
                 while len(self.outcomes.unread) > self.steps_ahead:
@@ -187,24 +214,22 @@ class Engine(Backend):
         self._drain()
         self.scheduler.drop_held(ids)  # also what has just ended
         for sequence in [s for s in self.running.values() if s.aborted]:
-            self._leave(sequence, over=True)
+            self._leave(sequence, finished=True)
             self.scheduler.release(sequence)
             self.finished.append(sequence.complete(FinishReason.ABORTED))
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Whatever is running continues under the new weights from a recomputed cache; nothing stale is
-        reused.
-        """
+        """Takes the new weights and requeues running requests, whose cache is recomputed."""
         self._preempt_all()
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
-        if self.reduced.refresh():
+        if self.rollout_precision.refresh():
             self._rebuild_cache()
         self.version = version
 
     @property
     def precision(self) -> Precision:
-        return self.reduced.precision
+        return self.rollout_precision.precision
 
     @property
     def speculation(self) -> Speculation | None:
@@ -220,27 +245,14 @@ class Engine(Backend):
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
-        return self.reduced.observer
+        return self.rollout_precision.observer
 
     def fall_back_to_base_precision(self) -> None:
         self._preempt_all()
-        self.reduced.fall_back()
+        self.rollout_precision.fall_back()
         self._rebuild_cache()
         if self.pacer is not None:
             self.pacer.forget_times()
-
-    def _rebuild_cache(self) -> None:
-        """After a change of the layers' types; graphs hold the old addresses. Nothing may run, and whatever
-        is queued must still fit.
-        """
-        longest = max(
-            [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
-        )
-        num_blocks = self.cache.blocks_with(self.reduced.cache_dtypes, at_least=blocks_for(longest) + 1)
-        self.cache = self.runner.forward.cache = None  # its memory is the new one's
-        self.pool.resize(num_blocks)
-        self.cache = self._new_cache(num_blocks)
-        self.runner.replace(self.cache, self.reduced.weights)
 
     def pause(self) -> None:
         self.paused = True
@@ -262,8 +274,10 @@ class Engine(Backend):
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()
+        stats.capture_seconds = self.runner.capture_seconds - self._told_capture_seconds
+        self._told_capture_seconds = self.runner.capture_seconds
         stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
-        stats.precision = self.reduced.stats() if self.low_precision else None
+        stats.precision = self.rollout_precision.stats() if self.low_precision else None
         return stats
 
     @property
@@ -271,7 +285,7 @@ class Engine(Backend):
         return self.drafters.head
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Proposals are computed from `trainable_head` itself, so weights that are there need no copy."""
+        """Copies weights into `trainable_head`; what the trainer wrote there itself needs no copy."""
         if weights is None:
             return
         head = self.drafters.head
@@ -287,10 +301,10 @@ class Engine(Backend):
         self.drafters.load_state(tensors)
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
-        return self.reduced.state()
+        return self.rollout_precision.state()
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self.reduced.load_state(tensors):
+        if self.rollout_precision.load_state(tensors):
             self._rebuild_cache()
 
     def close(self) -> None:
@@ -315,7 +329,6 @@ class Engine(Backend):
         self.stats.prefill_tokens += run_chunk(
             self.runner.forward, self.scheduler.prefills, self.settings.prefill_tokens, self.runner.followers
         )
-        self.timer.note_disturbance()
         ready = self.scheduler.take_ready()
         if ready.copy_from:
             for cache in (self.cache, self.drafters):
@@ -325,7 +338,7 @@ class Engine(Backend):
             self.finished.append(sequence.complete(FinishReason.ABORTED))
         self._enter([sequence for sequence in ready.sequences if not sequence.aborted])
 
-    def _enter(self, sequences: list[Sequence]) -> None:
+    def _enter(self, sequences: list[RequestState]) -> None:
         if not sequences:
             return
         self.rows.enter(
@@ -352,15 +365,16 @@ class Engine(Backend):
     # -- steps ------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else NO_PACER
-        strategy, queries = decision.strategy, decision.strategy.queries
-        if self.reservation.left < queries and not self._reserve(queries):
+        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else PLAIN_DECISION
+        strategy = decision.strategy
+        num_queries = strategy.queries
+        if self.reservation.left < num_queries and not self._reserve(num_queries):
             return
         if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(
             strategy.drafter
         ):
             return
-        self.queries = queries
+        self.num_queries = num_queries
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         captures = self.runner.capture_seconds
         self.timer.begin()
@@ -369,15 +383,16 @@ class Engine(Backend):
                 bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates
             )
             self.timer.note_drafted()
-        self.drafters.ran(self.batch.slots, strategy.drafter)
-        variant, verify = self.batch.variant, self.drafters.verification(strategy, self.settings.verify)
+        self.drafters.mark_behind(self.batch.slots, strategy.drafter)
+        variant = self.batch.variant
+        verify = self.drafters.verification(strategy, self.settings.verify)
         status = self.runner.run(
-            bucket, queries, variant if verify is variant.verify else replace(variant, verify=verify)
+            bucket, num_queries, variant if verify is variant.verify else replace(variant, verify=verify)
         )
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
-        self.reservation.launched(self.batch, queries)
+        self.reservation.launched(self.batch, num_queries)
 
     def _current_moment(self) -> Moment:
         self.moment_left -= 1
@@ -392,32 +407,35 @@ class Engine(Backend):
         return self.moment
 
     def _catch_up(self, name: str) -> bool:
-        """Lets a drafter look at rows that ran without it; False if they all ended meanwhile."""
+        """Lets a drafter look at rows that ran without it; returns False if they all ended meanwhile."""
         self._drain()
         if self.drafters.catch_up(name, self.batch.slots, self.outcomes.length):
             self.timer.note_switch()
         return bool(self.running)
 
-    def _reserve(self, queries: int) -> bool:
-        """Blocks for the next steps of every running row; False if nobody is left running."""
-        if self._missing_blocks(queries) > self.pool.free:
+    def _reserve(self, num_queries: int) -> bool:
+        """Reserves blocks for the next steps of all running rows; returns False if nobody is left running."""
+        if self._missing_blocks(num_queries) > self.pool.free:
             self._drain()  # the bounds become lengths, and what has finished gives its blocks back
             self.scheduler.drop_idle()
-            while self.running and self._missing_blocks(queries) > self.pool.free:
+            while self.running and self._missing_blocks(num_queries) > self.pool.free:
                 self._preempt(max(self.running.values(), key=lambda s: s.order))
             if not self.running:
                 return False
-        self.reservation.hand_out(self.batch, queries)
+        self.reservation.hand_out(self.batch, num_queries)
         return True
 
-    def _missing_blocks(self, queries: int) -> int:
-        return int(self.reservation.missing(self.batch, queries).sum())
+    def _missing_blocks(self, num_queries: int) -> int:
+        return int(self.reservation.missing(self.batch, num_queries).sum())
 
     def _read_outcome(self) -> None:
         """Retires what the oldest unread step finished."""
+        timing = self.outcomes.unread[0].timing
         outcome = self.outcomes.read(self.stats, self.version)
         now = time.perf_counter()
-        self.stats.step_seconds.append(now - self._last_outcome)
+        prefill = timing.prefill_seconds()
+        self.stats.prefill_seconds += prefill
+        self.stats.step_seconds.append(now - self._last_outcome - prefill)
         self._last_outcome = now
         if self.pacer is not None:
             self.pacer.observe(outcome.observation)
@@ -426,8 +444,8 @@ class Engine(Backend):
         if outcome.ended:
             self._running_changed()
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._retire(sequence, over=True)
+    def _finish(self, sequence: RequestState, reason: FinishReason) -> None:
+        self._retire(sequence, finished=True)
         if sequence.request.hold:
             self.scheduler.hold(sequence)
         self.scheduler.release(sequence)
@@ -441,22 +459,22 @@ class Engine(Backend):
             self._read_outcome()
         self.reservation.settle(self.batch, self.outcomes.length)
 
-    def _leave(self, sequence: Sequence, over: bool) -> None:
+    def _leave(self, sequence: RequestState, finished: bool) -> None:
         """Takes a running row off the device with what it has so far; the pipeline must be drained."""
         self.outcomes.take_tokens([sequence], self.stats, self.version)
         self.rows.deactivate([sequence.slot])
-        self._retire(sequence, over)
+        self._retire(sequence, finished)
         self._running_changed()
 
-    def _retire(self, sequence: Sequence, over: bool) -> None:
-        """It runs no more, for good or for now; slot and blocks are still its own."""
+    def _retire(self, sequence: RequestState, finished: bool) -> None:
+        """Removes a row from the running set; it keeps slot and blocks."""
         sequence.routing = self.cache.routing_of(sequence.blocks, sequence.length - 1)
-        self.drafters.leave(sequence, over)
+        self.drafters.leave(sequence, finished)
         self.outcomes.leave(sequence)
         del self.running[sequence.slot]
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._leave(sequence, over=False)
+    def _preempt(self, sequence: RequestState) -> None:
+        self._leave(sequence, finished=False)
         self.scheduler.requeue(sequence)
         self.preemptions += 1
 

@@ -60,30 +60,32 @@ class GraphMemory:
         self._needs = needs
         self.need = functools.cache(self._need)
 
-    def _need(self, bucket: int, queries: int) -> int:
-        """The bytes of the segment that a step and the drafts for it need."""
-        held = max(self._needs.step(bucket, queries), self._needs.draft(bucket) if queries > 1 else 0)
+    def _need(self, bucket: int, num_queries: int) -> int:
+        """Returns the bytes of the segment that a step and the drafts for it need."""
+        held = max(self._needs.step(bucket, num_queries), self._needs.draft(bucket) if num_queries > 1 else 0)
         return -(-int(GAPS * held) // SEGMENT) * SEGMENT
 
-    def would_hold(self, bucket: int, queries: int) -> int:
+    def would_hold(self, bucket: int, num_queries: int) -> int:
         """Returns the pool's bytes once this step has been captured."""
-        need = self.need(bucket, queries)
+        need = self.need(bucket, num_queries)
         if not self.segment:
             return need + self.beside
         return self.pool_bytes + (need if need > self.segment else 0)
 
-    def fits(self, bucket: int, queries: int) -> bool:
-        """Tells whether a step may be captured; plain decoding always may."""
+    def fits(self, bucket: int, num_queries: int) -> bool:
+        """Returns whether a step fits the budget; plain decoding always does."""
         return (
-            queries == 1
+            num_queries == 1
             or not self.budget
-            or (bucket, queries) in self.captured
-            or self.would_hold(bucket, queries) <= self.budget
+            or (bucket, num_queries) in self.captured
+            or self.would_hold(bucket, num_queries) <= self.budget
         )
 
     def max_queries(self, bucket: int) -> int:
         """Returns how many tokens per row a step of this bucket may look at."""
-        return next((queries for queries in range(self.depth, 1, -1) if self.fits(bucket, queries)), 1)
+        return next(
+            (num_queries for num_queries in range(self.depth, 1, -1) if self.fits(bucket, num_queries)), 1
+        )
 
     def largest(self) -> int:
         """Returns the bytes that the segment must hold: those of the largest of all steps that fit."""
@@ -94,8 +96,8 @@ class GraphMemory:
         self.segment = num_bytes
         self.pool_bytes += pool_bytes
 
-    def note(self, bucket: int, queries: int, pool_bytes: int, graph_bytes: int) -> None:
+    def note(self, bucket: int, num_queries: int, pool_bytes: int, graph_bytes: int) -> None:
         """Notes that a step, or a draft (of one token a row), was captured and took so much more."""
-        self.captured.add((bucket, queries))
+        self.captured.add((bucket, num_queries))
         self.pool_bytes += pool_bytes
         self.graph_bytes += graph_bytes

@@ -34,7 +34,7 @@ class GraphKey:
     """Steps with the same key replay the same graph."""
 
     bucket: int
-    queries: int
+    num_queries: int
     variant: StepVariant
 
 
@@ -103,14 +103,14 @@ class StepRunner:
             *self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )
 
-    def run(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
+    def run(self, bucket: int, num_queries: int, variant: StepVariant) -> StepStatus:
         """Runs a step; the status of the bucket's rows is valid until the next run of the same key."""
-        key = GraphKey(bucket, queries, variant)
+        key = GraphKey(bucket, num_queries, variant)
         if key not in self.captured:
-            if not self.memory.fits(bucket, queries) or not self._begin_capture():
-                return self._step(bucket, queries, variant)
+            if not self.memory.fits(bucket, num_queries) or not self._begin_capture():
+                return self._step(bucket, num_queries, variant)
             self.captured[key] = CapturedStep(
-                *self._captured(bucket, queries, lambda: self._step(bucket, queries, variant))
+                *self._captured(bucket, num_queries, lambda: self._step(bucket, num_queries, variant))
             )
         captured = self.captured[key]
         captured.graph.replay()
@@ -129,7 +129,7 @@ class StepRunner:
         self.captured_drafts[key].replay()
 
     def _begin_capture(self) -> bool:
-        """True: the caller may capture, and must end with `guard.end_capture`."""
+        """Returns whether the caller may capture; if so, it must end with `guard.end_capture`."""
         return self.rows.device.type == "cuda" and self.guard.begin_capture()
 
     def replace(self, cache: KVCache, quantised: QuantisedWeights | None) -> None:
@@ -138,20 +138,20 @@ class StepRunner:
         self.forward.quantised = quantised
         self.captured.clear()
 
-    def _step(self, bucket: int, queries: int, variant: StepVariant) -> StepStatus:
+    def _step(self, bucket: int, num_queries: int, variant: StepVariant) -> StepStatus:
         return step(
             self.forward,
             self.rows,
             self.slots[:bucket],
             self.proposals_SK,
-            queries,
+            num_queries,
             variant,
             self.followers,
             self.probabilities_SKV,
         )
 
     def _captured(
-        self, bucket: int, queries: int, function: Callable[[], Outcome]
+        self, bucket: int, num_queries: int, function: Callable[[], Outcome]
     ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Captures a function and ends the capture that `_begin_capture` began.
 
@@ -169,7 +169,7 @@ class StepRunner:
                     num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic)
                 )
             capture = self.pool.capture(function)
-            self.memory.note(bucket, queries, capture.pool_bytes, capture.graph_bytes)
+            self.memory.note(bucket, num_queries, capture.pool_bytes, capture.graph_bytes)
         finally:
             self.slots.copy_(kept)
             torch.cuda.synchronize()

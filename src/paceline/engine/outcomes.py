@@ -17,25 +17,25 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import StepVariant
-from paceline.engine.sequence import Sequence
-from paceline.engine.step import StepStatus
+from paceline.engine.step import RowState, StepStatus
 from paceline.engine.step_timer import StepTimer, StepTiming
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import Decision, Observation
 from paceline.stats import RolloutStats
 from paceline.types import FinishReason
 
-# Why a row ended, by the state that the step reports (`kernels/row_step.append_samples`).
-FINISH = {1: FinishReason.LENGTH, 2: FinishReason.STOP}
+# Why a row ended, by the state that the step reports.
+FINISH_REASON = {RowState.ENDED_AT_LIMIT: FinishReason.LENGTH, RowState.STOPPED: FinishReason.STOP}
 
 
 @dataclass(frozen=True)
 class Batch:
     """The running rows in the order that steps see them."""
 
-    sequences: list[Sequence]
+    sequences: list[RequestState]
     slots: np.ndarray
     slot_generations: np.ndarray
     # Indices of the rows that need the host's attention at every step.
@@ -43,7 +43,7 @@ class Batch:
     variant: StepVariant
 
     @classmethod
-    def of(cls, sequences: list[Sequence], slot_generation: np.ndarray) -> "Batch":
+    def of(cls, sequences: list[RequestState], slot_generation: np.ndarray) -> "Batch":
         """Makes a batch of running sequences; `slot_generation` is that of every slot."""
         samplings = [sequence.request.sampling for sequence in sequences]
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
@@ -70,7 +70,7 @@ class Launched:
     @classmethod
     def now(cls, batch: Batch, decision: Decision, status: StepStatus, timer: StepTimer) -> "Launched":
         """Ends the step's launch: on a GPU its outcome is copied to the host behind it."""
-        if status.rows_3R.device.type == "cuda":
+        if status.status_3R.device.type == "cuda":
             status = status.to_host()
         return cls(batch, decision, status, timer.finish())
 
@@ -79,7 +79,7 @@ class Launched:
 class Ended:
     """A sequence that has finished, and why."""
 
-    sequence: Sequence
+    sequence: RequestState
     reason: FinishReason
 
 
@@ -104,14 +104,14 @@ class Outcomes:
         self.length = np.zeros(rows.null_slot + 1, dtype=np.int64)
         # Called after each step with the sequences, their lengths and how many tokens are new: `certify`
         # needs to know where steps began.
-        self.observer: Callable[[list[Sequence], np.ndarray, np.ndarray], None] | None = None
+        self.observer: Callable[[list[RequestState], np.ndarray, np.ndarray], None] | None = None
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter(self, sequence: RequestState) -> None:
         """Notes the length of a row that begins to run."""
         self.length[sequence.slot] = sequence.length
 
-    def leave(self, sequence: Sequence) -> None:
-        """Marks a row as gone: outcomes that are still unread do not concern it."""
+    def leave(self, sequence: RequestState) -> None:
+        """Invalidates unread outcomes of this row."""
         self.slot_generation[sequence.slot] += 1
 
     def read(self, stats: RolloutStats, version: int) -> StepOutcome:
@@ -122,24 +122,26 @@ class Outcomes:
         launched = self.unread.popleft()
         launched.timing.wait()
         batch = launched.batch
-        lengths, states, proposed = launched.status.rows_3R[:, : len(batch)].numpy()
+        status = launched.status
+        lengths = status.lengths_R[: len(batch)].numpy()
+        states = status.states_R[: len(batch)].numpy()
+        proposed = status.proposed_R[: len(batch)].numpy()
         here = self.slot_generation[batch.slots] == batch.slot_generations
         observation = _observation(launched, self._note_lengths(batch, lengths, here), proposed[here])
         stats.note(observation)
         watched = batch.watched[here[batch.watched]].tolist()
         for i in watched:
-            launched.status.note_top(i, batch.sequences[i], int(lengths[i]))
-        ended = [
-            Ended(batch.sequences[i], FINISH[states[i]]) for i in (here & (states != 0)).nonzero()[0].tolist()
-        ]
+            status.append_top_logprobs(i, batch.sequences[i], int(lengths[i]))
+        has_ended = here & (states != RowState.RUNNING)
+        ended = [Ended(batch.sequences[i], FINISH_REASON[states[i]]) for i in has_ended.nonzero()[0].tolist()]
         if ended:
             self.take_tokens([entry.sequence for entry in ended], stats, version)
             ended = [Ended(e.sequence, self._cut_at_text(e.sequence) or e.reason) for e in ended]
-        running = [batch.sequences[i] for i in watched if states[i] == 0]
+        running = [batch.sequences[i] for i in watched if states[i] == RowState.RUNNING]
         ended += self._ended_by_text(running, stats, version)
         return StepOutcome(ended, observation)
 
-    def take_tokens(self, sequences: list[Sequence], stats: RolloutStats, version: int) -> None:
+    def take_tokens(self, sequences: list[RequestState], stats: RolloutStats, version: int) -> None:
         """Brings what rows have sampled, as far as it is known, to the host."""
         slots = [sequence.slot for sequence in sequences]
         lengths = self.length[slots].tolist()
@@ -158,7 +160,7 @@ class Outcomes:
             self.observer([batch.sequences[i] for i in here.nonzero()[0].tolist()], lengths, gained)
         return gained
 
-    def _ended_by_text(self, running: list[Sequence], stats: RolloutStats, version: int) -> list[Ended]:
+    def _ended_by_text(self, running: list[RequestState], stats: RolloutStats, version: int) -> list[Ended]:
         """Ends the rows whose text now holds one of their stop strings; what they ran beyond is dropped."""
         running = [sequence for sequence in running if sequence.request.sampling.stop]
         if not running:
@@ -168,7 +170,7 @@ class Outcomes:
         self.rows.deactivate([entry.sequence.slot for entry in ended])
         return ended
 
-    def _cut_at_text(self, sequence: Sequence) -> FinishReason | None:
+    def _cut_at_text(self, sequence: RequestState) -> FinishReason | None:
         """Shortens the response to the token that completes a stop string; None if there is no such token."""
         end = first_stop(self.tokenizer, sequence.response, sequence.request.sampling.stop, sequence.checked)
         sequence.checked = len(sequence.response)
@@ -179,7 +181,7 @@ class Outcomes:
 
 
 def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
-    """What the pacer learns from a step.
+    """Returns what the pacer learns from a step.
 
     `gained` and `proposed` are the tokens that each row still here gained, none where it had ended before
     this step, and those that were proposed for it.

@@ -9,15 +9,15 @@ siblings share the whole blocks before it and get a copy of the partial one:
 """
 
 from collections import deque
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from paceline.drafting.base import Drafter, TargetPrefill
+from paceline.engine.request_state import RequestState
 from paceline.engine.rows import to_device
-from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
 
@@ -34,7 +34,7 @@ class Prefill:
     last: int
     # By drafter: what those that follow the policy need at the last token.
     handover: dict[str, torch.Tensor] = field(default_factory=dict)
-    waiting: list[Sequence] = field(default_factory=list)
+    waiting: list[RequestState] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -60,7 +60,7 @@ class SharedPrompt:
 
 
 def run_chunk(
-    forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Listing[Drafter] = ()
+    forward: PagedForward, queue: deque[Prefill], token_budget: int, followers: Sequence[Drafter] = ()
 ) -> int:
     """Advances the prefills at the head of the queue by at most the budget; returns the number of tokens."""
     chosen: list[tuple[Prefill, int]] = []
@@ -80,7 +80,7 @@ def run_chunk(
 
 
 def _forward_chunks(
-    forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Listing[Drafter]
+    forward: PagedForward, chunks: list[tuple[Prefill, int]], followers: Sequence[Drafter]
 ) -> None:
     """Runs the next tokens of each prefill, packed, and lets the followers see what the policy computed."""
     spans = [np.arange(prefill.done, prefill.done + count) for prefill, count in chunks]

@@ -1,5 +1,4 @@
-"""A plain batched generator in torch: the simplest thing that keeps the contract, and the oracle for the real
-engine.
+"""A plain batched generator in torch: the simplest thing that keeps the contract, and an oracle.
 
 Running rows live in one contiguous KV cache `[rows, kv heads, capacity, head dim]` per layer. Rows that
 finish are yielded and the cache is compacted; waiting requests enter when half the places are free. Nothing
@@ -38,6 +37,7 @@ class Row:
     aborted: bool = False
 
     def append(self, token: int, logprob: float, version: int) -> None:
+        """Adds a token that was sampled under weight `version`."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         start = len(self.tokens) - 1
@@ -46,6 +46,7 @@ class Row:
         self.segments.append(Segment(start, len(self.tokens), version))
 
     def complete(self, reason: FinishReason, error: str = "") -> Completion:
+        """Returns what the caller of the backend gets."""
         tokens, logprobs, segments = tuple(self.tokens), tuple(self.logprobs), tuple(self.segments)
         return Completion(self.request, tokens, logprobs, reason, segments, error, tuple(self.top_logprobs))
 

@@ -5,8 +5,8 @@ Everything is checked before a request meets others: on the device one bad row w
 
 from dataclasses import dataclass
 
+from paceline.engine.request_state import RequestState
 from paceline.engine.rows import MAX_STOP_IDS
-from paceline.engine.sequence import Sequence
 
 # Rows keep integers in signed 64 bits: below this and not below its negative.
 WORD = 1 << 63
@@ -25,12 +25,12 @@ class Limits:
     reads_text: bool
 
 
-def refusal(sequence: Sequence, stop_ids: tuple[int, ...], limits: Limits) -> str:
+def refusal(sequence: RequestState, stop_ids: tuple[int, ...], limits: Limits) -> str:
     """Returns why this request cannot run; empty if it can."""
     return _prompt_refusal(sequence, limits) or _sampling_refusal(sequence, stop_ids, limits)
 
 
-def _prompt_refusal(sequence: Sequence, limits: Limits) -> str:
+def _prompt_refusal(sequence: RequestState, limits: Limits) -> str:
     prompt = sequence.request.prompt
     last = limits.vocab_size - 1
     if not 1 <= len(prompt) < limits.max_length:
@@ -41,7 +41,7 @@ def _prompt_refusal(sequence: Sequence, limits: Limits) -> str:
     return ""
 
 
-def _sampling_refusal(sequence: Sequence, stop_ids: tuple[int, ...], limits: Limits) -> str:
+def _sampling_refusal(sequence: RequestState, stop_ids: tuple[int, ...], limits: Limits) -> str:
     request = sequence.request
     sampling = request.sampling
     if sampling.max_tokens < 0:

@@ -11,8 +11,8 @@ import numpy as np
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.outcomes import Batch
+from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
-from paceline.engine.sequence import Sequence
 from paceline.paged.cache import BLOCK_SIZE
 
 # Steps that rows have blocks for when the host has looked at them.
@@ -34,22 +34,24 @@ class Reservation:
         # Positions per row that may run before blocks are looked at again.
         self.left = 0
 
-    def enter(self, sequences: Iterable[Sequence]) -> None:
+    def enter(self, sequences: Iterable[RequestState]) -> None:
         """Notes length, limit and blocks of rows that begin to run."""
         for sequence in sequences:
             self.bound[sequence.slot] = sequence.length
             self.limit[sequence.slot] = sequence.limit
             self.capacity[sequence.slot] = len(sequence.blocks) * BLOCK_SIZE
 
-    def missing(self, batch: Batch, queries: int) -> np.ndarray:
+    def missing(self, batch: Batch, num_queries: int) -> np.ndarray:
         """Returns the blocks that each row of the batch lacks for RESERVED_STEPS steps of so many queries."""
-        wanted = np.minimum(self.bound[batch.slots] + RESERVED_STEPS * queries, self.limit[batch.slots])
+        wanted = np.minimum(self.bound[batch.slots] + RESERVED_STEPS * num_queries, self.limit[batch.slots])
         return np.maximum(0, -(-(wanted - self.capacity[batch.slots]) // BLOCK_SIZE))
 
-    def hand_out(self, batch: Batch, queries: int) -> None:
-        """Gives the rows the blocks that are missing; the pool must have them."""
-        slots, indices, blocks = [], [], []
-        missing_blocks = self.missing(batch, queries)
+    def hand_out(self, batch: Batch, num_queries: int) -> None:
+        """Allocates the missing blocks."""
+        slots: list[int] = []
+        indices: list[int] = []
+        blocks: list[int] = []
+        missing_blocks = self.missing(batch, num_queries)
         for i in missing_blocks.nonzero()[0].tolist():
             sequence = batch.sequences[i]
             missing = int(missing_blocks[i])
@@ -61,12 +63,12 @@ class Reservation:
             self.capacity[sequence.slot] = len(sequence.blocks) * BLOCK_SIZE
         if slots:
             self.rows.extend_blocks(slots, indices, blocks)
-        self.left = RESERVED_STEPS * queries
+        self.left = RESERVED_STEPS * num_queries
 
-    def launched(self, batch: Batch, queries: int) -> None:
+    def launched(self, batch: Batch, num_queries: int) -> None:
         """Notes that a step was launched, which may make rows longer by its queries."""
-        self.left -= queries
-        self.bound[batch.slots] += queries
+        self.left -= num_queries
+        self.bound[batch.slots] += num_queries
 
     def settle(self, batch: Batch, length: np.ndarray) -> None:
         """Notes that nothing is in flight, so that bounds are lengths; `length` is that of every slot."""

@@ -115,5 +115,6 @@ class Rows:
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy on the device; pinned first, so that the stream orders it and the host does not wait."""
+    """Copies to the device through pinned memory."""
+    # Pinned, the copy is ordered by the stream and the host does not wait for it.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -30,8 +30,8 @@ class Verify(StrEnum):
 
     SHARED_NOISE = "shared-noise"
     REJECTION = "rejection"
-    # Rejection for a drafter without probabilities: its proposals count as certain.
-    REJECTION_OF_CERTAIN = "rejection-of-certain"
+    # For a drafter without probabilities: its proposals count as certain.
+    REJECTION_WITHOUT_PROBABILITIES = "rejection-without-probabilities"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepVariant:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of all of a step's tokens, or of a piece of them."""
+    """The sampled tokens and logprobs of a step or a piece of it."""
 
     tokens_T: torch.Tensor
     logprobs_T: torch.Tensor
@@ -75,12 +75,12 @@ def sample_step(
 
     `probabilities_SKV` is what proposals were drawn from, for rejection.
     """
-    per_row = queries.tokens_RQ.shape[1]
+    num_queries = queries.tokens_RQ.shape[1]
     size = SAMPLE_TOKENS
     if variant.verify is not Verify.SHARED_NOISE:
-        size = max(1, SAMPLE_TOKENS // per_row) * per_row
+        size = max(1, SAMPLE_TOKENS // num_queries) * num_queries
     known_SKV = probabilities_SKV if variant.verify is Verify.REJECTION else None
-    slots_T = slots_R.repeat_interleave(per_row) if variant.truncates else None
+    slots_T = slots_R.repeat_interleave(num_queries) if variant.truncates else None
 
     def sampled(piece: slice) -> Samples:
         """Samples a piece; a function of its own, so that its logits are gone before the next piece's."""
@@ -96,7 +96,7 @@ def sample_step(
                 logits_PV, *noise, None if slots_T is None else _truncation(rows, slots_T[piece])
             )
         else:
-            whole = slice(piece.start // per_row, piece.stop // per_row)
+            whole = slice(piece.start // num_queries, piece.stop // num_queries)
             of_rows = logits_PV, slots_R[whole], _of_rows(queries, whole)
             tokens_P, logprobs_P = _by_rejection(rows, *of_rows, variant.truncates, proposals_SK, known_SKV)
         top = top_logprobs(logits_PV, temperature_P, variant.top_logprobs) if variant.top_logprobs else ()
@@ -128,9 +128,9 @@ def _by_rejection(
     probabilities_SKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verifies a few rows at a time: rejection is plain torch with some thirty bytes a logit."""
-    num_rows, per_row = queries.tokens_RQ.shape
-    logits_RQV = logits_PV.unflatten(0, (num_rows, per_row))
-    count = per_row - 1
+    num_rows, num_queries = queries.tokens_RQ.shape
+    logits_RQV = logits_PV.unflatten(0, (num_rows, num_queries))
+    count = num_queries - 1
 
     def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
         slots, some = slots_R[few], _of_rows(queries, few)
@@ -145,7 +145,7 @@ def _by_rejection(
         )
         return tokens_RQ.flatten(), logprobs_RQ.flatten()
 
-    size = max(1, WIDE_ROWS // per_row)
+    size = max(1, WIDE_ROWS // num_queries)
     tokens, logprobs = zip(
         *(verified(slice(first, first + size)) for first in range(0, num_rows, size)), strict=True
     )

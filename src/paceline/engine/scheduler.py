@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from paceline.engine.blocks import BlockPool
 from paceline.engine.prefill import Prefill, SharedPrompt
-from paceline.engine.sequence import Sequence
+from paceline.engine.request_state import RequestState
 from paceline.paged.cache import blocks_for
 
 
@@ -32,7 +32,7 @@ class Held:
 class Ready:
     """Sequences whose prompt is cached, and the partial blocks to copy before they run."""
 
-    sequences: list[Sequence]
+    sequences: list[RequestState]
     copy_from: list[int]
     copy_to: list[int]
 
@@ -45,7 +45,7 @@ class Scheduler:
         self.longest_first = longest_first
         # A heap: rows lie where they would in a new engine, so drafters see the same after a restart.
         self.free_slots = list(range(num_slots))
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[RequestState] = deque()
         self.prefills: deque[Prefill] = deque()
         self.held: dict[str, Held] = {}
         self.shared: dict[tuple[int, ...], SharedPrompt] = {}
@@ -57,11 +57,11 @@ class Scheduler:
         return not (self.waiting or self.prefills)
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[RequestState]:
         """All sequences that are not running yet."""
         return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
+    def add(self, sequences: Iterable[RequestState]) -> None:
         """Puts new sequences into the queue, the longest expected ones first if so configured."""
         for sequence in sequences:
             self.waiting.append(sequence)
@@ -71,8 +71,8 @@ class Scheduler:
                 sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order))
             )
 
-    def requeue(self, sequence: Sequence) -> None:
-        """Puts a sequence back at the head of the queue, without slot or blocks."""
+    def requeue(self, sequence: RequestState) -> None:
+        """Puts a sequence back at the head of the queue."""
         self.release(sequence)
         self.waiting.appendleft(sequence)
         self.waiting_prompts[sequence.request.prompt] += 1
@@ -82,10 +82,10 @@ class Scheduler:
         """Whether somebody waits and a slot is free."""
         return bool(self.waiting and self.free_slots)
 
-    def admit(self, nobody_runs: bool, lookahead: int, spared: int) -> list[Sequence]:
+    def admit(self, nobody_runs: bool, lookahead: int, blocks_to_keep: int) -> list[RequestState]:
         """Starts waiting sequences, in order, while there are slots and blocks.
 
-        A sequence starts with blocks for `lookahead` tokens beyond its length, and leaves `spared` blocks to
+        A sequence starts with blocks for `lookahead` tokens beyond its length, and leaves `blocks_to_keep` to
         those who run: without those it would be preempted at once, and its prefill be for nothing. Returns
         the sequences that were aborted meanwhile.
         """
@@ -99,9 +99,9 @@ class Scheduler:
                 continue
             self._take_held(sequence)
             wanted = blocks_for(min(sequence.length + lookahead, sequence.limit))
-            prefix = self._prefix_of(sequence, wanted + spared)
+            prefix = self._prefix_of(sequence, wanted + blocks_to_keep)
             whole = prefix.whole_blocks if prefix is not None else []
-            if wanted + spared - len(whole) - len(sequence.blocks) > self.pool.free:
+            if wanted + blocks_to_keep - len(whole) - len(sequence.blocks) > self.pool.free:
                 if not nobody_runs or self.prefills or not self._caches_idle:
                     # Blocks come free when somebody finishes.
                     break
@@ -135,14 +135,14 @@ class Scheduler:
             prefill.waiting = []
         return Ready(sequences, copy_from, copy_to)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RequestState) -> None:
         """Takes slot and blocks back from a sequence."""
         self.pool.release(sequence.drop_blocks())
         if sequence.slot >= 0:
             heappush(self.free_slots, sequence.slot)
             sequence.slot = -1
 
-    def hold(self, sequence: Sequence) -> None:
+    def hold(self, sequence: RequestState) -> None:
         """Keeps what is cached of a finished sequence; `release` gives back the rest."""
         # There may be one of an earlier request with the same id.
         self.drop_held([sequence.request.id])
@@ -191,7 +191,7 @@ class Scheduler:
             self.pool.release(sequence.drop_blocks())
 
     def _start(
-        self, sequence: Sequence, prefix: SharedPrompt | None, whole: list[int], num_blocks: int
+        self, sequence: RequestState, prefix: SharedPrompt | None, whole: list[int], num_blocks: int
     ) -> None:
         sequence.slot = heappop(self.free_slots)
         sequence.blocks += self.pool.share(whole)
@@ -209,8 +209,8 @@ class Scheduler:
             # Only to let this sibling enter.
             self.prefills.append(prefix.prefill)
 
-    def _prefix_of(self, sequence: Sequence, wanted: int) -> SharedPrompt | None:
-        """The cached prompt to start from.
+    def _prefix_of(self, sequence: RequestState, wanted: int) -> SharedPrompt | None:
+        """Returns the cached prompt to start from, or None.
 
         It is made now if siblings wait and there are blocks for its partial one as well. A sequence that
         comes back, or continues a held one, has none.
@@ -230,7 +230,7 @@ class Scheduler:
             self.shared[prompt] = SharedPrompt(prefill)
         return self.shared.get(prompt)
 
-    def _take_held(self, sequence: Sequence) -> None:
+    def _take_held(self, sequence: RequestState) -> None:
         """Gives a request that continues a held one its cache, if that still exists and is a prefix."""
         held = self.held.get(sequence.request.continues)
         if held is None or sequence.response or sequence.blocks:
@@ -243,7 +243,7 @@ class Scheduler:
             sequence.blocks = held.blocks
             sequence.cached = held.cached
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: RequestState) -> None:
         """Notes that a sequence waits no more; its group's prompt is dropped when no sibling waits."""
         prompt = sequence.request.prompt
         self.waiting_prompts[prompt] -= 1

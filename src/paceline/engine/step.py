@@ -8,43 +8,79 @@ plus one more token:
     samples      s1   s2  s3  s4        what the policy itself says at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
-Drafters that follow the policy see the hidden states and the samples at the end of the step, in the same
-graph. Stop tokens and limits cut the appended run where plain decoding would have stopped. How samples come
-out of hidden states is `sampling.py`'s: with `verify: rejection` a proposal is its own sample where it is
-accepted, and everything else is the same.
+Samples after the first disagreement are dropped; their KV entries lie past `length` and are overwritten by
+the next step. Stop tokens and limits cut the appended run where plain decoding would have stopped. Drafters
+that follow the policy see the hidden states and the samples at the end of the step, in the same graph. How
+samples come out of hidden states is `sampling.py`'s: with `verify: rejection` a proposal is its own sample
+where it is accepted, and everything else is the same.
+
+Tensor names end in their shape, here and in `kernels/`, `paged/`, `drafting/` and `policy/`:
+
+    R  rows of the batch        Q  queries per row          T  tokens, packed (R x Q in a step)
+    S  slots of all rows        K  proposed tokens          B  blocks of a row's table
+    V  vocabulary               E  hidden size              N  output features, or how many are wanted
+    H  heads                    D  head size                L  layers
+    X  experts                  F  expert's inner size      P  tokens of a piece, or positions
+
+Digits are fixed sizes, and letters that are not listed are local to their file. Matrix products in
+`kernels/` are [M, K] by [N, K]; in `learning/`, R is response tokens.
 """
 
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
 from paceline.drafting.base import Drafter, TargetStep
+from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import StepVariant, sample_step
-from paceline.engine.sequence import Sequence
 from paceline.kernels.row_step import append_samples, gather_queries
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
+
+
+class RowState(IntEnum):
+    """What a row is after a step, as `kernels/row_step.append_samples` reports it."""
+
+    RUNNING = 0
+    ENDED_AT_LIMIT = 1
+    STOPPED = 2
 
 
 @dataclass(frozen=True)
 class StepStatus:
     """The outcome of a step for each row of the batch, in its order."""
 
-    # Length; 0 running, 1 ended at its limit, 2 stopped; number of tokens that were proposed.
-    rows_3R: torch.Tensor
+    # Lengths, states and numbers of proposed tokens, in one tensor: one copy to the host per step.
+    status_3R: torch.Tensor
     # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
 
+    @property
+    def lengths_R(self) -> torch.Tensor:
+        """The rows' lengths after the step."""
+        return self.status_3R[0]
+
+    @property
+    def states_R(self) -> torch.Tensor:
+        """The rows' `RowState`s."""
+        return self.status_3R[1]
+
+    @property
+    def proposed_R(self) -> torch.Tensor:
+        """The numbers of tokens that were proposed for the rows."""
+        return self.status_3R[2]
+
     def to_host(self) -> "StepStatus":
-        """Returns copies on the host, complete once the stream has come here."""
-        tensors = (self.rows_3R, self.top_values_RQN, self.top_tokens_RQN)
+        """Starts copies to pinned memory, complete once the stream reaches this point."""
+        tensors = (self.status_3R, self.top_values_RQN, self.top_tokens_RQN)
         return StepStatus(*(None if x is None else _pinned_copy(x) for x in tensors))
 
-    def note_top(self, index: int, sequence: Sequence, length: int) -> None:
-        """Gives a sequence the most likely tokens at the positions it has just gained."""
+    def append_top_logprobs(self, index: int, sequence: RequestState, length: int) -> None:
+        """Appends the most likely tokens at the positions that a sequence has just gained."""
         wanted = sequence.request.sampling.top_logprobs
         gained = length - len(sequence.request.prompt) - len(sequence.top_logprobs)
         for q in range(gained if wanted else 0):
@@ -58,18 +94,18 @@ def step(
     rows: Rows,
     slots_R: torch.Tensor,
     proposals_SK: torch.Tensor,
-    queries: int,
+    num_queries: int,
     variant: StepVariant,
-    followers: Listing[Drafter] = (),
+    followers: Sequence[Drafter] = (),
     probabilities_SKV: torch.Tensor | None = None,
 ) -> StepStatus:
-    """Advances the rows in `slots_R` by one to `queries` tokens.
+    """Advances the rows in `slots_R` by one to `num_queries` tokens.
 
     `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
     were drawn from, for rejection.
     """
     state = rows.state
-    gathered = gather_queries(state, slots_R, proposals_SK, queries, forward.max_position, BLOCK_SIZE)
+    gathered = gather_queries(state, slots_R, proposals_SK, num_queries, forward.max_position, BLOCK_SIZE)
     table_RB = state.block_table.index_select(0, slots_R)
     hidden_TE, captured = forward.decode(
         gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R
@@ -80,13 +116,13 @@ def step(
     shape = gathered.tokens_RQ.shape
     sampled_RQ = samples.tokens_T.view(shape)
     logprobs_RQ = samples.logprobs_T.view(shape)
-    rows_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
+    status_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
     for follower in followers:
         follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
     if not variant.top_logprobs:
-        return StepStatus(rows_3R)
+        return StepStatus(status_3R)
     return StepStatus(
-        rows_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
+        status_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
     )
 
 

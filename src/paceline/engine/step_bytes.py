@@ -51,16 +51,16 @@ class StepBytes:
     # The shapes of the drafters that have layers.
     drafters: tuple[DecoderConfig, ...] = ()
 
-    def step(self, rows: int, queries: int) -> int:
+    def step(self, rows: int, num_queries: int) -> int:
         """Returns the bytes of a step: what is kept, and the largest of layers, sampling and following."""
         shape = self.config
-        tokens = rows * queries
+        tokens = rows * num_queries
         hidden = shape.hidden_size * self.dtype.itemsize
         routing = len(shape.expert_layers) * shape.num_experts_per_token if self.records_routing else 0
         kept = tokens * (QUERY_BYTES + self.captured_layers * hidden + 4 * routing) + self._tables(rows)
         padded = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
         layers = padded * (layer_token_bytes(shape, self.dtype, self.fp8) + 6 * routing) + self._partials(
-            shape, rows, queries
+            shape, rows, num_queries
         )
         sampling = tokens * hidden + self._sampling(min(tokens, SAMPLE_TOKENS), tokens)
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
@@ -88,9 +88,11 @@ class StepBytes:
     def _tables(self, rows: int) -> int:
         return rows * blocks_for(self.row_tokens) * 4
 
-    def _partials(self, shape: DecoderConfig, rows: int, queries: int) -> int:
+    def _partials(self, shape: DecoderConfig, rows: int, num_queries: int) -> int:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        return partial_bytes(rows, queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors)
+        return partial_bytes(
+            rows, num_queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors
+        )
 
     def _sampling(self, piece: int, tokens: int) -> int:
         """Logits of a piece, five numbers per chunk that the sampler looks at, a few rows in plain torch."""

@@ -3,27 +3,31 @@
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
       └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well
 
+A prefill between two steps has marks of its own, and its seconds are told beside the next step's.
+
 On a GPU marks are CUDA events; on a CPU, where a step has ended when its call returns, they are the clock.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+Mark = torch.cuda.Event | float
 
 
 @dataclass(frozen=True)
 class StepTiming:
     """The marks of one step."""
 
-    begun: torch.cuda.Event | float
-    # None: nobody drafted.
-    drafted: torch.cuda.Event | float | None
-    ready: torch.cuda.Event | float
-    # Its drafter had to catch up.
-    switched: bool
-    # A prefill, a capture or a pause is in its time.
-    disturbed: bool
+    begun: Mark
+    drafted: Mark | None  # None: nobody drafted
+    ready: Mark
+    switched: bool  # its drafter had to catch up
+    disturbed: bool  # a prefill, a capture or a pause is in its time
+    prefills: tuple[tuple[Mark, Mark], ...] = ()  # begin and end of those before it
 
     def wait(self) -> None:
         """Waits until the step has ended."""
@@ -36,19 +40,24 @@ class StepTiming:
             return 0.0, _between(self.begun, self.ready)
         return _between(self.begun, self.drafted), _between(self.drafted, self.ready)
 
+    def prefill_seconds(self) -> float:
+        """Returns how long the prefills before this step took; once `ready`."""
+        return sum(_between(begin, end) for begin, end in self.prefills)
+
 
 class StepTimer:
     """Makes the marks of one step after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._begun: torch.cuda.Event | float | None = None
-        self._drafted: torch.cuda.Event | float | None = None
+        self._begun: Mark | None = None
+        self._drafted: Mark | None = None
         self._switched = False
         self._disturbed = False
+        self._prefills: list[tuple[Mark, Mark]] = []
 
     def pause(self) -> None:
-        """Notes that the engine does nothing now: the next step's time begins with itself."""
+        """Marks the engine idle, so the gap is not counted."""
         self._begun = None
 
     def note_switch(self) -> None:
@@ -58,6 +67,14 @@ class StepTimer:
     def note_disturbance(self) -> None:
         """Notes that something besides the step is in its time."""
         self._disturbed = True
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Marks a prefill, which disturbs the next step's time."""
+        begin = self._mark()
+        yield
+        self._prefills.append((begin, self._mark()))
+        self.note_disturbance()
 
     def begin(self) -> None:
         """Marks the beginning of a step that does not follow another."""
@@ -73,14 +90,17 @@ class StepTimer:
     def finish(self) -> StepTiming:
         """Marks the end of a step, after all of it has been launched, and returns its marks."""
         ready = self._mark()
-        timing = StepTiming(self._begun, self._drafted, ready, self._switched, self._disturbed)
+        timing = StepTiming(
+            self._begun, self._drafted, ready, self._switched, self._disturbed, tuple(self._prefills)
+        )
         self._begun = ready
         self._drafted = None
         self._switched = False
         self._disturbed = False
+        self._prefills = []
         return timing
 
-    def _mark(self) -> torch.cuda.Event | float:
+    def _mark(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -88,5 +108,5 @@ class StepTimer:
         return event
 
 
-def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+def _between(start: Mark, stop: Mark) -> float:
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3

@@ -5,7 +5,8 @@
     targets             r0 r1 r2
 
 A token budget splits a step into micro-batches; a sequence is never split, so a sum over one is complete
-within a micro-batch.
+within a micro-batch. In the names of tensors here and in all of `learning/`, R means response tokens of the
+whole micro-batch, T all of its tokens, and B sequences.
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,9 @@ class Correction:
         return self.kept_R & (self.weights_R > 0)
 
 
-def correct(config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor) -> Correction:
+def compute_correction(
+    config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: torch.Tensor
+) -> Correction:
     """Computes weights and rejections from the learner's and the rollout's logprobs."""
     delta_R = torch.where(batch.mask_R, learner_logprobs_R.detach().double() - batch.rollout_logprobs_R, 0.0)
     weights_R, clipped_R = _weights(config, batch, delta_R)
@@ -52,7 +54,7 @@ def correct(config: CorrectionConfig, batch: MicroBatch, learner_logprobs_R: tor
     )
 
 
-def corrected(
+def apply_correction(
     config: CorrectionConfig,
     batch: MicroBatch,
     correction: Correction,

@@ -5,10 +5,10 @@ in `correction.py`. When memory runs out, the micro-batches of the optimiser ste
 large and it starts over: gradients are sums over the step, so it ends where it would have ended with the
 smaller size from the beginning.
 
-The learner's own logprobs before the update come out of the forward pass that learns, where that is the
-step's only one. A forward pass of their own (the old-logprobs pass) is needed where several updates compare
-with them, where weights are normalised by a mean that must be known first, and where there is nothing to
-learn but the mismatch is still to be measured.
+With a single update per step, the learning pass itself yields the pre-update logprobs. A forward pass of
+their own (the old-logprobs pass) is needed where several updates compare with them, where weights are
+normalised by a mean that must be known first, and where there is nothing to learn but the mismatch is still
+to be measured.
 """
 
 import copy
@@ -23,9 +23,9 @@ from paceline.config import Config
 from paceline.learning.algorithms import make_algorithm
 from paceline.learning.algorithms.base import Advantage, LogRatios, token_weights
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack, split_by_tokens, training_sequence
-from paceline.learning.correction import correct, corrected
+from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.logprobs import token_logprobs
-from paceline.learning.mismatch import Mismatch, measure_mismatch, sum_mismatches
+from paceline.learning.mismatch import Mismatch, MismatchCheck, measure_mismatch, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
 from paceline.policy.attention import AttentionObserver
@@ -34,9 +34,6 @@ from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.types import Group
 
 T = TypeVar("T")
-
-# Called with the mismatch of a step before the weights move; what it raises stops the update.
-Inspect = Callable[[Mismatch], None]
 
 # Weights with a smaller mean are not normalised: dividing by it would only amplify rounding.
 MIN_MEAN_WEIGHT = 1e-8
@@ -63,24 +60,26 @@ class Learner:
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
 
-    def update(self, groups: Sequence[Group], inspect: Inspect = lambda mismatch: None) -> dict[str, float]:
+    def update(
+        self, groups: Sequence[Group], check: MismatchCheck = lambda mismatch: None
+    ) -> dict[str, float]:
         """Updates the policy; returns metrics under `policy/`, `mismatch/` and `correction/`.
 
         A step without signal (every advantage zero) leaves the weights alone and reports itself as skipped.
-        `inspect` sees the mismatch before the weights move; what it raises leaves everything as it was.
+        `check` sees the mismatch before the weights move; what it raises leaves everything as it was.
         """
         totals = UpdateTotals()
         log_ratios = None
         if self.reference is not None and self.algorithm.kl_in_reward:
             log_ratios = self._log_ratios(groups, totals)
         advantages = self.algorithm.advantages(groups, log_ratios)
-        signal = any(advantage.value for row in advantages for advantage in row)
-        rows = [_sequences(group, row) for group, row in zip(groups, advantages, strict=True)]
+        signal = any(advantage.value for own in advantages for advantage in own)
+        sequences_by_group = [_sequences(group, own) for group, own in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
         if not signal or self._needs_old_logprobs():
-            rows, totals.mismatch = self._old_logprobs_pass(rows, totals)
+            sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals)
             mean_weight = self._mean_weight(totals.mismatch)
-            inspect(totals.mismatch)
+            check(totals.mismatch)
         if not signal:
             return {
                 "policy/skipped": 1.0,
@@ -88,10 +87,9 @@ class Learner:
                 **totals.mismatch_metrics(),
             }
         for _ in range(self.config.epochs):
-            for part in _equal_parts(rows, self.config.minibatches):
-                self._optimiser_step(
-                    [sequence for row in part for sequence in row], mean_weight, totals, inspect
-                )
+            for part in _split_into(sequences_by_group, self.config.minibatches):
+                sequences = [sequence for own in part for sequence in own]
+                self._optimiser_step(sequences, mean_weight, totals, check)
         return totals.metrics() | {"memory/micro_batch_tokens": float(self.token_budget)}
 
     def _needs_old_logprobs(self) -> bool:
@@ -101,8 +99,13 @@ class Learner:
         )
 
     def _optimiser_step(
-        self, sequences: list[TrainingSequence], mean_weight: float, totals: UpdateTotals, inspect: Inspect
+        self,
+        sequences: list[TrainingSequence],
+        mean_weight: float,
+        totals: UpdateTotals,
+        check: MismatchCheck,
     ) -> None:
+        """Makes one update from all of these sequences, or none where they are unusable."""
         total_tokens = sum(s.loss_tokens for s in sequences)
         learning_rate = self.optimiser.learning_rate
         if total_tokens == 0:
@@ -117,7 +120,7 @@ class Learner:
         try:
             if totals.mismatch is None:
                 totals.mismatch = mismatch
-                inspect(mismatch)
+                check(mismatch)
         except BaseException:
             self.optimiser.discard_gradients()
             raise
@@ -150,13 +153,18 @@ class Learner:
     def _backward(
         self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float
     ) -> MicroBatchSums:
+        """Adds a micro-batch's share of the update's gradients, and returns what the metrics need of it.
+
+        `total_tokens` and `total_sequences` are those of the whole update, `mean_weight` is what correction
+        weights are divided by.
+        """
         batch.attention.observe = self.observe_attention
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
-        correction = correct(self.config.correction, batch, learner_R)
+        correction = compute_correction(self.config.correction, batch, learner_R)
         mismatch = measure_mismatch(batch, correction, learner_R, self.config.correction.weight != "none")
-        corrected_batch = corrected(self.config.correction, batch, correction, learner_R, mean_weight)
+        corrected_batch = apply_correction(self.config.correction, batch, correction, learner_R, mean_weight)
         kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
         token_loss = self.algorithm.token_loss(corrected_batch, logprobs_R, reference_R)
@@ -179,27 +187,29 @@ class Learner:
 
     @torch.no_grad()
     def _old_logprobs_pass(
-        self, rows: list[list[TrainingSequence]], totals: UpdateTotals
+        self, sequences_by_group: list[list[TrainingSequence]], totals: UpdateTotals
     ) -> tuple[list[list[TrainingSequence]], Mismatch]:
         """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step."""
 
         def compute(batch: MicroBatch) -> tuple[list[float], Mismatch]:
             logprobs_R = token_logprobs(self.policy, batch)[0]
-            correction = correct(self.config.correction, batch, logprobs_R)
+            correction = compute_correction(self.config.correction, batch, logprobs_R)
             return logprobs_R.tolist(), measure_mismatch(
                 batch, correction, logprobs_R, self.config.correction.weight != "none"
             )
 
-        results = self._over_micro_batches([sequence for row in rows for sequence in row], compute, totals)
+        sequences = [sequence for own in sequences_by_group for sequence in own]
+        results = self._over_micro_batches(sequences, compute, totals)
         found: dict[int, tuple[float, ...]] = {}
         for part, (logprobs, _) in results:
-            for sequence, own in _split(part, logprobs):
-                found[id(sequence)] = tuple(own)
+            for sequence, values in _split(part, logprobs):
+                found[id(sequence)] = tuple(values)
         if self.config.correction.mode == "decoupled":
-            rows = [
-                [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in row] for row in rows
+            sequences_by_group = [
+                [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in own]
+                for own in sequences_by_group
             ]
-        return rows, sum_mismatches(mismatch for _, (_, mismatch) in results)
+        return sequences_by_group, sum_mismatches(mismatch for _, (_, mismatch) in results)
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
         """Returns what normalising divides by; 1 where it is off or would divide by nothing."""
@@ -220,18 +230,20 @@ class Learner:
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Returns log pi_rollout - log pi_reference of every response token, by group and sample."""
-        rows = [[training_sequence(sample.completion) for sample in group.samples] for group in groups]
-        answered = [sequence for row in rows for sequence in row if sequence.loss_mask]
+        sequences_by_group = [
+            [training_sequence(sample.completion) for sample in group.samples] for group in groups
+        ]
+        answered = [sequence for own in sequences_by_group for sequence in own if sequence.loss_mask]
         found: dict[int, list[float]] = {}
         for part, logprobs in self._over_micro_batches(
             answered, lambda batch: self._reference_logprobs(batch).tolist(), totals
         ):
-            for sequence, own in _split(part, logprobs):
+            for sequence, values in _split(part, logprobs):
                 found[id(sequence)] = [
-                    old - fixed for old, fixed in zip(sequence.rollout_logprobs, own, strict=True)
+                    old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)
                 ]
         totals.add_log_ratios((found[id(s)], s.loss_mask) for s in answered)
-        return [[found.get(id(sequence), []) for sequence in row] for row in rows]
+        return [[found.get(id(sequence), []) for sequence in own] for own in sequences_by_group]
 
     def _over_micro_batches(
         self, sequences: Sequence[TrainingSequence], compute: Callable[[MicroBatch], T], totals: UpdateTotals
@@ -287,6 +299,7 @@ def _split(
         start = stop
 
 
-def _equal_parts(items: list, parts: int) -> list[list]:
+def _split_into(items: list[T], parts: int) -> list[list[T]]:
+    """Splits a list into at most `parts` parts of equal size; the last one may be smaller."""
     size = -(-len(items) // parts)
     return [items[i : i + size] for i in range(0, len(items), size)]

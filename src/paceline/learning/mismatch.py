@@ -5,7 +5,7 @@ micro-batches: all fields are sums, except the largest difference.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -75,6 +75,10 @@ class Mismatch:
             "correction/masked": self.masked / tokens,
             "correction/rejected_sequences": self.rejected_sequences / sequences,
         }
+
+
+# Is shown the mismatch of a step before the weights move; what it raises stops the update.
+MismatchCheck = Callable[[Mismatch], None]
 
 
 def measure_mismatch(

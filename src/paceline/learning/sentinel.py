@@ -24,13 +24,11 @@ from pathlib import Path
 from paceline.backend import Backend
 from paceline.config import SentinelConfig
 from paceline.learning.checkpoint import TrainingState
-from paceline.learning.mismatch import Mismatch
+from paceline.learning.mismatch import Mismatch, MismatchCheck
 from paceline.types import Completion, Group, Precision
 
 # One failed step may be a freak batch. The weights are untouched, so after a second one the next fails, too.
 MAX_FAILED_STEPS = 2
-
-Inspect = Callable[[Mismatch], None]
 
 
 class UnsafeRollouts(Exception):
@@ -78,7 +76,7 @@ class Sentinel:
         self,
         step: int,
         roll_out: Callable[[], list[Group]],
-        learn: Callable[[list[Group], Inspect], dict[str, float]],
+        learn: Callable[[list[Group], MismatchCheck], dict[str, float]],
         rewind: Callable[[], None],
     ) -> tuple[list[Group], dict[str, float]]:
         """Makes one step from `roll_out` and `learn`, and returns its groups and metrics.
@@ -99,7 +97,7 @@ class Sentinel:
         self,
         step: int,
         roll_out: Callable[[], list[Group]],
-        learn: Callable[[list[Group], Inspect], dict[str, float]],
+        learn: Callable[[list[Group], MismatchCheck], dict[str, float]],
     ) -> tuple[list[Group], dict[str, float]]:
         groups = roll_out()
         self.check_rollouts(groups)

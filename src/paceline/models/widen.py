@@ -1,5 +1,4 @@
-"""A large model that computes a small one's function: real acceptance and real lengths at a large model's
-cost.
+"""A large model that computes a small one's function: real acceptance and lengths at a large model's cost.
 
 Where no weights of a size are to be had, random ones give the right step time and meaningless text. This puts
 a trained small model inside the tensors of a larger shape instead:
@@ -36,6 +35,7 @@ NOTE_FILE = "widened.json"  # in the folder of a widened model, so that nobody t
 
 
 def named_shape(name: str) -> DecoderConfig:
+    """Returns a well-known dense shape by its name."""
     dense = [key for key, shape in SHAPES.items() if not shape.num_experts]
     if name not in dense:
         raise ValueError(f"--to {name!r}: must be one of {', '.join(dense)}")
@@ -43,7 +43,7 @@ def named_shape(name: str) -> DecoderConfig:
 
 
 def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
-    """The small model's vocabulary, positions, end tokens and tied embeddings in the sizes of `shape`."""
+    """Returns `shape` with the small model's vocabulary, positions, end tokens and tied embeddings."""
     if small.family not in ("llama", "qwen2"):
         raise ValueError(
             f"a model of family {small.family} cannot be widened: only llama and qwen2 (no QK-norm, no "
@@ -79,7 +79,7 @@ def widened_config(small: DecoderConfig, shape: DecoderConfig) -> DecoderConfig:
 
 
 def layer_places(small_layers: int, wide_layers: int) -> list[int]:
-    """Which of the wide model's layers hold the small one's."""
+    """Returns which of the wide model's layers hold the small one's."""
     if small_layers == 1:
         return [0]
     return [round(i * (wide_layers - 1) / (small_layers - 1)) for i in range(small_layers)]
@@ -92,8 +92,9 @@ def widen(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Decoder:
-    """A decoder of `shape`'s sizes with `policy`'s logits, up to rounding: two factors are no powers of two,
-    so bf16 rounds them once.
+    """Returns a decoder of `shape`'s sizes with `policy`'s logits, up to rounding.
+
+    Two factors are no powers of two, so bf16 rounds them once.
     """
     small, config = policy.config, widened_config(policy.config, shape)
     wide = Decoder(config, dtype or policy.dtype, device or policy.device).initialise(0)
@@ -115,7 +116,10 @@ def widen(
 def load_widened(
     folder: str | Path, shape_name: str, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """In memory only: at 8B a folder is 15 GB, the model it is made from a few hundred MB."""
+    """Returns the folder's policy, widened in memory only.
+
+    At 8B a folder is 15 GB, the model it is made from a few hundred MB.
+    """
     return widen(load_policy(folder, torch.float32, device), named_shape(shape_name), dtype)
 
 
@@ -150,6 +154,7 @@ class Placement:
 
     @classmethod
     def of(cls, small: DecoderConfig, wide: DecoderConfig, device: torch.device) -> "Placement":
+        """Returns where a model of the shape `small` lies in one of the shape `wide`."""
         group, wide_group = small.num_heads // small.num_kv_heads, wide.num_heads // wide.num_kv_heads
         copies = _kv_copies(small, wide)
         query_heads, kv_heads, kv_origins = [], [], []
@@ -186,7 +191,7 @@ def _kv_copies(small: DecoderConfig, wide: DecoderConfig) -> int:
 
 
 def _silence(layer: DecoderLayer) -> None:
-    """A layer that adds nothing to the residual stream, whatever it computes."""
+    """Makes a layer add nothing to the residual stream, whatever it computes."""
     for linear in (layer.attention.output, layer.feed_forward.down):
         linear.weight.zero_()
 
@@ -199,7 +204,7 @@ def _place_layer(target: DecoderLayer, source: DecoderLayer, at: Placement) -> N
 
 
 def place_attention(attention: Attention, small: Attention, at: Placement, inputs: torch.Tensor) -> None:
-    """`inputs`: the columns of the wide projections that the small one's inputs are."""
+    """Places a small attention; `inputs` are the wide columns that its inputs are."""
     for (q, k, v), (small_q, small_k, small_v) in zip(
         _parts(attention.qkv, *_qkv(attention)), _parts(small.qkv, *_qkv(small)), strict=True
     ):
@@ -213,6 +218,7 @@ def place_attention(attention: Attention, small: Attention, at: Placement, input
 
 
 def place_feed_forward(forward: FeedForward, small: FeedForward, at: Placement) -> None:
+    """Places a small feed-forward."""
     inner = torch.arange(small.down.in_features, device=at.residual.device)
     for wide_parts, parts in zip(
         _parts(forward.gate_up, *[forward.down.in_features] * 2),
@@ -234,16 +240,18 @@ def _qkv(attention: Attention) -> tuple[int, int, int]:
 
 
 def _parts(linear: nn.Linear, *sizes: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The linear's weight and, where there is one, its bias, each cut into runs of rows."""
+    """Yields the linear's weight and, where there is one, its bias, each cut into runs of rows."""
     for tensor in (linear.weight, linear.bias):
         if tensor is not None:
             yield tensor.split(sizes or tensor.shape[0])
 
 
 def place(target: torch.Tensor, source: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> None:
+    """Writes `source` into the rows and columns of `target`; into its rows if that is a vector."""
     where = (rows.unsqueeze(1), columns) if target.ndim == 2 else (rows,)
     target.index_put_(where, source.to(target))
 
 
 def place_norm(target: torch.Tensor, source: torch.Tensor, at: Placement) -> None:
+    """Places a small norm's weight, scaled for the mean over the wider stream."""
     target[at.residual] = (source.double() * at.norm_scale).to(target)

@@ -21,8 +21,9 @@ from paceline.policy.decoder import Decoder
 
 @torch.no_grad()
 def widen_eagle(head: EagleHead, small: DecoderConfig, wide_policy: Decoder) -> EagleHead:
-    """`head` drafts for a policy of the configuration `small`, and the result for `wide_policy`, which was
-    widened from it.
+    """Returns a head that drafts for `wide_policy` as `head` does for the policy it was widened from.
+
+    `small` is that policy's configuration.
     """
     head.config.check_against(small)
     wide, dtype, device = wide_policy.config, wide_policy.dtype, wide_policy.device
@@ -46,5 +47,5 @@ def widen_eagle(head: EagleHead, small: DecoderConfig, wide_policy: Decoder) -> 
 
 
 def _columns(residual: torch.Tensor, parts: int, width: int) -> torch.Tensor:
-    """Where the small model's dimensions lie in several residual streams side by side."""
+    """Returns where the small model's dimensions lie in several residual streams side by side."""
     return torch.cat([residual + part * width for part in range(parts)])

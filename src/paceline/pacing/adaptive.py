@@ -4,13 +4,14 @@
                                      └──▶ guard ───────────────────────┘
 
 Acceptance is estimated in `acceptance.py`, seconds in `cost.py`, and both make up the rates in `rates.py`.
-The *incumbent* is the strategy that was found best; a *trial* interrupts it for a few steps. Four rules hold:
+The *incumbent* is the strategy that was found best; a *trial* interrupts it for a few steps. Five rules hold:
 
 - hysteresis: another strategy replaces the incumbent only if it promises a margin more, catching up included;
   where a rollout begins, the incumbent is plain decoding;
 - guard: a drafter that measured slower than plain decoding is left, whatever was expected of it (`guard.py`);
-- trials: a drafter that does not run is tried now and then, and a strategy that might be best is timed where
-  it never ran (`trials.py`);
+- trials of drafters: one that does not run is tried now and then (`trials.py`; how long it waits after a
+  failure: `drafter_record.py`);
+- timing trials: a strategy that might be best is timed where it never ran (`trials.py`);
 - determinism: choices follow from the moments and observations handed in, in their order, and the seed;
   nothing else is read.
 """
@@ -49,15 +50,15 @@ class AdaptivePacer:
         self._guard = Guard(settings.tuning)
         self._pending: list[Observation] = []
         self._incumbent = PLAIN
-        # The trial whose outcome is awaited, and the last one that was started: some of a trial's steps may
+        # The trial whose outcome is awaited, and the latest one that was started: some of a trial's steps may
         # be reported when it is no longer waited for.
-        self._trial: Trial | None = None
-        self._last_trial: Trial | None = None
+        self._awaited_trial: Trial | None = None
+        self._latest_trial: Trial | None = None
         # The decision that stands, for how many steps more, and what it was made for.
         self._decision = Decision(PLAIN)
         self._steps_left = 0
         self._decided_for: Moment | None = None
-        self._decided_class: tuple[int, int, int] | None = None
+        self._decided_key: tuple[int, int, int] | None = None
         # The moment of the last step.
         self._moment: Moment | None = None
 
@@ -67,7 +68,7 @@ class AdaptivePacer:
         self.steps += 1
         self._steps_left -= 1
         if self._steps_left < 0 or (
-            moment is not self._moment and self._class_of(moment) != self._decided_class
+            moment is not self._moment and self._decision_key(moment) != self._decided_key
         ):
             self._decide(moment)
         self._moment = moment
@@ -81,18 +82,17 @@ class AdaptivePacer:
         self.cost.clear()
         self._pending.clear()
         self._guard.clear()
-        self._trial = None
+        self._awaited_trial = None
         self._incumbent = PLAIN
         self._steps_left = 0
 
     # -- State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict:
-        """Returns times and acceptance as of the last decision, in JSON's types, for a resumed run to start
-        from.
+        """Returns times and acceptance as of the last decision, for a resumed run to start from.
 
-        Pending observations are left alone: digesting them here would cut blocks elsewhere, and saving would
-        change choices.
+        They are in JSON's types. Pending observations are left alone: digesting them here would cut blocks
+        elsewhere, and saving would change choices.
         """
         return {
             "cost": self.cost.state(),
@@ -108,8 +108,8 @@ class AdaptivePacer:
 
     # -- Deciding --------------------------------------------------------------------------------------------
 
-    def _class_of(self, moment: Moment) -> tuple[int, int, int]:
-        """Returns what a decision depends on; while it stays the same, the decision may stand."""
+    def _decision_key(self, moment: Moment) -> tuple[int, int, int]:
+        """Returns what a decision was made for; while it stays the same, the decision may stand."""
         bucket = self.cost.verify_times.bucket(moment.running)
         return bucket, context_class(moment.context), moment.max_queries
 
@@ -119,13 +119,13 @@ class AdaptivePacer:
         if is_new_rollout(self._decided_for, moment, self.settings.tuning.new_rollout_factor):
             self._begin_rollout()
         self._decided_for = moment
-        self._decided_class = self._class_of(moment)
+        self._decided_key = self._decision_key(moment)
         rates = self._expected_rates(moment)
-        if self._trial is not None and self._may_go_on(self._trial, moment):
-            self._decide_on_trial(self._trial, moment, rates)
+        awaited = self._awaited_trial
+        if awaited is not None and self._is_trial_under_way(moment):
+            self._decide_on_trial(awaited, moment, rates)
             return
-        if self._trial is not None and self._is_over(self._trial):
-            self._conclude_trial(self._trial, rates)
+        self._conclude_trial_if_over(rates)
         where = situation_of(moment.running, moment.context)
         self._reset_backoff_if_doing_well(where)
         slow = self._guard.slow_blocks(self.cost)
@@ -136,12 +136,8 @@ class AdaptivePacer:
             rates = self._expected_rates(moment)
             reason = "guard"
         self._settle_on(self._preferred(rates))
-        trial = None
-        if self._trial is None:
-            trial = self._next_trial(moment, rates, ask_for_plain=bool(slow) and not is_plain_measured)
+        trial = self._start_trial(moment, rates, ask_for_plain=bool(slow) and not is_plain_measured)
         if trial is not None:
-            self._trial = trial
-            self._last_trial = trial
             self._decide_on_trial(trial, moment, rates)
         else:
             self._decide_on_incumbent(reason, moment, rates)
@@ -155,7 +151,7 @@ class AdaptivePacer:
         """Lets the incumbent run, and looks again soon if something is about to be known."""
         self._set_decision(self._incumbent, reason, moment, rates)
         tuning = self.settings.tuning
-        is_waiting = self._trial is not None or not self.cost.is_measured(
+        is_waiting = self._awaited_trial is not None or not self.cost.is_measured(
             moment.running, self._incumbent.queries, moment.context
         )
         self._steps_left = (tuning.short_decision_steps if is_waiting else tuning.decision_steps) - 1
@@ -169,7 +165,7 @@ class AdaptivePacer:
 
     def _begin_rollout(self) -> None:
         """Starts from plain decoding: the last rollout's tail says little, and drafters must catch up."""
-        self._trial = None
+        self._awaited_trial = None
         self._decision = Decision(PLAIN)
         self._settle_on(PLAIN)
         for record in self.records.values():
@@ -217,11 +213,23 @@ class AdaptivePacer:
 
     # -- Trials ----------------------------------------------------------------------------------------------
 
-    def _may_go_on(self, trial: Trial, moment: Moment) -> bool:
-        return trial.steps_left(self.steps) > 0 and trial.strategy.queries <= moment.max_queries
+    def _is_trial_under_way(self, moment: Moment) -> bool:
+        trial = self._awaited_trial
+        return (
+            trial is not None
+            and trial.steps_left(self.steps) > 0
+            and trial.strategy.queries <= moment.max_queries
+        )
 
-    def _is_over(self, trial: Trial) -> bool:
-        return trial.is_over(self.steps, self.settings.tuning.max_report_delay_steps)
+    def _start_trial(self, moment: Moment, rates: Rates, ask_for_plain: bool) -> Trial | None:
+        """Starts the trial that is due, unless another one's outcome is awaited; returns it, if any."""
+        if self._awaited_trial is not None:
+            return None
+        trial = self._next_trial(moment, rates, ask_for_plain)
+        if trial is not None:
+            self._awaited_trial = trial
+            self._latest_trial = trial
+        return trial
 
     def _next_trial(self, moment: Moment, rates: Rates, ask_for_plain: bool) -> Trial | None:
         """Returns the trial to start now, of plain decoding's time if the guard asks for it, or none."""
@@ -231,10 +239,13 @@ class AdaptivePacer:
             return self.planner.plain_timing(outlook)
         return self.planner.next_trial(outlook)
 
-    def _conclude_trial(self, trial: Trial, rates: Rates) -> None:
-        """Ends the wait for a trial, and backs off from its drafter unless it promises enough now."""
-        self._trial = None
-        if trial.record is None:
+    def _conclude_trial_if_over(self, rates: Rates) -> None:
+        """Ends the wait for a trial that is over; its drafter must wait unless it promises enough now."""
+        trial = self._awaited_trial
+        if trial is None or not trial.is_over(self.steps, self.settings.tuning.max_report_delay_steps):
+            return
+        self._awaited_trial = None
+        if trial.record is None or trial.where is None:
             return  # its time is known now
         own = [rate for strategy, rate in rates.items() if strategy.drafter == trial.strategy.drafter]
         if max(own, default=0.0) > self._rate_to_beat(rates):
@@ -252,7 +263,7 @@ class AdaptivePacer:
 
     def _learn(self, block: Block) -> None:
         """Takes in a block: its times, its acceptance, and what it cost its trial or shows the guard."""
-        trial = self._last_trial if block.is_trial else None
+        trial = self._latest_trial if block.is_trial else None
         self.elapsed += block.seconds
         self.cost.update(block)
         self._learn_acceptance(block, trial)

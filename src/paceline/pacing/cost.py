@@ -104,12 +104,12 @@ class CostModel:
             return np.zeros(len(counts))
         bucket = self.verify_times.bucket(running)
         known = sorted({count for count, _ in estimates})
-        seconds = []
+        nearest_seconds = []
         for count in known:
             buckets = (b for c, b in estimates if c == count)
             nearest = min(buckets, key=lambda b: (abs(np.log(b / bucket)), b))
-            seconds.append(estimates[count, nearest].seconds)
-        seconds = np.maximum.accumulate(seconds)
+            nearest_seconds.append(estimates[count, nearest].seconds)
+        seconds = np.maximum.accumulate(nearest_seconds)
         slope = seconds[-1] / known[-1] if at_worst else 0.0
         if len(known) > 1:
             slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])

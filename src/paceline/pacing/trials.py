@@ -214,8 +214,7 @@ class TrialPlanner:
         return Trial(strategy, outlook.baseline, self._tuning.timing_steps, outlook.step)
 
     def untimed_candidates(self, outlook: Outlook) -> list[Strategy]:
-        """Returns strategies that were never timed here and would win if they took a little less than
-        guessed.
+        """Returns strategies that were never timed here and would win if they took less than guessed.
 
         Only those of the incumbent's drafter and plain decoding: other drafters are for drafters' trials.
         """

@@ -1,5 +1,4 @@
-"""What learning takes: the learner's own objects, made on the meta device, and one forward and backward pass
-watched there.
+"""What learning takes of the memory: the learner's own objects and one pass, watched on the meta device.
 
 Nothing here is a formula that could fall behind the code: parameters, masters and moments are added up from
 the tensors that the run's own classes make, and a micro-batch of the largest size runs through the run's own
@@ -13,7 +12,7 @@ import torch
 
 from paceline.config import Config
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
-from paceline.learning.correction import correct, corrected
+from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.optimiser import PIECE_ELEMENTS
@@ -27,7 +26,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PolicyBytes:
-    """Held for as long as the run lasts, by whoever generates or learns."""
+    """What a policy holds for as long as the run lasts, in bytes."""
 
     weights: int
     adapters: int  # LoRA's factors
@@ -36,6 +35,8 @@ class PolicyBytes:
 
 @dataclass(frozen=True)
 class LearnerBytes:
+    """What a learner takes beside its policy, in bytes."""
+
     masters: int
     moments: int
     reference: int
@@ -46,6 +47,7 @@ class LearnerBytes:
 
 
 def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
+    """Returns the recipe's policy without weights, with its adapters where it has any."""
     policy = Decoder(shape, dtype, META)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora.model_copy(update={"path": ""}), seed=0)
@@ -53,6 +55,7 @@ def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Dec
 
 
 def policy_bytes(policy: Decoder) -> PolicyBytes:
+    """Returns what a policy holds."""
     parameters = dict(policy.named_parameters())
     adapters = [p for name, p in parameters.items() if ".adapters." in name]
     weights = [p for name, p in parameters.items() if ".adapters." not in name]
@@ -62,6 +65,7 @@ def policy_bytes(policy: Decoder) -> PolicyBytes:
 
 
 def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> LearnerBytes:
+    """Returns what learning takes with micro-batches of so many tokens."""
     learner = Learner(policy, config)
     optimiser, parameters = learner.optimiser, list(policy.parameters())
     own_reference = learner.reference is not None and learner.reference is not policy
@@ -79,7 +83,7 @@ def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> L
 
 
 def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
-    """Of the distinct storages, those of `besides` left out."""
+    """Returns the bytes of the tensors' distinct storages, those of `besides` left out."""
     apart = {tensor.untyped_storage()._cdata for tensor in besides}
     return sum(
         {
@@ -89,7 +93,7 @@ def total_bytes(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor]
 
 
 def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
-    """Bytes alive between forward and backward, and the most there were, for one response of so many tokens.
+    """Returns the bytes alive between forward and backward, and the most there were, for one response.
 
     The micro-batch is not the step's first: gradients are there already, and every new one exists until it
     has been added.
@@ -113,8 +117,8 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
         correction = learner.config.correction
-        seen = corrected(
-            correction, batch, correct(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
+        seen = apply_correction(
+            correction, batch, compute_correction(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
         )
         learner.algorithm.token_loss(seen, logprobs_R, reference_R).loss_R.sum().backward()
     learner.optimiser.discard_gradients()
@@ -122,12 +126,14 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
 
 
 def one_response(tokens: int, device: torch.device) -> MicroBatch:
-    """A prompt of one token and a response of the rest: no other cut of so many tokens holds more logits or
-    attention.
+    """Returns a micro-batch of one sequence whose prompt is one token.
+
+    No other cut of so many tokens holds more logits or attention.
     """
     return pack([one_response_sequence(tokens)], device)
 
 
 def one_response_sequence(tokens: int) -> TrainingSequence:
+    """Returns a sequence of so many tokens whose prompt is one of them."""
     response = tokens - 1
     return TrainingSequence((0,) * tokens, 1, (True,) * response, (0.0,) * response, 1.0, 1.0)

@@ -24,6 +24,8 @@ LIBRARY_BYTES = 350_000_000  # loaded kernels, cuBLAS
 
 @dataclass(frozen=True)
 class Machine:
+    """A GPU and how much of it a run may have."""
+
     name: str
     total_bytes: int
     taken_bytes: int = (
@@ -32,6 +34,7 @@ class Machine:
 
 
 def named_gpu(name: str) -> Machine:
+    """Returns a known GPU by its name."""
     for known, mebibytes in GPUS.items():
         if known.lower() == name.lower():
             return Machine(known, int(mebibytes * 2**20 * SEEN_BY_TORCH))
@@ -41,13 +44,14 @@ def named_gpu(name: str) -> Machine:
 
 
 def gpu_of_size(gigabytes: float) -> Machine:
+    """Returns a GPU of so many gigabytes."""
     if gigabytes <= 0:
         raise ConfigError(f"--memory-gb {gigabytes:g} must be positive")
     return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))
 
 
 def gpu_at_hand() -> Machine | None:
-    """None without a GPU. What other processes hold counts as taken."""
+    """Returns this machine's GPU, or None; what other processes hold counts as taken."""
     import torch
 
     if not torch.cuda.is_available():

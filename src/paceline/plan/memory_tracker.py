@@ -1,8 +1,7 @@
-"""Counts the bytes of the tensors that are alive while code runs, on any device; on the meta device without
-taking any memory.
+"""Counts the bytes of the tensors that are alive while code runs, on any device.
 
-It sees what passes PyTorch's dispatcher, forward and backward alike. What a kernel allocates for itself it
-does not see.
+On the meta device that takes no memory. It sees what passes PyTorch's dispatcher, forward and backward alike.
+What a kernel allocates for itself it does not see.
 """
 
 import weakref
@@ -15,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTracker(TorchDispatchMode):
-    """`live` and `peak` count storages made since it was switched on; those of `known` tensors are somebody
-    else's.
-    """
+    """Counts storages made while it is switched on (`live`, `peak`), but not those of `known` tensors."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()

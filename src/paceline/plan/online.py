@@ -1,5 +1,4 @@
-"""What a drafter takes that learns while the policy does: its optimiser always, one of its passes while
-learning.
+"""What a drafter that learns online takes: its optimiser always, one of its passes while learning.
 
 As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there.
 It runs when the policy's update is over, so only what goes beyond that one's needs counts.

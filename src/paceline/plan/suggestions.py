@@ -1,6 +1,4 @@
-"""Where a plan does not fit: changes of the recipe with which it would, each of them planned before it is
-offered.
-"""
+"""Changes of a recipe with which a plan would fit, each of them planned before it is offered."""
 
 from dataclasses import dataclass
 from typing import Any

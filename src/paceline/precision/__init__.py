@@ -1,3 +1,1 @@
-"""Low precision for rollouts: FP8 weights that follow the learner's, FP8 keys and values with scales that
-follow the policy.
-"""
+"""Low precision for rollouts: FP8 weights, keys and values that follow the learner's policy."""

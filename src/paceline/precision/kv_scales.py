@@ -1,5 +1,4 @@
-"""Scales of the FP8 KV cache, measured where the numbers are made: after QK-norm and RoPE, in a forward pass
-at full precision.
+"""Scales of the FP8 KV cache, measured after QK-norm and RoPE in a forward pass at full precision.
 
     amax per micro-batch, layer, K or V, kv head ──▶ 99.9th percentile over them x 1.05 / 448 ──▶ scales
 
@@ -24,11 +23,13 @@ from paceline.policy.config import DecoderConfig
 PERCENTILE = 0.999
 MARGIN = 1.05
 WINDOW = 256  # tokens
-# of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
+# Of the attention output, relative. E4M3 itself costs 4% on normal numbers and 3-9% on the built-in policy
 MAX_ERROR = 0.2
 
 
 class KVScales:
+    """The scales of one policy's keys and values, and what they are calibrated from."""
+
     def __init__(self, config: DecoderConfig, device: torch.device, per_head: bool = False) -> None:
         self.per_head = per_head
         self.num_layers = config.num_layers
@@ -44,11 +45,12 @@ class KVScales:
 
     @property
     def has_measurements(self) -> bool:
+        """Whether every layer was observed since the last calibration."""
         return all(self._amax)
 
     @torch.no_grad()
     def observe(self, layer: int, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
-        """One layer of one micro-batch, as attention sees it."""
+        """Measures one layer of one micro-batch, as attention sees it."""
         q, k, v = q_THD.detach(), k_THD.detach(), v_THD.detach()
         self._amax[layer].append(torch.stack((k.abs().amax((0, 2)), v.abs().amax((0, 2)))).float())
         found = [Window.most(-v.abs().mean((1, 2)), q, k, v), Window.most(k.abs().amax((1, 2)), q, k, v)]
@@ -57,9 +59,7 @@ class KVScales:
 
     @torch.no_grad()
     def calibrate(self) -> list[int]:
-        """Writes the scales of what was observed since the last time; the layers in which attention comes out
-        too different.
-        """
+        """Writes the scales of what was observed since the last time; returns the layers that are unfit."""
         assert self.has_measurements, "nothing was observed"
         amax_L2H = torch.stack([self._percentile(torch.stack(batches)) for batches in self._amax])
         self.scales_L2H.copy_((amax_L2H * MARGIN).clamp(min=SMALLEST_AMAX) / LARGEST)
@@ -70,14 +70,16 @@ class KVScales:
         return unfit
 
     def load(self, scales_L2H: torch.Tensor, errors: list[float]) -> None:
-        """Those of an earlier calibration."""
+        """Loads an earlier calibration's scales."""
         self.scales_L2H.copy_(scales_L2H)
         self.errors = errors
         self.calibrated = True
 
     def _percentile(self, amax_B2H: torch.Tensor) -> torch.Tensor:
-        """Of one layer: a forward pass that ran out of memory has measured the layers before that point once
-        more than those after.
+        """Returns the percentile over one layer's micro-batches.
+
+        Of one layer only: a forward pass that ran out of memory has measured the layers before that point
+        once more than those after.
         """
         if not self.per_head:
             amax_B2H = amax_B2H.amax(-1, keepdim=True).expand_as(amax_B2H)
@@ -85,9 +87,7 @@ class KVScales:
 
     @torch.no_grad()
     def validate(self) -> list[int]:
-        """Layers whose attention over either window changes by more than MAX_ERROR under the scales as they
-        are.
-        """
+        """Returns the layers whose attention over either window changes by more than MAX_ERROR."""
         errors_L2 = [
             [attention_error(*w.tokens, *self.scales_L2H[layer]) for w in windows]
             for layer, windows in enumerate(self._windows)
@@ -98,17 +98,16 @@ class KVScales:
 
 @dataclass(frozen=True)
 class Window:
-    """The stretch of tokens with the largest measure; the device decides which one that is, and nobody waits
-    for it.
-    """
+    """The stretch of tokens with the largest measure; the device decides which, and nobody waits for it."""
 
     measure: torch.Tensor
     tokens: tuple[torch.Tensor, ...]
 
     @staticmethod
     def most(measure_T: torch.Tensor, *tensors: torch.Tensor) -> "Window":
-        """Of whole windows one after the other, by the mean measure of their tokens; fewer tokens than one
-        has are repeated.
+        """Returns the window with the largest mean measure, of whole ones one after the other.
+
+        Where there are fewer tokens than one window has, they are repeated.
         """
         num_tokens = len(measure_T)
         windows = max(1, num_tokens // WINDOW)
@@ -118,6 +117,7 @@ class Window:
         return Window(measure_N[best], tuple(x[index] for x in tensors))
 
     def or_kept(self, kept: "Window") -> "Window":
+        """Returns this window or `kept`, whichever has the larger measure."""
         better, pairs = self.measure > kept.measure, zip(self.tokens, kept.tokens, strict=True)
         return Window(
             torch.maximum(self.measure, kept.measure),
@@ -132,7 +132,7 @@ def attention_error(
     k_scale_H: torch.Tensor,
     v_scale_H: torch.Tensor,
 ) -> torch.Tensor:
-    """|attention with K and V through E4M3 - attention| / |attention|, causal over the tokens given."""
+    """Returns |attention with K and V through E4M3 - attention| / |attention|, causal over the tokens."""
 
     def cached(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
         scale_H1 = scale_H.unsqueeze(1)

@@ -77,7 +77,7 @@ class RolloutPrecision:
 
     @property
     def wants_prompts(self) -> bool:
-        """Nothing has been measured yet: the cache cannot be used before a pass over prompts."""
+        """Whether nothing has been measured yet: the cache cannot be used before a pass over prompts."""
         return self.kv is not None and not self.kv.calibrated
 
     @torch.no_grad()

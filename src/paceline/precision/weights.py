@@ -21,12 +21,10 @@ from paceline.policy.decoder import Decoder, ExpertFeedForward
 
 
 class QuantisedWeights:
-    """`of(module, name)` is what a forward pass multiplies by instead of the module's own weight; None: by
-    its own.
-    """
+    """The FP8 copies of a policy's projections, which a forward pass multiplies by instead."""
 
     def __init__(self, policy: Decoder, base_layers: int = 0) -> None:
-        """The first and last `base_layers` layers keep the policy's type."""
+        """Quantises all projections but those of the first and last `base_layers` layers."""
         self.sources = quantised_parameters(policy, base_layers)
         sizes = [math.prod(scale_shape(parameter.shape)) for _, parameter in self.sources]
         self.scales = torch.empty(sum(sizes), dtype=torch.float32, device=policy.device)
@@ -42,6 +40,7 @@ class QuantisedWeights:
         self.sync()
 
     def of(self, parameter: torch.Tensor) -> BlockMatrix | None:
+        """Returns a parameter's FP8 copy; None if it keeps the policy's type."""
         return self._by_parameter.get(id(parameter))
 
     @torch.no_grad()
@@ -80,6 +79,7 @@ class QuantisedWeights:
 
 
 def quantised_parameters(policy: Decoder, base_layers: int = 0) -> list[tuple[str, nn.Parameter]]:
+    """Returns the projections that FP8 replaces, by name; the outermost `base_layers` are left out."""
     if 2 * base_layers >= len(
         policy.layers
     ):  # nothing would be in FP8, and figures would be called FP8's all the same

@@ -43,14 +43,18 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         values["rollout/decode_steps"] = len(tail)
         values["rollout/tail_steps"] = _mean(tail)
         values |= speculation_metrics(stats)
+        values["time/prefill"] = stats.prefill_seconds
         values["time/tail"] = sum(
             seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail
         )
+        values["time/decode"] = sum(stats.step_seconds) - values["time/tail"]
+        values["time/reward_wait"] = stats.reward_wait_seconds
     if stats.precision is not None:
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error
         values["precision/kv_base_layers"] = stats.precision.kv_base_layers
     if stats.graph_pool_bytes is not None:
+        values["time/capture"] = stats.capture_seconds
         values["memory/graph_pool_gb"] = stats.graph_pool_bytes / 1e9
     return values
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.config import Config, ConfigError
+from paceline.config.extras import needs_package
 
 
 class Writer(Protocol):
@@ -24,7 +25,7 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
-                "report.tensorboard = true needs the package tensorboard: pip install 'paceline[tensorboard]'"
+                f"report.tensorboard = true {needs_package('tensorboard', 'tensorboard')}"
             ) from None
         self.writer = SummaryWriter(str(folder))
 
@@ -43,9 +44,7 @@ class WandbWriter:
         try:
             import wandb
         except ImportError:
-            raise ConfigError(
-                "report.wandb = true needs the package wandb: pip install 'paceline[wandb]'"
-            ) from None
+            raise ConfigError(f"report.wandb = true {needs_package('wandb', 'wandb')}") from None
         self.run = wandb.init(
             project="paceline",
             name=folder.name,

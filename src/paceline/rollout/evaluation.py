@@ -54,7 +54,7 @@ def evaluate(sampler: GroupSampler, problems: Sequence[Problem], config: EvalCon
     problems = problems[: config.problems or None]
     sampling = SamplingParams(config.temperature, config.max_tokens, config.top_p)
     groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling)
-    sampler.backend.take_stats()
+    sampler.take_stats()  # they are not the next rollout's
     return summarise(groups, config.pass_k)
 
 

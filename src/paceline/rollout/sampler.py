@@ -1,9 +1,11 @@
 """From problems to scored groups: a backend generates, the task's rewards score, its tool answers turns."""
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
@@ -11,6 +13,7 @@ from threading import Condition
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
+from paceline.stats import RolloutStats
 from paceline.tasks.base import Done, Observation, Problem, Response
 from paceline.tasks.dialogue import Dialogue
 from paceline.tasks.rewards.functions import Failed
@@ -47,6 +50,7 @@ class GroupSampler:
         self.tokenizer = tokenizer
         self.run_seed = run_seed
         self.warned_of_refusals = False
+        self.reward_wait_seconds = 0.0
 
     def sample(
         self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
@@ -66,16 +70,31 @@ class GroupSampler:
         else:
             self._take_turns(self.task.turns, underway)
         self._report_refusals([sample.dialogue for sample in underway.values()])
+        with self._waiting_for_rewards():
+            scores = [group.scores() for group in groups]
         return [
             Group(
                 group.problem.id,
                 tuple(
                     Sample(underway[r.id].dialogue.completion(), s)
-                    for r, s in zip(siblings, group.scores(), strict=True)
+                    for r, s in zip(siblings, group_scores, strict=True)
                 ),
             )
-            for group, siblings in zip(groups, requests, strict=True)
+            for group, siblings, group_scores in zip(groups, requests, scores, strict=True)
         ]
+
+    def take_stats(self) -> RolloutStats:
+        """Returns the backend's statistics since the last call, with the time spent waiting for rewards."""
+        stats = self.backend.take_stats()
+        stats.reward_wait_seconds = self.reward_wait_seconds
+        self.reward_wait_seconds = 0.0
+        return stats
+
+    @contextmanager
+    def _waiting_for_rewards(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.reward_wait_seconds += time.perf_counter() - start
 
     def _report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
         """Warns of the first refused requests and raises where all are refused.
@@ -116,7 +135,10 @@ class GroupSampler:
                 else:
                     sample.finish()
             continuations = []
-            for sample, reply in replies.take(wait=not generating and in_tool > 0):
+            if not generating and in_tool > 0:
+                with self._waiting_for_rewards():
+                    replies.wait()
+            for sample, reply in replies.take():
                 in_tool -= 1
                 request = self._continuation(sample, reply)
                 if request is None:
@@ -215,11 +237,14 @@ class ToolReplies:
             self.backend.pause()
             self.changed.notify()
 
-    def take(self, wait: bool) -> list[tuple[SampleUnderway, Observation | Done | Failed]]:
-        """Returns and removes the replies so far, after waiting for one if told to; resumes the backend."""
+    def wait(self) -> None:
+        """Waits for a reply."""
         with self.changed:
-            if wait:
-                self.changed.wait_for(lambda: self.replies)
+            self.changed.wait_for(lambda: self.replies)
+
+    def take(self) -> list[tuple[SampleUnderway, Observation | Done | Failed]]:
+        """Returns and removes the replies so far; resumes the backend."""
+        with self.changed:
             self.backend.resume()
             replies, self.replies = self.replies, []
             return replies

@@ -42,7 +42,7 @@ class LiveRollouts:
         return self.sampler.sample(problems, Purpose.TRAIN, step, self.samples, self.sampling)
 
     def take_stats(self) -> RolloutStats:
-        return self.sampler.backend.take_stats()
+        return self.sampler.take_stats()
 
 
 class SavedRollouts:

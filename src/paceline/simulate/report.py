@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 
+from paceline.report.svg import Line, line_chart
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.outcome import Outcome
 from paceline.simulate.scenario import Scenario
-from paceline.simulate.svg import Line, line_chart
 
 STYLE = (
     "body{max-width:52em;margin:2em auto;font-family:sans-serif} "

@@ -1,6 +1,6 @@
 """Prompts and verifiable rewards: `make_task` builds what the recipe's `task` section asks for."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.tasks.make import make_task
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["Task", "make_task"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Loads on first use: worker processes import this package for a reward function and little else."""
     if name == "make_task":
         from paceline.tasks.make import make_task

@@ -66,8 +66,15 @@ class Response:
 class ProblemSet(Protocol):
     """A source of problems, split into those to train on and those to evaluate on."""
 
-    train: Sequence[Problem]
-    held_out: Sequence[Problem]
+    @property
+    def train(self) -> Sequence[Problem]:
+        """The problems to train on."""
+        ...
+
+    @property
+    def held_out(self) -> Sequence[Problem]:
+        """The problems to evaluate on."""
+        ...
 
 
 class ScoredProblemSet(ProblemSet, Protocol):

@@ -12,7 +12,7 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from paceline.tasks.base import Done, Observation, Problem, Turn
@@ -29,7 +29,7 @@ MAX_DIGITS = 40
 MAX_EXPRESSION_LENGTH = 200
 
 _CALL = re.compile(r"<calc>([^<]*)</calc>\Z")
-_OPERATORS = {
+_OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

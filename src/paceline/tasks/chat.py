@@ -5,7 +5,7 @@ sandboxed, because a template is a program that came with a download.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _tojson(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: Iterable[str] | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """Replaces Jinja's own filter, which would escape HTML."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError, DataConfig
+from paceline.config.extras import needs_package
 from paceline.tasks.base import Message, Problem
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{path}: parquet needs pyarrow; pip install 'paceline[data]'") from None
+        raise ConfigError(f"{path}: reading parquet {needs_package('pyarrow', 'data')}") from None
     number = 0
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
         for row in batch.to_pylist():

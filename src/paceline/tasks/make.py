@@ -4,12 +4,14 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 from tokenizers import Tokenizer
 
 from paceline.config import ConfigError, RewardConfig, TaskConfig
+from paceline.config.extras import Extra, needs_package
 from paceline.tasks import calculator
-from paceline.tasks.base import ProblemSet
+from paceline.tasks.base import ProblemSet, ScoredProblemSet
 from paceline.tasks.chat import ChatTemplate
 from paceline.tasks.countdown import Countdown, parse_options
 from paceline.tasks.countdown_search import RENDERINGS
@@ -32,7 +34,7 @@ TOOLS = {"calculator": ("paceline.tasks.calculator:step", (calculator.STOP,))}
 GYM_VERIFIER = "paceline.tasks.rewards.gym_verifier:verify"
 
 # Scorers that need a package which is not always there, and the extra that installs it.
-EXTRAS = {"math-verify": ("math_verify", "math")}
+EXTRAS: dict[str, tuple[str, Extra]] = {"math-verify": ("math_verify", "math")}
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
@@ -110,7 +112,10 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
         *([tool] if tool else []),
     ]
     if not targets:
-        verifiers = [Reward(reward, from_verifier(problems.score), require_end=False) for reward in wanted]
+        verifiers = [
+            Reward(reward, from_verifier(cast(ScoredProblemSet, problems).score), require_end=False)
+            for reward in wanted
+        ]
         return Scoring(verifiers), None
 
     pool = WorkerPool(targets, config.reward_workers)
@@ -126,12 +131,15 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
 
     def make_reward(reward: RewardConfig) -> Reward:
         if _runs_in_loop(reward, problems):
-            return Reward(reward, from_verifier(problems.score), require_end=False)
+            return Reward(reward, from_verifier(cast(ScoredProblemSet, problems).score), require_end=False)
         index = called.index(reward)
         target = targets[index]
-        call = (
-            from_event_loop(loop, target, reward.concurrency) if coroutines[index] else from_pool(pool, index)
-        )
+        assert isinstance(target, Target), "the tool comes after the rewards"
+        if coroutines[index]:
+            assert loop is not None
+            call = from_event_loop(loop, target, reward.concurrency)
+        else:
+            call = from_pool(pool, index)
         is_builtin = target.function in (GYM_VERIFIER, *BUILTIN.values())
         return Reward(reward, call, require_end=config.require_end and is_builtin)
 
@@ -162,10 +170,7 @@ def _target(reward: RewardConfig, config: TaskConfig) -> Target:
             "threshold": config.threshold,
         }
     if function in EXTRAS and importlib.util.find_spec(EXTRAS[function][0]) is None:
-        raise ConfigError(
-            f"task.rewards: {function!r} needs a package that is not installed; "
-            f"pip install 'paceline[{EXTRAS[function][1]}]'"
-        )
+        raise ConfigError(f"task.rewards: {function!r} {needs_package(*EXTRAS[function])}")
     return Target(BUILTIN.get(function, function), options, reward.time_limit, reward.batch, config.extract)
 
 

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from paceline.config import ConfigError
+from paceline.config.extras import needs_package
 from paceline.tasks.base import Problem
 
 # Draws per wanted problem before the dataset counts as exhausted.
@@ -52,7 +53,7 @@ def open_dataset(name: str, options: dict[str, Any]) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:  # of the package, or of one of the many it imports
         raise ConfigError(
-            f"task.name = 'reasoning-gym' needs the package: {error}; pip install 'paceline[reasoning]'"
+            f"task.name = 'reasoning-gym' {needs_package('reasoning-gym', 'reasoning')} ({error})"
         ) from None
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)

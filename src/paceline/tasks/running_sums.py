@@ -46,7 +46,7 @@ class RunningSums:
         problems: dict[str, Problem] = {}
         while len(problems) < train_problems + held_out_problems:
             problem = draw_problem(rng)
-            problems.setdefault(problem.prompt, problem)
+            problems.setdefault(problem.id, problem)
         unique = list(problems.values())
         self.train = unique[:train_problems]
         self.held_out = unique[train_problems:]
@@ -68,7 +68,9 @@ def draw_problem(rng: random.Random) -> Problem:
 
 def demonstration(problem: Problem, rng: random.Random, careful: bool) -> str:
     """Writes a response in one of the two modes, for the supervised warm-up."""
-    terms = [(problem.prompt[i], int(problem.prompt[i + 1])) for i in range(0, len(problem.prompt) - 1, 2)]
+    prompt = problem.prompt
+    assert isinstance(prompt, str)
+    terms = [(prompt[i], int(prompt[i + 1])) for i in range(0, len(prompt) - 1, 2)]
     if not careful:
         guess = int(problem.answer) + rng.choice((-3, -2, -1, 0, 1, 2, 3))
         return f"#{max(guess, 1)}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.report.svg import Line, line_chart
 from paceline.simulate.deployment import Deployment, Parallelism
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
@@ -12,7 +13,6 @@ from paceline.simulate.questions import ask
 from paceline.simulate.scenario import Scenario, simulate
 from paceline.simulate.speculation import Acceptance, Speculation, eagle
 from paceline.simulate.step_cost import StepCost
-from paceline.simulate.svg import Line, line_chart
 from paceline.simulate.validation.check import FIT, Check, Section
 from paceline.simulate.validation.nvidia import SOURCE
 from paceline.simulate.workload import Lengths, Workload

@@ -120,6 +120,7 @@ def _load_file(path: Path) -> Any:
         sys.path.append(str(path.parent))
     name = f"paceline_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, f"{path} is a file of Python"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look modules up by name
     spec.loader.exec_module(module)

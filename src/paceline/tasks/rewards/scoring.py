@@ -104,11 +104,11 @@ class GroupScoring:
     def _call(
         self, reward: Reward, calls: dict[int, tuple["Future[Reply]", int]], indices: Sequence[int]
     ) -> None:
-        scorable = {
-            i: self.responses[i]
-            for i in indices
-            if self.responses[i] is not None and not (reward.require_end and self.responses[i].truncated)
-        }
+        scorable: dict[int, Response] = {}
+        for index in indices:
+            response = self.responses[index]
+            if response is not None and not (reward.require_end and response.truncated):
+                scorable[index] = response
         if scorable:
             future = reward.run([(self.problem, response) for response in scorable.values()])
             calls.update({index: (future, place) for place, index in enumerate(scorable)})

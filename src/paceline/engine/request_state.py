@@ -8,7 +8,7 @@ from paceline.types import Completion, FinishReason, Request, Routing, Segment
 
 
 @dataclass(eq=False)
-class Sequence:
+class RequestState:
     """A request with what it has sampled so far and what it occupies."""
 
     request: Request
@@ -36,7 +36,7 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and response."""
+        """The tokens of prompt and response."""
         return [*self.request.prompt, *self.response]
 
     @property

@@ -1,0 +1,15 @@
+"""Optional packages: the extras of pyproject.toml that bring them, and what to tell a user who lacks one."""
+
+from typing import Literal
+
+Extra = Literal["data", "math", "models", "reasoning", "tensorboard", "wandb"]
+
+
+def install_command(extra: Extra) -> str:
+    """Returns the command that installs an extra; it is run in the folder of a clone."""
+    return f"pip install -e '.[{extra}]'"
+
+
+def needs_package(package: str, extra: Extra) -> str:
+    """Returns the end of an error message whose subject cannot go on without an optional package."""
+    return f"needs the package {package}: {install_command(extra)} in your clone of Paceline"
