@@ -10,6 +10,7 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
+from paceline.cli.options import refuse_given
 from paceline.cli.simulate import app as simulate_app
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 
@@ -87,34 +88,58 @@ def train(
 
 @app.command()
 def warmup(
+    context: typer.Context,
     out: Annotated[Path, typer.Argument(help="folder for the new checkpoint")],
-    data: Annotated[
-        Optional[Path],
-        typer.Option(help="JSONL with `prompt` and `response`; without it, the built-in policy is made"),
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(help="with --recipe: section.key=value, any number")
     ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="train on demonstrations of this recipe's task, asked as the recipe asks")
+    ] = "",
+    data: Annotated[Optional[Path], typer.Option(help="train on a JSONL of `prompt` and `response`")] = None,
     policy: Annotated[
-        str, typer.Option(help="with --data: the Hugging Face folder to start from")
+        str,
+        typer.Option(
+            help="the Hugging Face folder to start from; `fresh`: a small untrained one that reads the "
+            "recipe's task, with a token for each number and symbol"
+        ),
     ] = "builtin",
     seed: int = 0,
-    epochs: Annotated[int, typer.Option(help="with --data")] = 3,
-    batch_size: Annotated[int, typer.Option(help="with --data")] = 32,
-    lr: Annotated[float, typer.Option(help="with --data")] = 1e-4,
+    examples: Annotated[int, typer.Option(help="with --recipe: how many demonstrations", min=1)] = 20000,
+    epochs: Annotated[int, typer.Option(help="passes over the examples", min=1)] = 3,
+    batch_size: Annotated[int, typer.Option(help="examples per optimiser step", min=1)] = 32,
+    lr: Annotated[float, typer.Option(help="at its highest; it falls to 0 along a cosine")] = 1e-4,
     careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
     mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
     family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
 ) -> None:
-    """Makes a starting checkpoint by supervised training."""
-    from paceline.learning.warmup import make_builtin, warm_up_on_file
-    from paceline.models.source import policy_folder
+    """Makes a starting checkpoint by supervised training; without --recipe or --data, the built-in policy."""
+    from paceline.cli.warmup import refuse_existing, show_progress, warm_up_from_file, warm_up_from_task
+    from paceline.learning.warmup import WarmupSettings, make_builtin
 
-    def progress(step: int, total: int, loss: float) -> None:
-        if step == 1 or step % 25 == 0 or step == total:
-            typer.echo(f"{step:>5}/{total}  loss {loss:.4f}")
-
-    if data is None:
-        make_builtin(out, seed, careful_steps, mixed_steps, progress, family)
+    refuse_existing(out)
+    if recipe and data is not None:
+        raise ValueError(
+            f"--recipe {recipe} and --data {data}: examples come from one of them; leave one out"
+        )
+    if overrides and not recipe:
+        raise ValueError(
+            f"{overrides[0]!r} changes a recipe; name one with --recipe, such as --recipe countdown"
+        )
+    if recipe or data is not None:
+        refuse_given(
+            context, ("careful_steps", "mixed_steps", "family"), "of the built-in policy; leave it out"
+        )
+    settings = WarmupSettings(epochs, batch_size, lr, seed)
+    if recipe:
+        warm_up_from_task(out, recipe, overrides or [], policy, examples, settings)
+    elif data is not None:
+        refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
+        warm_up_from_file(out, data, policy, settings)
     else:
-        warm_up_on_file(str(policy_folder(policy)), data, out, epochs, batch_size, lr, seed, progress)
+        given = ("policy", "examples", "epochs", "batch_size", "lr")
+        refuse_given(context, given, "needs --recipe or --data; without them the built-in policy is made")
+        make_builtin(out, seed, careful_steps, mixed_steps, show_progress, family)
     typer.echo(f"written to {out}")
 
 

@@ -31,7 +31,7 @@ class PolicyConfig(Section):
 
     path: str = Field(
         "builtin",
-        description="a Hugging Face folder, or `builtin` or `builtin-moe` for a shipped starting checkpoint",
+        description="a Hugging Face folder, or the shipped `builtin`, `builtin-moe` or `builtin-countdown`",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto", description="type of the weights; auto: float32 on a CPU, bfloat16 on a GPU"

@@ -82,7 +82,7 @@ class DataConfig(Section):
 class TaskConfig(Section):
     """The section `task`: problems, prompts, rewards and turns."""
 
-    name: Literal["running-sums", "calculator", "reasoning-gym", "file"] = Field(
+    name: Literal["running-sums", "calculator", "countdown", "reasoning-gym", "file"] = Field(
         "running-sums", description="the source of problems"
     )
     seed: int = Field(
@@ -91,7 +91,10 @@ class TaskConfig(Section):
     train_problems: int = Field(128, ge=1, description="problems to train on, of tasks that generate them")
     eval_problems: int = Field(512, ge=1, description="held-out problems, of tasks that generate them")
     dataset: str = Field("", description="reasoning-gym: name of the dataset")
-    options: dict[str, Any] = Field(default_factory=dict, description="reasoning-gym: the dataset's settings")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="countdown: how hard, see docs/tasks.md; reasoning-gym: the dataset's settings",
+    )
     threshold: float = Field(
         0.1,
         ge=0,
@@ -134,11 +137,11 @@ class TaskConfig(Section):
         """Refuses keys that this task would ignore."""
         wanted_by: dict[str, tuple[str, ...]] = {
             "dataset": ("reasoning-gym",),
-            "options": ("reasoning-gym",),
+            "options": ("countdown", "reasoning-gym"),
             "threshold": ("reasoning-gym",),
             "data": ("file",),
         }
-        generated = ("running-sums", "calculator", "reasoning-gym")
+        generated = ("running-sums", "calculator", "countdown", "reasoning-gym")
         wanted_by |= {"train_problems": generated, "eval_problems": generated}
         for key, tasks in wanted_by.items():
             if self.name not in tasks and not self.is_default(key):

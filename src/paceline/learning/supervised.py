@@ -17,6 +17,11 @@ class Example:
     prompt: tuple[int, ...]
     response: tuple[int, ...]  # ends with the end token
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the policy."""
+        return len(self.prompt) + len(self.response)
+
 
 def train_supervised(
     policy: Decoder,
@@ -25,7 +30,12 @@ def train_supervised(
     config: LearningConfig,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Trains on one batch per optimiser step; the loss is the mean over the batch's response tokens."""
+    """Trains the policy in place; the loss is the mean over a batch's response tokens.
+
+    `batches` yields one optimiser step's examples at a time. They are packed into micro-batches by tokens, so
+    that the longest example, not the batch, decides what memory is needed. Weights below float32 are
+    optimised through float32 masters, and `policy.activation_checkpointing` is kept as it is.
+    """
     optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)
     for step, examples in enumerate(batches, start=1):
         sequences = [_sequence(example) for example in examples]

@@ -1,14 +1,14 @@
 """`paceline warmup`: makes a starting checkpoint by supervised training.
 
 Without data it makes the built-in policy: first careful answers only, then the mix of modes that RL starts
-from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response` it
-fine-tunes any policy.
+from (a weak first phase makes RL collapse to guessing). With a JSONL file of `prompt` and `response`, or with
+a task that can demonstrate its own problems, it fine-tunes any policy.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,15 +17,20 @@ from paceline.config import LearningConfig, TaskConfig
 from paceline.learning.supervised import Example, train_supervised
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import DTYPES, load_policy, save_policy
-from paceline.policy.tokenizer import character_tokenizer, load_tokenizer, save_tokenizer
+from paceline.policy.huggingface import DTYPES, save_policy
+from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks import running_sums
+from paceline.tasks.task import Task
 
 # Share of careful answers in the mix that RL starts from.
 CAREFUL_SHARE = 0.3
 
 # Examples per optimiser step of the built-in policy.
 BATCH_SIZE = 64
+
+# A fresh policy's context in tokens and its depth: a CPU is to train it within a quarter of an hour.
+FRESH_POSITIONS = 1024
+FRESH_LAYERS = 4
 
 # Optimiser steps over which the learning rate rises.
 LR_WARMUP_STEPS = 20
@@ -105,36 +110,106 @@ def _builtin_batches(
         yield examples
 
 
+@dataclass(frozen=True)
+class WarmupSettings:
+    """How a policy is trained on examples."""
+
+    epochs: int
+    batch_size: int  # examples per optimiser step
+    lr: float
+    seed: int
+    micro_batch_tokens: int = 2048
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class WarmupTotals:
+    """What a warm-up went through."""
+
+    examples: int
+    dropped: int  # examples that were too long
+    tokens: int  # of all epochs, prompts included
+
+
+def write_fresh_policy(folder: Path, alphabet: Sequence[str], seed: int) -> None:
+    """Writes an untrained policy of the built-in width with a token for each of these texts."""
+    vocab_size = len(alphabet) + 1
+    config = replace(
+        builtin_config(), vocab_size=vocab_size, num_layers=FRESH_LAYERS, max_positions=FRESH_POSITIONS
+    )
+    save_policy(Decoder(config).initialise(seed), folder)
+    save_tokenizer(character_tokenizer(alphabet), folder)
+
+
 def warm_up_on_file(
-    policy_folder: str,
-    data: Path,
-    out: Path,
-    epochs: int,
-    batch_size: int,
-    lr: float,
-    seed: int,
-    progress: Progress,
-) -> None:
-    """Fine-tunes the policy of `policy_folder` on a file of prompts and responses, and writes it to `out`."""
-    policy = load_policy(policy_folder, DTYPES["float32"])
-    tokenizer = load_tokenizer(policy_folder)
-    if not policy.config.eos_token_ids:
+    policy: Decoder, tokenizer: Tokenizer, data: Path, settings: WarmupSettings, progress: Progress
+) -> WarmupTotals:
+    """Trains the policy in place on a JSONL file's pairs, whose texts are taken as they are."""
+    end = _end_token(policy)
+    examples = [_example(tokenizer, prompt, response, end) for prompt, response in _read_pairs(data)]
+    return _train(policy, examples, settings, progress)
+
+
+def warm_up_on_task(
+    policy: Decoder, task: Task, count: int, max_tokens: int, settings: WarmupSettings, progress: Progress
+) -> WarmupTotals:
+    """Trains the policy in place on `count` of a task's demonstrations, asked exactly as in RL.
+
+    A demonstration of more than `max_tokens` is left out: RL would cut such a response off.
+    """
+    made = demonstration_examples(task, count, settings.seed, _end_token(policy))
+    positions = policy.config.max_positions
+    fitting = [e for e in made if len(e.response) <= max_tokens and e.num_tokens <= positions]
+    if not fitting:
+        shortest = min(len(example.response) for example in made)
         raise ValueError(
-            f"{policy_folder}/config.json names no eos_token_id, so a response has no end to learn"
+            f"all {count} demonstrations are too long: rollout.max_tokens = {max_tokens}, the policy has "
+            f"{positions} positions, and the shortest takes {shortest} tokens; raise the first, or make "
+            "task.options easier"
         )
-    examples = [_example(tokenizer, p, r, policy.config.eos_token_ids[0]) for p, r in _read_pairs(data)]
-    steps_per_epoch = -(-len(examples) // batch_size)
-    total = epochs * steps_per_epoch
+    totals = _train(policy, fitting, settings, progress)
+    return replace(totals, dropped=len(made) - len(fitting))
+
+
+def demonstration_examples(task: Task, count: int, seed: int, end: int) -> list[Example]:
+    """Returns a task's demonstrations as tokens, prompts rendered by the task's own encoder."""
+    assert task.demonstrations is not None
+    tokenizer = task.prompts.tokenizer
+    examples = []
+    for demonstration in task.demonstrations(count, seed):
+        response = tokenizer.encode(demonstration.response, add_special_tokens=False).ids
+        examples.append(Example(task.prompts.encode(demonstration.problem), (*response, end)))
+    return examples
+
+
+def _train(
+    policy: Decoder, examples: list[Example], settings: WarmupSettings, progress: Progress
+) -> WarmupTotals:
+    """Trains on every example once an epoch, in an order that is a pure function of seed and epoch."""
+    total = settings.epochs * -(-len(examples) // settings.batch_size)
 
     def batches() -> Iterator[list[Example]]:
-        for epoch in range(epochs):
+        for epoch in range(settings.epochs):
             order = examples[:]
-            random.Random(f"{seed}/{epoch}").shuffle(order)
-            yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+            random.Random(f"{settings.seed}/{epoch}").shuffle(order)
+            yield from (order[i : i + settings.batch_size] for i in range(0, len(order), settings.batch_size))
 
-    settings = LearningConfig(lr=lr, lr_schedule="cosine", warmup_steps=min(LR_WARMUP_STEPS, total // 10))
-    train_supervised(policy, batches(), total, settings, lambda step, loss: progress(step, total, loss))
-    save_policy(policy, out, tokenizer_from=policy_folder)
+    policy.activation_checkpointing = settings.activation_checkpointing
+    learning = LearningConfig(
+        lr=settings.lr,
+        lr_schedule="cosine",
+        warmup_steps=min(LR_WARMUP_STEPS, total // 10),
+        micro_batch_tokens=settings.micro_batch_tokens,
+    )
+    train_supervised(policy, batches(), total, learning, lambda step, loss: progress(step, total, loss))
+    tokens = settings.epochs * sum(example.num_tokens for example in examples)
+    return WarmupTotals(len(examples), 0, tokens)
+
+
+def _end_token(policy: Decoder) -> int:
+    if not policy.config.eos_token_ids:
+        raise ValueError("the policy's config.json names no eos_token_id, so a response has no end to learn")
+    return policy.config.eos_token_ids[0]
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,11 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, load_policy
 
 BUILTIN_POLICY = Path(__file__).parents[1] / "assets" / "builtin"
-BUILTIN_POLICIES = {"builtin": BUILTIN_POLICY, "builtin-moe": BUILTIN_POLICY.with_name("builtin-moe")}
+BUILTIN_POLICIES = {
+    "builtin": BUILTIN_POLICY,
+    "builtin-moe": BUILTIN_POLICY.with_name("builtin-moe"),
+    "builtin-countdown": BUILTIN_POLICY.with_name("builtin-countdown"),
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Text to tokens and back, through the `tokenizer.json` of a Hugging Face folder."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -39,11 +40,15 @@ def differing_tokens(ours: Tokenizer, theirs: Tokenizer) -> dict[int, tuple[str 
     }
 
 
-def character_tokenizer(alphabet: str) -> Tokenizer:
-    """Returns a tokenizer with one token per character of `alphabet`; id 0 ends a sequence."""
-    vocabulary = {EOS: 0} | {character: index for index, character in enumerate(alphabet, start=1)}
+def character_tokenizer(alphabet: Sequence[str]) -> Tokenizer:
+    """Returns a tokenizer with one token per character of `alphabet`; id 0 ends a sequence.
+
+    Where the alphabet has numbers of several digits, digits that stand together are one token.
+    """
+    vocabulary = {EOS: 0} | {entry: index for index, entry in enumerate(alphabet, start=1)}
+    pattern = "[0-9]+|." if any(len(entry) > 1 for entry in alphabet) else "."
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([EOS])
     return tokenizer

@@ -13,6 +13,8 @@ from paceline.config.extras import Extra, needs_package
 from paceline.tasks import calculator
 from paceline.tasks.base import ProblemSet, ScoredProblemSet
 from paceline.tasks.chat import ChatTemplate
+from paceline.tasks.countdown import Countdown, parse_options
+from paceline.tasks.countdown_search import RENDERINGS
 from paceline.tasks.extract import NAMED
 from paceline.tasks.files import FileProblems
 from paceline.tasks.prompts import PromptEncoder, filter_overlong_prompts
@@ -22,7 +24,7 @@ from paceline.tasks.rewards.functions import BUILTIN, Target
 from paceline.tasks.rewards.pool import WorkerPool
 from paceline.tasks.rewards.scoring import Reward, Scoring, from_event_loop, from_pool, from_verifier
 from paceline.tasks.rewards.worker import Step
-from paceline.tasks.running_sums import RunningSums
+from paceline.tasks.running_sums import ALPHABET, RunningSums
 from paceline.tasks.task import Task, Turns
 
 # The named tools of `task.turns.step`: function, and the texts that end a turn.
@@ -48,7 +50,22 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
         held_out = filter_overlong_prompts(held_out, prompts, config.max_prompt_tokens, "held-out")
     prompts.encode(train[0])  # a prompt that cannot be rendered is found now, not in the first step
     scoring, turns = _workers(config, problems)
-    return Task(train, held_out, prompts, scoring, turns)
+    demonstrations = getattr(problems, "demonstrations", None)
+    return Task(train, held_out, prompts, scoring, turns, demonstrations)
+
+
+def task_alphabet(config: TaskConfig) -> tuple[str, ...]:
+    """Returns the characters and numbers that a task's texts keep to; raises where that is no small set."""
+    if config.name == "running-sums":
+        return tuple(ALPHABET)
+    if config.name == "countdown":
+        options = parse_options(config.options)
+        if symbols := RENDERINGS[options.rendering].symbols:
+            return (*(str(number) for number in range(options.max_value + 1)), *symbols)
+    raise ConfigError(
+        f"task.name = {config.name!r}: its texts keep to no small alphabet, so there is no fresh policy "
+        "for it; name a policy's folder, or use task.name=countdown with task.options.rendering=compact"
+    )
 
 
 def _check_extraction(how: str) -> None:
@@ -74,6 +91,8 @@ def _problems(config: TaskConfig) -> ProblemSet:
             return RunningSums(*sizes)
         case "calculator":
             return calculator.CalculatorProblems(*sizes)
+        case "countdown":
+            return Countdown(config.options, *sizes)
         case "reasoning-gym":
             return ReasoningGymProblems(config.dataset, config.options, *sizes)
         case "file":

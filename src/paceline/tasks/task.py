@@ -1,10 +1,10 @@
 """A task: its problems, their prompts, the rewards that score responses, and the tool that answers turns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from paceline.tasks.base import Done, Observation, Problem, Turn
+from paceline.tasks.base import Demonstration, Done, Observation, Problem, Turn
 from paceline.tasks.prompts import PromptEncoder
 from paceline.tasks.rewards.functions import Failed
 from paceline.tasks.rewards.pool import WorkerPool
@@ -33,6 +33,7 @@ class Task:
     prompts: PromptEncoder
     scoring: Scoring
     turns: Turns | None = None
+    demonstrations: Callable[[int, int], Iterator[Demonstration]] | None = None  # by count and seed
 
     def close(self) -> None:
         """Ends the worker processes and the event loop of the rewards."""

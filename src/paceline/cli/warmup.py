@@ -1,0 +1,109 @@
+"""What `paceline warmup` does: a policy, trained on examples on the device at hand, as a new folder."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from paceline.config import Config, ConfigError, load_config
+from paceline.device import learning_threads, prepare_device
+from paceline.learning.warmup import (
+    WarmupSettings,
+    WarmupTotals,
+    warm_up_on_file,
+    warm_up_on_task,
+    write_fresh_policy,
+)
+from paceline.models.source import policy_dtype, policy_folder
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import load_policy, save_policy
+from paceline.policy.tokenizer import load_tokenizer
+from paceline.tasks.make import make_task, task_alphabet
+
+# In place of a policy's folder: an untrained one of the built-in shape, in the task's own alphabet.
+FRESH = "fresh"
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises where a new checkpoint would overwrite another model."""
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already holds a model; remove it or choose another folder")
+
+
+def show_progress(step: int, total: int, loss: float) -> None:
+    """Prints the loss of some of the steps."""
+    if step == 1 or step % 25 == 0 or step == total:
+        typer.echo(f"{step:>5}/{total}  loss {loss:.4f}")
+
+
+def warm_up_from_file(out: Path, data: Path, policy: str, settings: WarmupSettings) -> None:
+    """Trains a policy on a file's pairs and writes it to `out`."""
+    folder = policy_folder(policy)
+    tokenizer = load_tokenizer(folder)
+
+    def train(decoder: Decoder) -> WarmupTotals:
+        return warm_up_on_file(decoder, tokenizer, data, settings, show_progress)
+
+    _warm_up(out, folder, load_config(), train)
+
+
+def warm_up_from_task(
+    out: Path, recipe: str, overrides: list[str], policy: str, examples: int, settings: WarmupSettings
+) -> None:
+    """Trains a policy on demonstrations of a recipe's task and writes it to `out`."""
+    config = load_config(recipe, overrides)
+    settings = replace(
+        settings,
+        micro_batch_tokens=config.learning.micro_batch_tokens,
+        activation_checkpointing=config.policy.activation_checkpointing,
+    )
+    with _starting_folder(policy, config, settings.seed) as folder:
+        task = make_task(config.task, load_tokenizer(folder), folder)
+        try:
+            if task.demonstrations is None:
+                raise ConfigError(
+                    f"task.name = {config.task.name!r} has no demonstrations of its own; countdown has. Use "
+                    "--data with a file of prompts and responses"
+                )
+
+            def train(decoder: Decoder) -> WarmupTotals:
+                limit = config.rollout.max_tokens
+                return warm_up_on_task(decoder, task, examples, limit, settings, show_progress)
+
+            _warm_up(out, folder, config, train)
+        finally:
+            task.close()
+
+
+@contextmanager
+def _starting_folder(policy: str, config: Config, seed: int) -> Iterator[Path]:
+    if policy != FRESH:
+        yield policy_folder(policy)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        write_fresh_policy(Path(scratch), task_alphabet(config.task), seed)
+        yield Path(scratch)
+
+
+def _warm_up(out: Path, folder: Path, config: Config, train: Callable[[Decoder], WarmupTotals]) -> None:
+    """Loads, trains and writes; the folder appears when everything in it is there."""
+    device = prepare_device(config)
+    policy = load_policy(folder, policy_dtype(config.policy, device), device)
+    start = time.monotonic()
+    with learning_threads(config):
+        totals = train(policy)
+    seconds = time.monotonic() - start
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    save_policy(policy, unfinished, tokenizer_from=folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(unfinished, out)
+    dropped = f", {totals.dropped} too long and left out" if totals.dropped else ""
+    typer.echo(
+        f"{totals.examples} examples{dropped}; {totals.tokens:,} tokens in {seconds:.0f} s on {device.type} "
+        f"({totals.tokens / seconds:,.0f} tokens/s)"
+    )
