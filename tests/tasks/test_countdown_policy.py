@@ -1,0 +1,17 @@
+"""The shipped Countdown policy goes with its recipe."""
+
+from paceline.config import load_config
+from paceline.learning.warmup import FRESH_LAYERS, FRESH_POSITIONS
+from paceline.models.source import policy_folder
+from paceline.policy.config import read_config
+from paceline.policy.tokenizer import load_tokenizer
+from paceline.tasks.make import task_alphabet
+
+
+def test_the_shipped_policy_is_what_its_recipe_needs():
+    config = load_config("countdown-small")
+    folder = policy_folder(config.policy.path)
+    shape = read_config(folder)
+    assert shape.num_layers == FRESH_LAYERS and shape.max_positions == FRESH_POSITIONS
+    assert set(task_alphabet(config.task)) < set(load_tokenizer(folder).get_vocab())
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 3_000_000
