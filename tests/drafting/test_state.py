@@ -48,6 +48,7 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
     )
 
 
+@pytest.mark.slow
 def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate(monkeypatch):
     # The bank is full: what comes is written over what was.
     monkeypatch.setattr("paceline.drafting.history.BANK_TOKENS", 1200)

@@ -87,6 +87,7 @@ def test_demonstrations_are_asked_as_rl_asks(chat, tmp_path):
         assert "Search aloud." in asked and ("<|im_start|>" in asked) is chat
 
 
+@pytest.mark.slow
 def test_bf16_weights_learn_through_float32_masters(small_task):
     """What a GPU does, on the CPU: steps far below a bf16 weight's resolution still add up."""
     _, losses, totals = train(small_task, epochs=1)
