@@ -2,6 +2,7 @@
 alone.
 """
 
+import pytest
 import torch
 
 import paceline.certify.closing_check as closing
