@@ -10,7 +10,7 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
-from paceline.cli.options import refuse_given
+from paceline.cli.options import refuse_given, split_recipe
 from paceline.cli.simulate import app as simulate_app
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 
@@ -59,13 +59,13 @@ def train(
     ] = None,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
-    recipe, overrides = _split(recipe, overrides)
+    named, overrides = split_recipe(recipe or "default", overrides)
     from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train as run_training
     from paceline.report.console import Console
 
     if resume is not None:
-        if recipe is not None:
+        if recipe == named:
             raise ConfigError(
                 f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
                 "section.key=value"
@@ -74,10 +74,10 @@ def train(
             str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides
         )
     else:
-        config = load_config(recipe or "default", overrides)
+        config = load_config(named, overrides)
     console = Console()
     try:
-        result = run_training(config, recipe or "default", resume, replay, console)
+        result = run_training(config, named, resume, replay, console)
     except TrainingFailed as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(1) from None
@@ -174,14 +174,14 @@ def rollout(
     ] = None,
 ) -> None:
     """Generates and scores samples without learning."""
-    recipe, overrides = _split(recipe, overrides)
+    named, overrides = split_recipe(recipe or "default", overrides)
     from paceline.report.metrics import rollout_metrics
     from paceline.rollout.samples import write_groups
     from paceline.rollout.sources import LiveRollouts
     from paceline.session import open_session
     from paceline.tasks.order import ProblemOrder
 
-    session = open_session(_noted(load_config(recipe or "default", overrides)))
+    session = open_session(_noted(load_config(named, overrides)))
     settings = session.config.rollout
     order = ProblemOrder(session.task.train, session.config.run.seed)
     source = LiveRollouts(
@@ -248,10 +248,10 @@ def plan(
 
     policy.path may name a shape such as qwen3-8b.
     """
-    recipe, overrides = _split(recipe, overrides)
+    named, overrides = split_recipe(recipe or "default", overrides)
     from paceline.cli.plan import show_plan
 
-    show_plan(load_config(recipe or "default", overrides), gpu, memory_gb, as_json)
+    show_plan(load_config(named, overrides), gpu, memory_gb, as_json)
 
 
 @app.command()
@@ -282,14 +282,6 @@ def _noted(config: Config) -> Config:
     for note in rollout_notes(config.rollout):
         typer.secho(note, fg="yellow", err=True)
     return config
-
-
-def _split(recipe: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """`paceline train learning.lr=1e-4` has no recipe: the first argument is an override."""
-    overrides = list(overrides or [])
-    if recipe is not None and "=" in recipe:
-        return None, [recipe, *overrides]
-    return recipe, overrides
 
 
 def main() -> None:
