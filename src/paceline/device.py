@@ -31,6 +31,8 @@ def prepare_device(config: Config) -> torch.device:
     device = best_device() if wanted == "auto" else torch.device(wanted)
     if device.type == "cuda":
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
+        if config.rollout.deterministic:  # read when cuBLAS starts; torch asks for it before it promises anything
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     prepare_torch(device)
     return device
 
@@ -57,10 +59,32 @@ def refuse_old_gpu(precision: str, key: str) -> None:
 
 
 @contextmanager
-def learning_threads(config: Config) -> Iterator[None]:
-    """Gives torch all cores within: learning's matrices are worth it, everything else runs on one."""
+def learning_mode(config: Config) -> Iterator[None]:
+    """Sets torch up for learning within: all cores, and repeatable updates where rollouts are, too.
+
+    A rollout's operations are too small to share, so everything else runs on one core.
+    """
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    try:
+        with repeatable_kernels(config.rollout.deterministic and torch.cuda.is_available()):
+            yield
+    finally:
+        torch.set_num_threads(1)
+
+
+@contextmanager
+def repeatable_kernels(wanted: bool) -> Iterator[None]:
+    """Makes torch's GPU kernels give the same bits for the same inputs within, if wanted.
+
+    Without it the backward pass of attention adds up in the order in which blocks happen to finish.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
     try:
         yield
     finally:
-        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(before)
