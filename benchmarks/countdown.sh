@@ -34,7 +34,7 @@ lengths() { # NAME POLICY
 before() { lengths before "$POLICY"; }
 after() { for seed in $SEEDS; do lengths "after-$seed" "$OUT/runs/plain-$seed/checkpoints/best"; done; }
 drafter() {
-  $P drafter train "$POLICY" run.device="$DEVICE" rollout.prompts_per_step=128 rollout.max_running=1024 \
+  $P drafter train "$POLICY" run.device="$DEVICE" rollout.prompts_per_step=128 rollout.max_running=1024 rollout.kv_tokens=900000 \
     --recipe "$RECIPE" --responses "${RESPONSES:-4096}" --draft-vocab "${DRAFT_VOCAB:-1024}" --steps "${HEAD_STEPS:-400}" \
     --unroll 5 --batch 64 --lr 1e-3 --out "$HEAD"
   $P drafter eval "$POLICY" "$HEAD" run.device="$DEVICE" --recipe "$RECIPE" --k 7 --problems 64
@@ -47,13 +47,18 @@ rl_run() { # NAME SEED OVERRIDE...
     rollout.prompts_per_step="${PROMPTS:-16}" rollout.kv_tokens=300000 run.steps="$STEPS" learning.lr="$LR" \
     eval.every=0 eval.samples=2 "$@" >"$OUT/$name-$seed.log" 2>&1
 }
-rl() { # plain and paced runs with the same seeds
-  for seed in $SEEDS; do
-    rl_run plain "$seed" &
-    rl_run paced "$seed" "rollout.speculation.drafters=[eagle,history]" \
-      rollout.speculation.eagle_path="$HEAD" &
-  done
+paced_run() { # SEED
+  rl_run paced "$1" "rollout.speculation.drafters=[eagle,history]" rollout.speculation.eagle_path="$HEAD"
+}
+side_by_side() { # FUNCTION ARGUMENT...: for every seed at once
+  for seed in $SEEDS; do "$@" "$seed" & done
   wait
+}
+plain() { side_by_side rl_run plain; }
+paced() { side_by_side paced_run; }
+rl() { # plain and paced runs with the same seeds
+  plain
+  paced
   $PYTHON "$HERE/same_learning.py" "$OUT/runs"
 }
 step_table() { # NAME OVERRIDE...: run it again for the cells that are missing

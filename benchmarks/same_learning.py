@@ -58,7 +58,9 @@ def main() -> None:
             different = differences(records, others)
             failed |= bool(different)
             compared = min(len(records), len(others))
-            print(f"  {compared} records compared, {len(different)} values differ", *different[:5], sep="\n    ")
+            print(
+                f"  {compared} records compared, {len(different)} values differ", *different[:5], sep="\n    "
+            )
     raise SystemExit(int(failed))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.utils.deterministic
 
 from paceline.config import Config, ConfigError
 from paceline.types import Precision
@@ -31,7 +32,7 @@ def prepare_device(config: Config) -> torch.device:
     device = best_device() if wanted == "auto" else torch.device(wanted)
     if device.type == "cuda":
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
-        if config.rollout.deterministic:  # read when cuBLAS starts; torch asks for it before it promises anything
+        if config.rollout.deterministic:  # cuBLAS reads it when it starts, and torch insists on it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     prepare_torch(device)
     return device
@@ -83,7 +84,8 @@ def repeatable_kernels(wanted: bool) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
+    # Nothing here reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
