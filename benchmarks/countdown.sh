@@ -18,7 +18,6 @@ RECIPE=${RECIPE:-countdown}
 DEVICE=${DEVICE:-cuda}
 STEPS=${STEPS:-16}
 SEEDS=${SEEDS:-0 1 2}
-LR=${LR:-3e-5}
 mkdir -p "$OUT"
 began=$(date +%s)
 
@@ -44,7 +43,7 @@ rl_run() { # NAME SEED OVERRIDE...
   shift 2
   $P train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" run.name="$name-$seed" run.seed="$seed" \
     policy.path="$POLICY" policy.activation_checkpointing=true rollout.deterministic=true \
-    rollout.prompts_per_step="${PROMPTS:-16}" rollout.kv_tokens=300000 run.steps="$STEPS" learning.lr="$LR" \
+    rollout.prompts_per_step="${PROMPTS:-16}" rollout.kv_tokens=300000 run.steps="$STEPS" \
     eval.every=0 eval.samples=2 "$@" >"$OUT/$name-$seed.log" 2>&1
 }
 paced_run() { # SEED
