@@ -7,10 +7,7 @@ import math
 
 import torch
 
-from paceline.policy.config import RopeConfig
-
-# Supported values of Hugging Face's `rope_type`.
-SCALINGS = ("default", "linear", "llama3", "yarn")
+from paceline.policy.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -23,9 +20,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return inverse / p["factor"], 1.0
     if rope.kind == "llama3":
         return _llama3(inverse, p), 1.0
-    if rope.kind == "yarn":
-        return _yarn(inverse, rope, head_dim)
-    raise ValueError(f"rope_type {rope.kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    assert rope.kind == "yarn", "read_rope lets no other type pass"
+    return _yarn(inverse, rope, head_dim)
 
 
 def _llama3(inverse: torch.Tensor, p: dict) -> torch.Tensor:
