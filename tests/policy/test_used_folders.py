@@ -76,7 +76,12 @@ def test_other_formats_and_adapters_go_and_other_files_stay(tmp_path):
     save(policy(1), tmp_path, sharded=True)
     assert_is(tmp_path, policy(1))
     assert (tmp_path / "README.md").read_text() == "mine" and (tmp_path / "notes").is_dir()
-    for name in ("pytorch_model.bin", "adapter_config.json", "adapter_model.safetensors", "hf_quant_config.json"):
+    for name in (
+        "pytorch_model.bin",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "hf_quant_config.json",
+    ):
         assert not (tmp_path / name).exists()
 
 
@@ -184,7 +189,9 @@ def test_two_models_in_a_folder_are_refused(tmp_path):
     assert_is(tmp_path, policy(1))
 
 
-@pytest.mark.parametrize("file", ["../other/model.safetensors", "/etc/passwd", "..", "sub/x.safetensors", 5, ""])
+@pytest.mark.parametrize(
+    "file", ["../other/model.safetensors", "/etc/passwd", "..", "sub/x.safetensors", 5, ""]
+)
 def test_an_index_that_leaves_its_folder(file, tmp_path):
     save(policy(0), tmp_path / "folder", sharded=True)
     save(policy(1), tmp_path / "other", sharded=False)

@@ -210,7 +210,9 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(help="folder to write")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: as saved")] = "",
-    force: Annotated[bool, typer.Option("--force", help="replace the model in a folder that is used")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="replace the model in a folder that is used")
+    ] = False,
 ) -> None:
     """Writes a checkpoint's policy as a Hugging Face folder that transformers and vLLM open."""
     from paceline.cli.export import export_policy

@@ -235,7 +235,9 @@ def _epsilon(config: dict[str, Any]) -> float:
 
 def _head_dim(config: dict[str, Any], family: str, heads: int) -> int:
     missing = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in config else None
-    size = missing or (_size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads)
+    size = missing or (
+        _size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads
+    )
     if size % 2 or not size:
         raise ValueError(f"head_dim = {size}: must be even, since RoPE turns its dimensions in pairs")
     return size

@@ -68,7 +68,9 @@ def refuse_unknown_keys(config: dict[str, Any], family: str, architecture: str) 
     """Raises where a `config.json` has a key that is neither read nor known to change nothing."""
     named = config.get("architectures") or [architecture]
     if not isinstance(named, list) or architecture.casefold() not in [str(name).casefold() for name in named]:
-        raise ValueError(f"architectures = {named!r} is not supported for {family}; supported: {architecture}")
+        raise ValueError(
+            f"architectures = {named!r} is not supported for {family}; supported: {architecture}"
+        )
     known = READ | READ_OF_FAMILY[family] | HARMLESS
     changing = {
         key: value

@@ -124,7 +124,7 @@ def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.devi
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Returns the type that holds a folder's weights as they are stored; FP8's is the one in `config.json`."""
+    """Returns the type of a folder's weights as stored; where that is FP8, the one that `config.json` names."""
     config = read_config(folder)
     files = WeightFiles(folder)
     stored = files.stored_types(layout(config))
@@ -162,7 +162,7 @@ def _check_tied(files: WeightFiles) -> None:
     common = torch.promote_types(head.dtype, embedding.dtype)
     if head.shape != embedding.shape or not torch.equal(head.to(common), embedding.to(common)):
         raise ValueError(
-            "config.json says tie_word_embeddings: true, and lm_head.weight is not model.embed_tokens.weight; "
+            "config.json says tie_word_embeddings: true, and lm_head.weight is not the embedding; "
             "some programs use the one, some the other: set it to false to use both, or remove lm_head.weight"
         )
 

@@ -58,8 +58,8 @@ UNSUPPORTED_OFF = {
     "alpha_pattern": {},
     "layers_to_transform": None,
 }
-# PEFT's settings that are read, or that leave base + alpha / rank * B A as it is. A folder that uses any other
-# (aLoRA's invocation tokens, DoRA, replicated layers, ...) is refused by its name rather than misread.
+# PEFT's settings that are read, or that leave base + alpha / rank * B A as it is. A folder that uses any
+# other (aLoRA's invocation tokens, DoRA, replicated layers, ...) is refused by its name rather than misread.
 HARMLESS = {
     *("r", "lora_alpha", "target_modules", "peft_type", "task_type", "init_lora_weights"),
     *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
@@ -245,7 +245,9 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
                 f"this policy needs {tuple(factor.shape)}"
             )
         if not tensors[name].is_floating_point() or tensors[name].element_size() < 2:
-            raise ConfigError(f"{folder}: {name} is {tensors[name].dtype}; it must be a floating-point number")
+            raise ConfigError(
+                f"{folder}: {name} is {tensors[name].dtype}; it must be a floating-point number"
+            )
         factor.copy_(tensors[name])
     merge_adapters(policy)
 
@@ -253,13 +255,6 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
 def _check_settings(
     settings: dict[str, Any], rank: float, alpha: float, policy: Decoder, folder: Path
 ) -> None:
-    module = next(_adapted(policy))
-    for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
-        if theirs != ours:
-            raise ConfigError(
-                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; "
-                f"set policy.lora.{key}={theirs:g}"
-            )
     used = [
         key
         for key, value in settings.items()
@@ -273,6 +268,13 @@ def _check_settings(
             f"{folder} uses {', '.join(used)}, which is not supported; "
             "merge it with PEFT and start from the merged folder"
         )
+    module = next(_adapted(policy))
+    for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
+        if theirs != ours:
+            raise ConfigError(
+                f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; "
+                f"set policy.lora.{key}={theirs:g}"
+            )
 
 
 def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Slice]]:

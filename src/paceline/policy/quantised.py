@@ -89,7 +89,7 @@ def read_quantisation(folder: Path, config: dict[str, Any]) -> BlockFp8 | None:
     are_sizes = isinstance(block, list | tuple) and all(isinstance(n, int) and n > 0 for n in block)
     if not are_sizes or len(block) != 2:
         raise ValueError(
-            f"{file}: quantization_config.weight_block_size = {block!r}: must be two sizes, such as [128, 128]"
+            f"{file}: quantization_config.weight_block_size = {block!r}: must be two sizes, as [128, 128]"
         )
     return BlockFp8((block[0], block[1]))
 

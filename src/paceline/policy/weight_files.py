@@ -104,7 +104,9 @@ class WeightFiles:
         kind = str(tensor.dtype).removeprefix("torch.")
         if tensor.dtype in FP8_TYPES:
             if self.fp8 is None:
-                raise ValueError(f"{name} is {kind}, and config.json has no quantization_config to read it by")
+                raise ValueError(
+                    f"{name} is {kind}, and config.json has no quantization_config to read it by"
+                )
             if scale is None:
                 raise ValueError(f"{name} is {kind}, and its scales {name}{SCALE_SUFFIX} are missing")
             return self.fp8.dequantise(name, tensor, scale)
