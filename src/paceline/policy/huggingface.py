@@ -124,7 +124,7 @@ def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.devi
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Returns the type of a folder's weights as stored; where that is FP8, the one that `config.json` names."""
+    """Returns the type of a folder's weights as stored; for FP8 the one that `config.json` names."""
     config = read_config(folder)
     files = WeightFiles(folder)
     stored = files.stored_types(layout(config))
