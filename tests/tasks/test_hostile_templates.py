@@ -50,7 +50,9 @@ def test_whatever_a_template_raises_is_an_error_that_names_it(source, reason):
 def test_a_template_that_loops_is_ended(source, monkeypatch):
     monkeypatch.setattr(chat_process, "TIME_LIMIT_SECONDS", 0.5)
     start = time.monotonic()
-    with pytest.raises(ConfigError, match="does not end on messages with roles .user.: no result after 0.5 s"):
+    with pytest.raises(
+        ConfigError, match="does not end on messages with roles .user.: no result after 0.5 s"
+    ):
         ChatTemplate(source).render([USER])
     assert time.monotonic() - start < 20
     monkeypatch.undo()

@@ -25,6 +25,26 @@ class PromptEncoder:
 
     def encode(self, problem: Problem) -> tuple[int, ...]:
         """Returns the tokens of a problem's prompt."""
+        # A template writes the special tokens itself; the tokenizer must not add them again.
+        return tuple(
+            self.tokenizer.encode(self.text(problem), add_special_tokens=not self._is_chat(problem)).ids
+        )
+
+    def text(self, problem: Problem) -> str:
+        """Returns the text of a problem's prompt; an error names where the problem was read."""
+        try:
+            text = self._render(problem)
+        except ConfigError as error:
+            raise ConfigError(f"{problem.source}: {error}" if problem.source else str(error)) from None
+        if not text:
+            raise ConfigError(f"{problem.source or 'a problem'}: its prompt is an empty text")
+        return text
+
+    def _is_chat(self, problem: Problem) -> bool:
+        """Whether a problem's prompt is a chat."""
+        return self.chat or not isinstance(problem.prompt, str)
+
+    def _render(self, problem: Problem) -> str:
         prompt = problem.prompt
         if isinstance(prompt, str):
             prompt = self.prompt_format.replace("{prompt}", prompt)
@@ -33,12 +53,11 @@ class PromptEncoder:
                     raise ConfigError(
                         "task.system_prompt needs a chat, and the prompts are plain text; set task.chat=true"
                     )
-                return tuple(self.tokenizer.encode(prompt).ids)
+                return prompt
             prompt = ({"role": "user", "content": prompt},)
         if self.system_prompt and prompt[0].get("role") != "system":
             prompt = ({"role": "system", "content": self.system_prompt}, *prompt)
-        # The template writes the special tokens itself; the tokenizer must not add them again.
-        return tuple(self.tokenizer.encode(self._template().render(prompt), add_special_tokens=False).ids)
+        return self._template().render(prompt)
 
     def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
         """Returns the tokens of an observation.
