@@ -1,4 +1,4 @@
-"""Chat templates that fail, loop or take all memory: each is an error that says so, and the next one works."""
+"""Chat templates that fail, loop or take all memory: each is an error, and the next one works."""
 
 import threading
 import time

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from paceline.config.section import Section
 
-
 GENERATED = ("running-sums", "calculator", "countdown", "reasoning-gym")
 # Keys of the section `task` that describe problems, and the tasks that they apply to.
 TASKS_OF_KEYS: dict[str, tuple[str, ...]] = {

@@ -171,8 +171,8 @@ def _refuse_ignored(reward: RewardConfig, config: TaskConfig, problems: ProblemS
         ignored += [key for key in ("time_limit", "concurrency") if not reward.is_default(key)]
     if ignored:
         raise ConfigError(
-            f"task.rewards: {', '.join(ignored)} would be ignored, since {config.name!r} has a verifier of its "
-            "own; leave it out"
+            f"task.rewards: {', '.join(ignored)} would be ignored, since {config.name!r} has a verifier of "
+            "its own; leave it out"
         )
 
 
