@@ -223,6 +223,14 @@ def test_quantisers_that_say_so_in_a_file_of_their_own(file, plain):
         load_policy(plain, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "named, written", [("float8_e4m3fn", "bfloat16"), (None, "bfloat16"), ("float16",) * 2]
+)
+def test_the_type_that_fp8_is_exported_in(named, written, plain, tmp_path):
+    export_policy(make_fp8(tmp_path / "fp8", plain, dtype=named), tmp_path / "out", "")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == written
+
+
 def test_export_of_fp8_is_a_plain_model(plain, tmp_path):
     folder = make_fp8(tmp_path / "fp8", plain, dtype="bfloat16")
     export_policy(folder, tmp_path / "out", "")

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from paceline.cli.export import export_policy
 from paceline.cli.main import app
-from paceline.config import LoraConfig
+from paceline.config import ConfigError, LoraConfig
+from paceline.models.source import policy_folder
 from paceline.policy import model_files
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -172,6 +173,19 @@ def test_weights_have_the_rights_of_other_files(tmp_path):
     expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {expected} and len(files) > 8
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path):
+    """transformers would add it, vLLM would not."""
+    save(policy(0), tmp_path, sharded=False)
+    adapted = policy(0)
+    add_adapters(adapted, LoraConfig(rank=2), seed=0)
+    save_adapters(adapted, tmp_path, base_model="nowhere")
+    with pytest.raises(ValueError, match="holds an adapter beside a model"):
+        load_policy(tmp_path, torch.float32)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match="holds an adapter and no model; .* policy.lora.path"):
+        policy_folder(str(tmp_path))
 
 
 def test_two_models_in_a_folder_are_refused(tmp_path):

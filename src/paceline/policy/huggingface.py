@@ -6,6 +6,7 @@ transformers 5 can also write a layer's experts as one tensor, as it keeps them 
 are read too.
 """
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -112,6 +113,11 @@ def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.devi
     """Returns the policy in a Hugging Face folder, with its weights in `dtype`."""
     folder = Path(folder)
     config = read_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter beside a model, and some programs would add it; move "
+            "adapter_config.json and its weights to a folder of their own (policy.lora.path), or remove them"
+        )
     files = WeightFiles(folder)
     _check_sizes(config, files)
     decoder = Decoder(config, dtype, device)
@@ -130,12 +136,9 @@ def stored_dtype(folder: Path) -> torch.dtype:
     stored = files.stored_types(layout(config))
     if files.fp8 is not None:
         raw = read_json(folder / "config.json")
-        named = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        stored = {getattr(torch, str(named).removeprefix("torch."), torch.bfloat16)}
-    dtype = torch.bfloat16 if not stored else stored.pop()
-    for other in stored:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
+        named = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+        return {**DTYPES, "float16": torch.float16}.get(named, torch.bfloat16)
+    return functools.reduce(torch.promote_types, sorted(stored, key=str))
 
 
 def _check_sizes(config: DecoderConfig, files: WeightFiles) -> None:

@@ -19,7 +19,6 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Names under which messages carry their reasoning; templates read one of the first two.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-
 # What is said of a rendering that failed, by the worker's kind of error.
 FAILURES = {
     "syntax": "is not valid Jinja ({message})",
@@ -61,19 +60,19 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
         """Renders a conversation as text; with `generate`, up to where the policy's response begins."""
-        variables = {
-            "messages": [_known_reasoning(message) for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": generate,
-            **self.variables,
-        }
-        reply = template_process().render(self.source, variables)
+        (text,) = self.render_all([messages], generate)
+        return text
+
+    def render_all(self, chats: Sequence[Sequence[Message]], generate: bool = True) -> list[str]:
+        """Renders several conversations in one request to the process, which is quicker."""
+        variables = {"tools": None, "documents": None, "add_generation_prompt": generate, **self.variables}
+        known = [[_known_reasoning(message) for message in messages] for messages in chats]
+        reply = template_process().render(self.source, variables, known)
         if "error" in reply:
-            roles = ", ".join(str(message.get("role")) for message in messages)
+            roles = ", ".join(str(message.get("role")) for message in chats[0])
             what = FAILURES[reply["error"]].format(roles=roles, message=reply["message"])
             raise ConfigError(f"the policy's chat template {what}")
-        return reply["text"]
+        return reply["texts"]
 
     def follow_up(self, messages: Sequence[Message]) -> str:
         """Returns the text between a response and the next one when `messages` come in between.

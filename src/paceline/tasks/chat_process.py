@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Seconds that one rendering may take; real ones take a millisecond.
+# Seconds that a request may take; a rendering takes less than a millisecond.
 TIME_LIMIT_SECONDS = 10.0
 # Seconds for the process to start.
 START_LIMIT_SECONDS = 60.0
@@ -33,11 +33,12 @@ class TemplateProcess:
         self.lock = threading.Lock()
         self.running: _Running | None = None
 
-    def render(self, source: str, variables: dict[str, Any]) -> dict[str, str]:
-        """Returns the worker's reply: `text`, or `error` (its kind) and `message`."""
+    def render(self, source: str, variables: dict[str, Any], chats: list[Any]) -> dict[str, Any]:
+        """Returns the worker's reply: `texts`, one for each chat, or `error` (its kind) and `message`."""
         # Dates and whatever else a file of problems may hold are texts to a template.
         try:
-            request = json.dumps({"source": source, "variables": variables}, default=str).encode()
+            asked = {"source": source, "variables": variables, "chats": chats}
+            request = json.dumps(asked, default=str).encode()
         except (TypeError, ValueError, RecursionError) as error:
             return {"error": "failed", "message": f"{type(error).__name__}: {error}"}
         with self.lock:
@@ -45,7 +46,7 @@ class TemplateProcess:
             # Somebody else may have ended it, the system for want of memory, say.
             return self._exchange(request) if reply.get("error") == "died" else reply
 
-    def _exchange(self, request: bytes) -> dict[str, str]:
+    def _exchange(self, request: bytes) -> dict[str, Any]:
         try:
             if self.running is None:
                 self.running = _Running()
@@ -92,7 +93,7 @@ class _Running:
             self.close()
             raise RuntimeError(f"the process that renders chat templates did not start: {reply['message']}")
 
-    def exchange(self, request: bytes) -> dict[str, str]:
+    def exchange(self, request: bytes) -> dict[str, Any]:
         """Returns the reply to a request."""
         try:
             self.connection.send_bytes(request)
@@ -100,7 +101,7 @@ class _Running:
             return {"error": "died", "message": "its process ended"}
         return self._receive(TIME_LIMIT_SECONDS)
 
-    def _receive(self, limit: float) -> dict[str, str]:
+    def _receive(self, limit: float) -> dict[str, Any]:
         try:
             if not self.connection.poll(limit):
                 return {"error": "time", "message": f"no result after {limit:g} s"}

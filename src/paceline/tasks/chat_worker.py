@@ -1,8 +1,8 @@
 """The process that renders chat templates: a template is a program that came with a download.
 
     worker ──▶ parent    {}, once: it has started
-    parent ──▶ worker    {"source": ..., "variables": {...}}    JSON, one request at a time
-    worker ──▶ parent    {"text": ...} or {"error": kind, "message": ...}
+    parent ──▶ worker    {"source": ..., "variables": {...}, "chats": [...]}    JSON, one request at a time
+    worker ──▶ parent    {"texts": [...]} or {"error": kind, "message": ...}
 
 Jinja's sandbox keeps a template away from Python's objects, but not from looping or from building a gigabyte:
 a limit on this process's memory and the parent's clock (`chat_process.py`) do. The environment offers what
@@ -21,7 +21,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Characters of a rendered conversation.
+# Characters that one request may return.
 MAX_TEXT = 1 << 24
 # Characters of an error's message.
 MAX_MESSAGE = 500
@@ -43,10 +43,11 @@ def main(descriptor: int, memory_bytes: int) -> None:
         connection.send_bytes(json.dumps(answer(request)).encode())
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Renders a template, or says why that failed."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Renders each chat, or says why that failed."""
     try:
-        text = compile_template(request["source"]).render(request["variables"])
+        template = compile_template(request["source"])
+        texts = [template.render(request["variables"], messages=chat) for chat in request["chats"]]
     except jinja2.TemplateSyntaxError as error:
         return _error("syntax", f"line {error.lineno}: {error.message}")
     except jinja2.TemplateError as error:
@@ -56,7 +57,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     # Whatever else it does: divides by zero, adds a number to a text, calls itself for ever.
     except Exception as error:
         return _error("failed", f"{type(error).__name__}: {error}")
-    return {"text": text} if len(text) <= MAX_TEXT else _error("length", f"{len(text)} characters")
+    length = sum(map(len, texts))
+    return {"texts": texts} if length <= MAX_TEXT else _error("length", f"{length} characters")
 
 
 def _error(kind: str, message: str) -> dict[str, str]:

@@ -50,8 +50,7 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
         held_out = filter_overlong_prompts(held_out, prompts, config.max_prompt_tokens, "held-out")
     # A prompt that cannot be asked is found now, not in some later step. Generated ones are all alike.
     for side in (train, held_out):
-        for problem in side if config.name == "file" else side[:1]:
-            prompts.text(problem)
+        prompts.check(side if config.name == "file" else side[:1])
     scoring, turns = _workers(config, problems)
     demonstrations = getattr(problems, "demonstrations", None)
     return Task(train, held_out, prompts, scoring, turns, demonstrations)
