@@ -82,8 +82,8 @@ def policy_folder(path: str) -> Path:
     folder = BUILTIN_POLICIES.get(path, Path(path))
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"policy.path = {path!r}: {folder} holds an adapter and no model; give the model it belongs to as "
-            "policy.path, and this folder as policy.lora.path"
+            f"policy.path = {path!r}: {folder} holds an adapter and no model; give the model it belongs to "
+            "as policy.path, and this folder as policy.lora.path"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(
