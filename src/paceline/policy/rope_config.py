@@ -51,14 +51,13 @@ def read_rope(config: dict[str, Any], max_positions: int) -> RopeConfig:
     if kind not in REQUIRED:
         raise ValueError(f"{name}: rope_type {kind!r} is not supported; supported: {', '.join(REQUIRED)}")
     _refuse_unknown(said, kind, name)
-    bases = (said.get("rope_theta"), config.get("rope_theta"), DEFAULT_THETA)
-    theta = _positive("rope_theta", next(base for base in bases if base is not None))
+    theta = _positive("rope_theta", said.get("rope_theta", config.get("rope_theta", DEFAULT_THETA)))
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta = {theta:g}: must be more than 1 for yarn")
     found = dict(said)
     if ORIGINAL in REQUIRED[kind]:
         found[ORIGINAL] = config[ORIGINAL] if ORIGINAL in config else said.get(ORIGINAL, max_positions)
-        if kind == "yarn" and said.get("factor") is None:
+        if kind == "yarn" and "factor" in said and said["factor"] is None:
             found["factor"] = max_positions / _positive(ORIGINAL, found[ORIGINAL])
     parameters = {key: _positive(f"{name}.{key}", found.get(key)) for key in REQUIRED[kind]}
     parameters |= {
