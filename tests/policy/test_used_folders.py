@@ -139,9 +139,10 @@ def test_a_swap_that_is_cut_short_leaves_no_mix(killed, stop_after, tmp_path, mo
         assert_is(tmp_path, policy(0))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     else:
-        with pytest.raises(FileNotFoundError, match="holds no config.json"):
+        with pytest.raises(FileNotFoundError, match="no config.json; a save was cut off, and what it repl"):
             load_policy(tmp_path, torch.float32)
-        assert [path.name for path in tmp_path.glob(".saving-*/old/config.json")] == ["config.json"]
+        (aside,) = tmp_path.glob(".saving-*/old")
+        assert (aside / "config.json").is_file()
     save(policy(2), tmp_path, sharded=True)
     assert_is(tmp_path, policy(2))
     assert not list(tmp_path.glob(".saving-*"))

@@ -195,7 +195,9 @@ def read_config(folder: Path) -> DecoderConfig:
     """Returns the shape of the model in a Hugging Face folder."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+        aside = next(folder.glob(".saving-*/old/config.json"), None)
+        why = f"; a save was cut off, and what it replaced lies in {aside.parent}" if aside else ""
+        raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json{why}")
     with errors_name(path):
         raw = read_json(path)
         config = from_huggingface(raw)

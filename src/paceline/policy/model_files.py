@@ -47,8 +47,7 @@ def replaced_files(folder: Path, patterns: tuple[str, ...], last: str = "config.
     The file `last` is the first to go and the last to come.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".saving-*"):
-        shutil.rmtree(leftover)
+    leftovers = list(folder.glob(".saving-*"))
     scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     new, aside = scratch / "new", scratch / "old"
     new.mkdir()
@@ -67,7 +66,8 @@ def replaced_files(folder: Path, patterns: tuple[str, ...], last: str = "config.
         if not any(aside.iterdir()):
             shutil.rmtree(scratch)
         raise
-    shutil.rmtree(scratch)
+    for finished in (scratch, *leftovers):
+        shutil.rmtree(finished, ignore_errors=True)
 
 
 def _is_folder(path: Path) -> bool:
