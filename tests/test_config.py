@@ -344,3 +344,26 @@ def _undescribed(section: type[Section], prefix: str = "") -> list[str]:
 
 def test_every_key_has_a_description():
     assert _undescribed(Config) == []
+
+
+@pytest.mark.parametrize("recipe", ["default", "countdown-small", "chain-sum", "calculator", "products"])
+def test_another_task_drops_what_described_the_recipes_own(recipe):
+    """`task.name=file` was refused for train_problems, options and dataset, which the user had never set."""
+    given = ["task.name=file", "task.data.path=x.jsonl", "task.rewards=[{function: last-number}]"]
+    config = load_config(recipe, given)
+    assert config.task.name == "file" and config.task.data.path == "x.jsonl"
+    assert not config.task.options and not config.task.dataset
+    with pytest.raises(ConfigError, match="task.train_problems does not apply to task.name = 'file'"):
+        load_config(recipe, [*given, "task.train_problems=7"])
+    with pytest.raises(ConfigError, match="task.options does not apply to task.name = 'file'"):
+        load_config(recipe, [*given, "task.options={a: 1}"])
+
+
+def test_another_task_keeps_what_applies_to_it():
+    countdown = load_config("chain-sum", ["task.name=countdown"]).task
+    assert not countdown.options, "reasoning-gym's mean something else"
+    assert countdown.train_problems == 128 and not countdown.dataset
+    # the recipe's own task, said again
+    assert load_config("countdown-small", ["task.name=countdown"]) == load_config("countdown-small")
+    assert load_config("default", ["task.name=running-sums"]) == load_config("default")
+    assert load_config("gsm8k", ["task.name=file"]) == load_config("gsm8k")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend, truncate
 from paceline.kernels.noise import gumbel
 from paceline.policy.config import from_huggingface
@@ -144,3 +145,53 @@ def test_truncation_keeps_the_right_tokens():
 def test_config_of_small_model_is_read(tmp_path):
     model = small_model("qwen3")
     assert from_huggingface(model.config.to_dict()).qk_norm
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({"temperature": float("nan")}, "temperature nan; it must be a number, 0 or more"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"temperature": -0.5}, "temperature -0.5"),
+        ({"top_p": 0.0}, "top_p 0.0; it must be more than 0 and at most 1"),
+        ({"top_p": -1.0}, "top_p -1.0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"top_p": float("nan")}, "top_p nan"),
+        ({"min_p": 1.5}, "min_p 1.5; it must be from 0, which keeps all tokens, to 1"),
+        ({"min_p": -0.1}, "min_p -0.1"),
+        ({"min_p": float("nan")}, "min_p nan"),
+        ({"max_tokens": -1}, "max_tokens -1"),
+        ({"top_logprobs": 98}, "top_logprobs 98"),
+        ({"stop": ("x",)}, "stop strings need an engine with a tokenizer"),
+    ],
+)
+def test_both_backends_refuse_the_same_sampling(settings, reason, backend):
+    """And a sound request beside it is sampled as alone."""
+    sound = Request("sound", (5, 6), 3, SamplingParams(max_tokens=6, ignore_eos=True))
+    bad = Request("bad", (5, 6), 3, SamplingParams(**{"max_tokens": 6, **settings}))
+    engine = Engine(backend.policy, EngineSettings(max_running=4, kv_tokens=1024))
+    for generator in (backend, engine):
+        generator.submit([sound])
+        (alone,) = generator.completions()
+        generator.submit([bad, sound])
+        done = {c.request.id: c for c in generator.completions()}
+        assert done["bad"].finish_reason is FinishReason.REFUSED and reason in done["bad"].error
+        assert not done["bad"].tokens and done["sound"].tokens == alone.tokens
+
+
+def test_the_limits_of_what_is_allowed(backend):
+    """No token at all, one that is always kept, and those as likely as the first: alike in both backends."""
+    engine = Engine(backend.policy, EngineSettings(max_running=4, kv_tokens=1024))
+    allowed = {
+        "nothing": SamplingParams(max_tokens=0),
+        "first alone": SamplingParams(max_tokens=5, top_p=1e-9, ignore_eos=True),
+        "as likely": SamplingParams(max_tokens=5, min_p=1.0, ignore_eos=True),
+        "greedy": SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
+    }
+    results = []
+    for generator in (backend, engine):
+        generator.submit([Request(name, (5, 6), 3, sampling) for name, sampling in allowed.items()])
+        results.append({c.request.id: (c.tokens, c.finish_reason) for c in generator.completions()})
+    assert results[0] == results[1]
+    assert results[0]["nothing"] == ((), FinishReason.LENGTH)
+    assert results[0]["first alone"] == results[0]["as likely"] == results[0]["greedy"]

@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     def no_space(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", no_space)
+    monkeypatch.setattr(module, "save_tensors", no_space)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     assert newest_checkpoint(tmp_path).name == "step_000001" and damage(tmp_path / "step_000001") is None

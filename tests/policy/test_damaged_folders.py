@@ -31,7 +31,9 @@ def edit(file: Path, **changes) -> None:
         ("{nope", "is not readable JSON: Expecting property name"),
         ("", "is not readable JSON"),
         ("[1]", "must hold an object, not a list"),
+        ("[" * 100_000, "is not readable JSON: maximum recursion depth"),
     ],
+    ids=["no JSON", "nothing", "a list", "deep"],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_json_that_is_none(folder, name, text, reason):

@@ -247,6 +247,47 @@ def test_folders_that_do_not_fit_are_refused_by_name(tmp_path):
         small_decoder(path=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora'"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+        ({"a_setting_of_tomorrow": 3}, "a_setting_of_tomorrow"),
+    ],
+)
+def test_a_setting_that_changes_the_adapter_is_refused(changes, name, tmp_path):
+    """aLoRA, say, is active only after its invocation tokens: as plain LoRA it is another model."""
+    save_adapters(small_decoder(), tmp_path, base_model="base")
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(ConfigError, match=f"uses {name}, which is not supported"):
+        small_decoder(path=str(tmp_path))
+
+
+def test_everything_that_peft_writes_for_plain_lora_is_known(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = small_model("qwen2", num_hidden_layers=2)
+    for number, start in enumerate((True, "gaussian", "orthogonal")):
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=6, target_modules=ALL, lora_dropout=0.1, init_lora_weights=start
+        )
+        model = peft.get_peft_model(small_model("qwen2", num_hidden_layers=2), settings)
+        model.save_pretrained(tmp_path / str(number))
+        base.save_pretrained(tmp_path / "base")
+        policy = load_policy(tmp_path / "base", torch.float64)
+        add_adapters(policy, LoraConfig(rank=4, alpha=6, path=str(tmp_path / str(number))), seed=0)
+
+
 def test_experts_have_no_adapters(tmp_path):
     small_model("qwen3_moe").save_pretrained(tmp_path)
     policy = load_policy(tmp_path, torch.float64)

@@ -174,7 +174,7 @@ def test_a_template_is_sandboxed():
     with pytest.raises(ConfigError, match="refuses"):
         escape.render([USER])
     with pytest.raises(ConfigError, match="not valid Jinja"):
-        ChatTemplate("{% if %}")
+        ChatTemplate("{% if %}").render([USER])
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama"])

@@ -148,3 +148,38 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
     assert "holds no rows" in refused(path)
     (tmp_path / "a.csv").write_text("x")
     assert "must end in .jsonl or .parquet" in refused(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": \xff}\n', ":3 is not UTF-8: invalid start byte"),
+        (b'{"prompt": "a", "answer": "b"}\n{"prompt": "a"\n', ":2 is not JSON: "),
+        (b"\n[1]\n", ":2 must be a JSON object, not a list"),
+        (b"[" * 100_000, ":1 is not JSON: it is nested too deep"),
+        (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ":1 is not JSON: Exceeds the limit"),
+        (b'{"prompt": "a", "answer": "b"}\n{"prompt": "\\ud800", "answer": ""}', ":2 holds a half character"),
+        ('{"prompt": "a", "answer": "b"}'.encode("utf-16"), ":1 is UTF-16; the file must be UTF-8"),
+        (b'{"prompt": "a"}', ":1 has no value in task.data.answer_column = 'answer'; its columns are prompt"),
+        (b'{"prompt": "", "answer": "b"}', ":1: a prompt must be text or a list of messages"),
+    ],
+)
+def test_errors_name_file_and_line(content, reason, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    assert refused(path).startswith(f"{path}{reason}")
+
+
+def test_a_bom_is_skipped(tmp_path):
+    rows = "".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\r\n" for n in range(40))
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    (tmp_path / "plain.jsonl").write_text(rows)
+    with_bom, plain = (
+        FileProblems(DataConfig(path=str(tmp_path / f"{name}.jsonl")), seed=0) for name in ("bom", "plain")
+    )
+    assert with_bom.train == plain.train and len(plain.train) + len(plain.held_out) == 40
+
+
+def test_a_pattern_that_is_no_pattern(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", sums(5))
+    assert "answer_pattern = '(': not a regular expression" in refused(path, answer_pattern="(")

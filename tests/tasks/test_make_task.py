@@ -210,3 +210,47 @@ def test_more_mistakes(open_task, tmp_path):
         open_task, None, "task.extract=(unclosed"
     )
     assert "with a group around the answer" in refused(open_task, None, "task.extract=answer_line")
+
+
+def test_every_problem_of_a_file_is_checked_to_be_askable(open_task, tmp_path):
+    """Also one that is the last to be asked, or held out, and one that a template renders as nothing."""
+    ask = [{"role": "user", "content": "1 + 1?"}]
+    file = tmp_path / "chats.jsonl"
+    held_out = tmp_path / "held_out.jsonl"
+    given = [
+        *("task.name=file", f"task.data.path={file}", f"task.data.held_out_path={held_out}"),
+        "task.rewards=[{function: last-number}]",
+    ]
+
+    def write(path, *further):
+        own = [{"prompt": [{"role": "user", "content": f"{path.name} {n}"}]} for n in range(20)]
+        path.write_text("".join(json.dumps({"answer": "2", **row}) + "\n" for row in (*own, *further)))
+
+    write(file)
+    write(held_out, {"prompt": ask})
+    open_task("default", *given)
+    # CHATML adds a role and a content, which must both be texts
+    for bad in ({"prompt": [*ask, {"role": "user"}]}, {"prompt": [{"role": "user", "content": 5}]}):
+        write(file, bad)
+        assert refused(open_task, "default", *given).startswith(f"{file}:21: the policy's chat template ")
+        assert f"{file}:21: " in refused(open_task, "default", *given, "task.max_prompt_tokens=500")
+    write(file)
+    write(held_out, {"prompt": [{"role": "user", "content": None}]})
+    assert refused(open_task, "default", *given).startswith(f"{held_out}:21: the policy's chat template ")
+
+
+def test_settings_that_a_tasks_own_verifier_would_ignore(open_task):
+    own = "default", "task.rewards=[{{function: task, {}}}]"
+    for setting, named in (
+        ("time_limit: 3", "time_limit"),
+        ("options: {a: 1}", "options"),
+        ("concurrency: 2",) * 2,
+    ):
+        said = refused(open_task, own[0], own[1].format(setting))
+        assert (
+            f"task.rewards: {named.split(':')[0]} would be ignored, since 'running-sums' has a verifier"
+            in said
+        )
+    open_task(own[0], own[1].format("time_limit: 10.0"))
+    said = refused(open_task, "default", "task.rewards=[{function: exact, concurrency: 2}]")
+    assert "concurrency = 2 applies to coroutines, and 'exact' is none" in said

@@ -115,12 +115,12 @@ def acceptance(
     json_file: JsonOption = None,
 ) -> None:
     """Shared noise against rejection with the same draft model: expected per token, and realised."""
+    recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.acceptance import bench_acceptance
     from paceline.bench.recipe import acceptance_config
     from paceline.bench.setup import bench_policy, describe, recipe_policy, recipe_requests
     from paceline.certify.native import disturbed
 
-    recipe, overrides = split_recipe(recipe, overrides)
     config = acceptance_config(recipe, overrides)
     policy, prompts = recipe_policy(config)
     draft_model = bench_policy(draft, policy.device) if draft else disturbed(policy, disturbance)
@@ -153,11 +153,11 @@ def speculation(
     json_file: JsonOption = None,
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
+    recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.recipe import speculation_config
     from paceline.bench.setup import describe, recipe_policy
     from paceline.bench.speculation import bench_recipe
 
-    recipe, overrides = split_recipe(recipe, overrides)
     config = speculation_config(recipe, overrides, drafter)
     sizes, counts = _numbers(batches), _numbers(tokens)
     policy, prompts = recipe_policy(config)
@@ -265,12 +265,12 @@ def step(
 
     Exit code 1 if tokens differ where they must not.
     """
+    recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.step import measure_cells, plan_cells
     from paceline.bench.step_figures import make_figures
     from paceline.bench.step_plot import plot_steps
     from paceline.bench.step_settings import parse_settings
 
-    recipe, overrides = split_recipe(recipe, overrides)
     if steps <= first_steps:
         raise ValueError(f"--steps {steps}: must be more than --first-steps {first_steps}")
     compared = parse_settings(settings)
@@ -345,11 +345,11 @@ def memory(
 
     Weights are random, and every prompt and response is as long as the recipe allows.
     """
+    recipe, overrides = split_recipe(recipe, overrides)
     from paceline.bench.memory import bench_memory
     from paceline.bench.setup import describe, recipe_shape
     from paceline.config import load_config
 
-    recipe, overrides = split_recipe(recipe, overrides)
     device = _device()
     config = load_config(recipe, overrides)
     point = bench_memory(config, *recipe_shape(config, device), steps)

@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 import typer
 
 from paceline.cli.options import refuse_given
+from paceline.config import refuse_mistyped_keys
 
 
 def certify(
@@ -53,6 +54,7 @@ def certify(
     ] = None,
 ) -> None:
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
+    refuse_mistyped_keys(overrides or [])
     from paceline.bench.setup import recipe_policy, recipe_tokenizer
     from paceline.certify.run import certify as run
     from paceline.certify.subjects import (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from paceline.cli.options import refuse_given
+from paceline.config import load_config
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def train(
     ] = "",
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
-    from paceline.config import load_config
+    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
     from paceline.device import learning_mode
     from paceline.drafting.eagle_folder import save_eagle
     from paceline.drafting.offline import open_head, train_head
@@ -73,7 +74,7 @@ def train(
     _refuse_options(context, start, rollouts, lr)
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
-    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    session = open_session(config)
     head = open_head(session.policy, start, _layers(layers), draft_vocab)
     completions = completions or training_responses(session.sampler, session.config, responses)
     session.close()
@@ -120,13 +121,13 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
 ) -> None:
     """Says how much of a head's drafts a policy accepts, along its responses to held-out problems."""
-    from paceline.config import load_config
+    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
     from paceline.rollout.responses import held_out_responses
     from paceline.session import open_session
 
-    session = open_session(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    session = open_session(config)
     head = load_eagle(drafter, session.policy, session.policy.dtype, session.device)
     completions = held_out_responses(session.sampler, session.config, problems, temperature)
     session.close()

@@ -3,21 +3,30 @@
 With LoRA that is the merged model; its adapters go along as `adapter/`, a PEFT folder.
 """
 
-import shutil
 from pathlib import Path
 
 from paceline.learning.checkpoint import newest_checkpoint
-from paceline.policy.config import read_config
-from paceline.policy.huggingface import DTYPES, load_policy, save_policy
+from paceline.policy.huggingface import DTYPES, load_policy, save_policy, stored_dtype
+from paceline.policy.model_files import ADAPTER_FILES, copy_files, replaced_files
 
 
-def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
+def export_policy(checkpoint: Path, out: Path, dtype: str, force: bool = False) -> Path:
     """Writes the policy of a run directory (its newest checkpoint), a checkpoint or a policy folder to `out`.
 
-    Returns the folder that the policy was read from.
+    Without a `dtype`, in the type that it is saved in. A folder that holds anything needs `force`: the model
+    in it is replaced, other files stay. Returns the folder that the policy was read from.
     """
     if dtype and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    source, adapter = _policy_and_adapter(checkpoint)
+    _refuse_used(out, force)
+    policy = load_policy(source, DTYPES[dtype] if dtype else stored_dtype(source))
+    save_policy(policy, out, tokenizer_from=source)
+    _copy_adapter(adapter, out / "adapter")
+    return source
+
+
+def _policy_and_adapter(checkpoint: Path) -> tuple[Path, Path]:
     source = checkpoint
     if (checkpoint / "checkpoints").is_dir():
         newest = newest_checkpoint(checkpoint / "checkpoints")
@@ -25,11 +34,26 @@ def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
             raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
         source = newest
     adapter = source / "adapter"
-    if (source / "policy").is_dir():
-        source = source / "policy"
-    read_config(source)
-    policy = load_policy(source, DTYPES[dtype or "float32"])
-    save_policy(policy, out, tokenizer_from=source)
-    if adapter.is_dir():
-        shutil.copytree(adapter, out / "adapter", dirs_exist_ok=True)
-    return source
+    return (source / "policy" if (source / "policy").is_dir() else source), adapter
+
+
+def _refuse_used(out: Path, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; choose a folder")
+    held = next(out.iterdir(), None) if out.is_dir() else None
+    if held is not None and not force:
+        raise ValueError(
+            f"{out} is not empty: it holds {held.name}; choose another folder, or replace the model in it "
+            "with --force (other files stay)"
+        )
+
+
+def _copy_adapter(adapter: Path, out: Path) -> None:
+    """Puts the adapter in place of one that an earlier export left; without one, removes that."""
+    if adapter.is_dir() and out.is_dir() and adapter.samefile(out):
+        return
+    if adapter.is_dir() or out.is_dir():
+        with replaced_files(out, ADAPTER_FILES, last="adapter_config.json") as staging:
+            copy_files(adapter, ADAPTER_FILES, staging)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()

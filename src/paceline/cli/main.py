@@ -60,10 +60,6 @@ def train(
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
-    from paceline.learning.sentinel import TrainingFailed
-    from paceline.loop import train as run_training
-    from paceline.report.console import Console
-
     if resume is not None:
         if recipe == named:
             raise ConfigError(
@@ -75,6 +71,10 @@ def train(
         )
     else:
         config = load_config(named, overrides)
+    from paceline.learning.sentinel import TrainingFailed
+    from paceline.loop import train as run_training
+    from paceline.report.console import Console
+
     console = Console()
     try:
         result = run_training(config, named, resume, replay, console)
@@ -114,6 +114,8 @@ def warmup(
     family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
 ) -> None:
     """Makes a starting checkpoint by supervised training; without --recipe or --data, the built-in policy."""
+    if recipe:
+        load_config(recipe, overrides or [])
     from paceline.cli.warmup import refuse_existing, show_progress, warm_up_from_file, warm_up_from_task
     from paceline.learning.warmup import WarmupSettings, make_builtin
 
@@ -152,10 +154,11 @@ def evaluate_command(
     recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
+    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
     from paceline.rollout.evaluation import evaluate
     from paceline.session import open_session
 
-    session = open_session(_noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"])))
+    session = open_session(_noted(config))
     result = evaluate(session.sampler, session.task.held_out, session.config.eval)
     session.close()
     typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
@@ -175,13 +178,14 @@ def rollout(
 ) -> None:
     """Generates and scores samples without learning."""
     named, overrides = split_recipe(recipe or "default", overrides)
+    config = load_config(named, overrides)
     from paceline.report.metrics import rollout_metrics
     from paceline.rollout.samples import write_groups
     from paceline.rollout.sources import LiveRollouts
     from paceline.session import open_session
     from paceline.tasks.order import ProblemOrder
 
-    session = open_session(_noted(load_config(named, overrides)))
+    session = open_session(_noted(config))
     settings = session.config.rollout
     order = ProblemOrder(session.task.train, session.config.run.seed)
     source = LiveRollouts(
@@ -209,12 +213,15 @@ def rollout(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(help="folder to write")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; default: as saved")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64; default: as saved")] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="replace the model in a folder that is used")
+    ] = False,
 ) -> None:
     """Writes a checkpoint's policy as a Hugging Face folder that transformers and vLLM open."""
     from paceline.cli.export import export_policy
 
-    source = export_policy(checkpoint, out, dtype)
+    source = export_policy(checkpoint, out, dtype, force)
     typer.echo(f"{source} written to {out}")
 
 
@@ -249,9 +256,10 @@ def plan(
     policy.path may name a shape such as qwen3-8b.
     """
     named, overrides = split_recipe(recipe or "default", overrides)
+    config = load_config(named, overrides)
     from paceline.cli.plan import show_plan
 
-    show_plan(load_config(named, overrides), gpu, memory_gb, as_json)
+    show_plan(config, gpu, memory_gb, as_json)
 
 
 @app.command()

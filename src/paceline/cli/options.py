@@ -2,6 +2,7 @@
 
 import typer
 
+from paceline.config import refuse_mistyped_keys
 from paceline.types import Precision
 
 
@@ -17,9 +18,13 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> No
 
 
 def split_recipe(recipe: str, overrides: list[str] | None) -> tuple[str, list[str]]:
-    """Returns the recipe's name and the overrides: a first argument with `=` is one of these."""
+    """Returns the recipe's name and the overrides: a first argument with `=` is one of these.
+
+    A mistyped key is found here.
+    """
     if "=" in recipe:
-        return "default", [recipe, *(overrides or [])]
+        recipe, overrides = "default", [recipe, *(overrides or [])]
+    refuse_mistyped_keys(overrides or [])
     return recipe, list(overrides or [])
 
 

@@ -20,6 +20,7 @@ from paceline.config.recipe import (
     dump_config,
     load_config,
     parse_config,
+    refuse_mistyped_keys,
     shipped_recipes,
 )
 from paceline.config.rollout import (
@@ -64,6 +65,7 @@ __all__ = [
     "learning_notes",
     "load_config",
     "parse_config",
+    "refuse_mistyped_keys",
     "rollout_notes",
     "shipped_recipes",
 ]

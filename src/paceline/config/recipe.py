@@ -23,7 +23,7 @@ from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
 from paceline.config.section import ConfigError, Section
-from paceline.config.task import TaskConfig
+from paceline.config.task import TaskConfig, keys_of_another_task
 
 
 class RunConfig(Section):
@@ -135,11 +135,33 @@ def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...
     if recipe is not None:
         tree = _read_yaml(_recipe_path(recipe))
     given = [(override, *_split(override)) for override in overrides]
-    for _, key, _ in given:
-        _drop(tree, key.rpartition(".")[0].split("."), CHOICES.get(key, ()))
+    for _, key, value in given:
+        _drop(tree, key.rpartition(".")[0].split("."), _stands_for(tree, key, value))
     for override, key, value in given:
         _assign(tree, key.split("."), value, override)
     return parse_config(tree)
+
+
+def _stands_for(tree: dict[str, Any], key: str, value: Any) -> tuple[str, ...]:
+    """Returns the keys of a recipe that go when one of its keys is given another value."""
+    section = tree.get("task")
+    if key == "task.name" and isinstance(section, dict) and section.get("name", TaskConfig().name) != value:
+        return keys_of_another_task(str(value))
+    return CHOICES.get(key, ())
+
+
+def refuse_mistyped_keys(overrides: list[str] | tuple[str, ...]) -> None:
+    """Raises where an override names a key that no recipe has; says nothing about values."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key, value = _split(override)
+        _assign(tree, key.split("."), value, override)
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        mistyped = [_explain(problem) for problem in error.errors() if problem["type"] == "extra_forbidden"]
+        if mistyped:
+            raise ConfigError("\n".join(mistyped)) from None
 
 
 def parse_config(tree: dict[str, Any]) -> Config:

@@ -6,6 +6,22 @@ from pydantic import Field, model_validator
 
 from paceline.config.section import Section
 
+GENERATED = ("running-sums", "calculator", "countdown", "reasoning-gym")
+# Keys of the section `task` that describe problems, and the tasks that they apply to.
+TASKS_OF_KEYS: dict[str, tuple[str, ...]] = {
+    "dataset": ("reasoning-gym",),
+    "options": ("countdown", "reasoning-gym"),
+    "threshold": ("reasoning-gym",),
+    "data": ("file",),
+    "train_problems": GENERATED,
+    "eval_problems": GENERATED,
+}
+
+
+def keys_of_another_task(name: str) -> tuple[str, ...]:
+    """Returns the keys that describe problems and say nothing, or something else, once the task is `name`."""
+    return tuple(key for key, tasks in TASKS_OF_KEYS.items() if key == "options" or name not in tasks)
+
 
 class RewardConfig(Section):
     """An entry of `task.rewards`: a reward function, how it is called and what it counts."""
@@ -135,15 +151,7 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _keys_apply(self) -> "TaskConfig":
         """Refuses keys that this task would ignore."""
-        wanted_by: dict[str, tuple[str, ...]] = {
-            "dataset": ("reasoning-gym",),
-            "options": ("countdown", "reasoning-gym"),
-            "threshold": ("reasoning-gym",),
-            "data": ("file",),
-        }
-        generated = ("running-sums", "calculator", "countdown", "reasoning-gym")
-        wanted_by |= {"train_problems": generated, "eval_problems": generated}
-        for key, tasks in wanted_by.items():
+        for key, tasks in TASKS_OF_KEYS.items():
             if self.name not in tasks and not self.is_default(key):
                 raise ValueError(
                     f"task.{key} does not apply to task.name = {self.name!r}, only to {', '.join(tasks)}"

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.files import DamagedFile, errors_name, read_json
 from paceline.policy.huggingface import Slice
+from paceline.policy.model_files import WEIGHT_FILES, replaced_files, save_tensors
 
 # The heads that are shipped with this package, by name.
 BUILTIN_EAGLE = Path(__file__).parents[1] / "assets" / "builtin-eagle"
@@ -66,10 +67,7 @@ def eagle_folder(name: str) -> Path:
 
 def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Writes a folder that vLLM, SGLang and `load_eagle` open."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or head.fc.weight.dtype
-    (folder / "config.json").write_text(json.dumps(_to_huggingface(head.config, dtype), indent=2) + "\n")
     parameters = dict(head.named_parameters())
     tensors = {
         name: piece.of(parameters[piece.parameter].detach()).to("cpu", dtype).contiguous().clone()
@@ -82,7 +80,9 @@ def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = 
         tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(
             0, draft_to_target, True
         )
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with replaced_files(Path(folder), WEIGHT_FILES) as staging:
+        (staging / "config.json").write_text(json.dumps(_to_huggingface(head.config, dtype), indent=2) + "\n")
+        save_tensors(tensors, staging / "model.safetensors")
 
 
 def load_eagle(
@@ -111,6 +111,8 @@ def load_eagle(
                     f"{folder}: {name} has shape {tuple(tensor.shape)}, "
                     f"its config.json asks for {tuple(target.shape)}"
                 )
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise ValueError(f"{folder}: {name} is {tensor.dtype}; a quantised head is not supported")
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
     return head

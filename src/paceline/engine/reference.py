@@ -5,6 +5,7 @@ finish are yielded and the cache is compacted; waiting requests enter when half 
 here is clever.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
+from paceline.engine.refusal import Limits, prompt_refusal, sampling_refusal
 from paceline.kernels.noise import gumbel
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -66,6 +68,9 @@ class ReferenceBackend(Backend):
         self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.paused = False
         self.stats = RolloutStats()
+        config = policy.config
+        # It has no pool: its cache grows.
+        self.limits = Limits(config.max_positions, sys.maxsize, config.vocab_size, tokenizer is not None)
 
     # -- the contract -----------------------------------------------------------------------------
 
@@ -124,14 +129,14 @@ class ReferenceBackend(Backend):
         admitted: list[Row] = []
         while self.waiting and len(self.running) + len(admitted) < self.max_running:
             row = self.waiting.popleft()
-            limit = self.policy.config.max_positions
-            if not row.request.prompt or len(row.request.prompt) >= limit:
-                length = len(row.request.prompt)
-                yield row.complete(
-                    FinishReason.REFUSED, f"prompt of {length} tokens; this policy takes 1 to {limit - 1}"
-                )
+            problem = prompt_refusal(row.request, self.limits)
+            problem = problem or sampling_refusal(row.request.sampling, self.limits)
+            if problem:
+                yield row.complete(FinishReason.REFUSED, problem)
             elif row.aborted:
                 yield row.complete(FinishReason.ABORTED)
+            elif row.request.sampling.max_tokens == 0:
+                yield row.complete(FinishReason.LENGTH)
             else:
                 admitted.append(row)
         if admitted:

@@ -1,6 +1,9 @@
 """Where a response's text first holds a stop string, token by token."""
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
 
 from tokenizers import Tokenizer
 
@@ -11,14 +14,31 @@ def first_stop(
     """Returns how many tokens it takes until the text holds one of `stops`; None if it does not.
 
     The first `checked` tokens are known to hold none. A match that ends in a token begins at most the stop
-    string's own bytes before it, and a token holds at least one byte, so only a window is decoded; it is
-    wider because special tokens decode to nothing.
+    string's own bytes before it, and a token holds at least one byte, so only a window is decoded. Tokens
+    without a text are left out of it: any number of them may stand within a match.
     """
     if not stops:
         return None
-    window = 4 * max(len(stop.encode()) for stop in stops) + 16
-    for end in range(checked + 1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[max(0, end - window) : end])
-        if any(stop in text for stop in stops):
-            return end
+    assert tokenizer is not None, "requests with stop strings are refused without a tokenizer"
+    # Some more, because a decoder holds back bytes that are no whole character yet.
+    size = 4 * max(len(stop.encode()) for stop in stops) + 16
+    before = (tokens[i] for i in range(checked - 1, -1, -1) if _has_text(tokenizer, tokens[i]))
+    window = deque(reversed(list(islice(before, size))), size)
+    for end, token in enumerate(tokens[checked:], start=checked + 1):
+        if _has_text(tokenizer, token):
+            window.append(token)
+            text = tokenizer.decode(list(window))
+            if any(stop in text for stop in stops):
+                return end
     return None
+
+
+def _has_text(tokenizer: Tokenizer, token: int) -> bool:
+    """Tells whether decoding writes a token; it leaves out special ones and ids beyond the vocabulary."""
+    return token not in _special_tokens(tokenizer) and tokenizer.id_to_token(token) is not None
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)

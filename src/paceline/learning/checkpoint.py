@@ -24,12 +24,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from paceline.learning.optimiser import MasterAdamW
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
 from paceline.policy.lora import has_adapters, load_adapters, save_adapters
+from paceline.policy.model_files import save_tensors
 
 DRAFTERS_FILE = "drafters.safetensors"
 CALIBRATION_FILE = "calibration.safetensors"
@@ -182,7 +183,7 @@ def _without_calibration(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
+    save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def _load_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from (a weak first phase makes RL collapse to guessing). With a JSONL file of `p
 a task that can demonstrate its own problems, it fine-tunes any policy.
 """
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import DTYPES, save_policy
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks import running_sums
+from paceline.tasks.jsonl import read_jsonl
 from paceline.tasks.task import Task
 
 # Share of careful answers in the mix that RL starts from.
@@ -215,16 +215,13 @@ def _end_token(policy: Decoder) -> int:
 
 def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
     found = False
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            yield record["prompt"], record["response"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+    for where, record in read_jsonl(path):
+        pair = record.get("prompt"), record.get("response")
+        if not (isinstance(pair[0], str) and isinstance(pair[1], str)):
             raise ValueError(
-                f"{path}:{number}: each line must be a JSON object with `prompt` and `response` ({error!r})"
-            ) from None
+                f"{where}: each line must be a JSON object with the texts `prompt` and `response`"
+            )
+        yield pair[0], pair[1]
         found = True
     if not found:
         raise ValueError(f"{path} holds no examples")

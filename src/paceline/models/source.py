@@ -80,6 +80,11 @@ class WidenedHeads:
 def policy_folder(path: str) -> Path:
     """Returns the folder of a shipped policy's name or a path; raises where there is no policy."""
     folder = BUILTIN_POLICIES.get(path, Path(path))
+    if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"policy.path = {path!r}: {folder} holds an adapter and no model; give the model it belongs to "
+            "as policy.path, and this folder as policy.lora.path"
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"policy.path = {path!r}: {folder} is not a Hugging Face folder with a config.json; "

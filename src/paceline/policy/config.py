@@ -7,7 +7,8 @@ To add a family:
 
 1. List its `model_type` and architecture in FAMILIES.
 2. Map its keys to `DecoderConfig` in `from_huggingface`, and back in `to_huggingface`. Refuse, with an error
-   that names the key, whatever of it is not computed, so that no model is silently run as another one.
+   that names the key, whatever of it is not computed, so that no model is silently run as another one; list
+   the keys that it has besides in `config_keys.py`.
 3. Where its layers differ in a way that no field describes, add a field with the other families' behaviour as
    its default, and compute it in `decoder.py` (learning) and in `paged/forward.py` (generation).
 4. Where its checkpoints use other tensor names, add them to `layout` in `huggingface.py`; a new way to scale
@@ -17,11 +18,15 @@ To add a family:
 """
 
 import dataclasses
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.policy.config_keys import refuse_unknown_keys
 from paceline.policy.files import errors_name, read_json
+from paceline.policy.quantised import read_quantisation
+from paceline.policy.rope_config import RopeConfig, read_rope
 
 # Hugging Face's `model_type` and architecture of each supported family.
 FAMILIES = {
@@ -30,19 +35,9 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Positions of a model whose `config.json` says nothing, as in transformers.
-DEFAULT_MAX_POSITIONS = 2048
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """How rotary frequencies are made."""
-
-    theta: float = 10000.0
-    # Hugging Face's `rope_type`.
-    kind: str = "default"
-    # What that type takes besides, under Hugging Face's names.
-    parameters: dict[str, Any] = field(default_factory=dict)
+# What transformers takes where a `config.json` says nothing: positions, and the head dimension of Qwen3.
+DEFAULT_MAX_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
+QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -111,20 +106,22 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}")
     layer_types = config.get("layer_types") or ()
-    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+    if _flag(config, "use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(
             f"{family}: sliding-window attention is not supported; "
             "every layer must attend to the whole context"
         )
-    if config.get("hidden_act", "silu") != "silu":
+    # Two names of one function.
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    bias = bool(config.get("attention_bias", False))
+    bias = _flag(config, "attention_bias")
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise ValueError(
             f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
         )
+    max_positions = _size(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS[family])
     return DecoderConfig(
         family=family,
         vocab_size=_size(config, "vocab_size"),
@@ -133,14 +130,14 @@ def from_huggingface(config: dict[str, Any]) -> DecoderConfig:
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads,
-        max_positions=_size(config, "max_position_embeddings", DEFAULT_MAX_POSITIONS),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=_rope_from_huggingface(config),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        head_dim=_head_dim(config, family, heads),
+        max_positions=max_positions,
+        norm_eps=_epsilon(config),
+        rope=read_rope(config, max_positions),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or bias,
         output_bias=family != "qwen2" and bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=_flag(config, "mlp_bias"),
         qk_norm=family in ("qwen3", "qwen3_moe"),
         eos_token_ids=_end_tokens(config),
         bos_token_id=config.get("bos_token_id"),
@@ -198,9 +195,14 @@ def read_config(folder: Path) -> DecoderConfig:
     """Returns the shape of the model in a Hugging Face folder."""
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+        aside = next(folder.glob(".saving-*/old/config.json"), None)
+        why = f"; a save was cut off, and what it replaced lies in {aside.parent}" if aside else ""
+        raise FileNotFoundError(f"{folder} is not a Hugging Face folder: it holds no config.json{why}")
     with errors_name(path):
-        config = from_huggingface(read_json(path))
+        raw = read_json(path)
+        config = from_huggingface(raw)
+        refuse_unknown_keys(raw, config.family, FAMILIES[config.family])
+    read_quantisation(folder, raw)
     generation = folder / "generation_config.json"
     if generation.is_file():
         # Instruct models list further end tokens only here.
@@ -213,9 +215,34 @@ def read_config(folder: Path) -> DecoderConfig:
 def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
     """A key's value, which must be a size; `default` where the key is missing."""
     value = config[key] if default is None else config.get(key, default)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {value!r}: must be a whole number, 1 or more")
     return value
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    """A key's value, which must be true or false; false where the key is missing or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r}: must be true or false")
+    return bool(value)
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"rms_norm_eps = {value!r}: must be a number, 0 or more")
+    return value
+
+
+def _head_dim(config: dict[str, Any], family: str, heads: int) -> int:
+    missing = QWEN3_HEAD_DIM if family == "qwen3" and "head_dim" not in config else None
+    size = missing or (
+        _size(config, "head_dim") if config.get("head_dim") else config["hidden_size"] // heads
+    )
+    if size % 2 or not size:
+        raise ValueError(f"head_dim = {size}: must be even, since RoPE turns its dimensions in pairs")
+    return size
 
 
 def _end_tokens(config: dict[str, Any]) -> tuple[int, ...]:
@@ -235,23 +262,14 @@ def _experts_from_huggingface(config: dict[str, Any]) -> dict[str, Any]:
     layers = range(_size(config, "num_hidden_layers"))
     step = config.get("decoder_sparse_step") or 1
     listed = config.get("mlp_only_layers") or ()
+    experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    chosen = _size(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(f"num_experts_per_tok = {chosen} must be at most num_experts = {experts}")
     return dict(
-        num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        num_experts_per_token=_size(config, "num_experts_per_tok"),
+        num_experts=experts,
+        num_experts_per_token=chosen,
         expert_intermediate_size=_size(config, "moe_intermediate_size"),
-        normalise_expert_weights=bool(config.get("norm_topk_prob", False)),
+        normalise_expert_weights=_flag(config, "norm_topk_prob"),
         dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step != 0),
     )
-
-
-def _rope_from_huggingface(config: dict[str, Any]) -> RopeConfig:
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if kind == "default":
-        parameters = {}
-    if kind == "yarn":
-        context = config.get("max_position_embeddings", DEFAULT_MAX_POSITIONS)
-        parameters.setdefault("original_max_position_embeddings", context)
-    return RopeConfig(float(theta), kind, parameters)

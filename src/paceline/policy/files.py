@@ -39,9 +39,9 @@ def errors_name(file: Path) -> Iterator[None]:
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     # Also raised for bytes that are no text.
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{file} is not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise DamagedFile(f"{file} must hold an object, not a {type(content).__name__}")

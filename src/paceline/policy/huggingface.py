@@ -6,41 +6,29 @@ transformers 5 can also write a layer's experts as one tensor, as it keeps them 
 are read too.
 """
 
+import functools
 import json
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from paceline.policy.config import DecoderConfig, read_config, to_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.files import DamagedFile, errors_name, read_json
-
-# What is copied along with a policy, where it exists.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
+from paceline.policy.model_files import (
+    TOKENIZER_FILES,
+    WEIGHT_FILES,
+    copy_files,
+    replaced_files,
+    save_tensors,
 )
+from paceline.policy.weight_files import INDEX_FILE, SINGLE_FILE, WeightFiles
+
 # Types that a recipe can name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# The name of one expert's matrix, and that of the tensor in which transformers 5 keeps a layer's experts.
-EXPERT_TENSOR = re.compile(
-    r"(?P<layer>.+\.mlp\.experts)\.(?P<index>\d+)\.(?P<kind>gate|up|down)_proj\.weight"
-)
-FUSED_EXPERTS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 # The largest shard that `save_policy` writes, in bytes.
 SHARD_BYTES = 5 << 30
 
@@ -124,10 +112,62 @@ def exported_tensors(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 def load_policy(folder: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
     """Returns the policy in a Hugging Face folder, with its weights in `dtype`."""
     folder = Path(folder)
-    decoder = Decoder(read_config(folder), dtype, device)
+    config = read_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter beside a model, and some programs would add it; move "
+            "adapter_config.json and its weights to a folder of their own (policy.lora.path), or remove them"
+        )
+    files = WeightFiles(folder)
+    _check_sizes(config, files)
+    decoder = Decoder(config, dtype, device)
     with errors_name(folder):
-        fill(decoder, weight_reader(folder))
+        fill(decoder, files.read)
+        if config.tie_embeddings and "lm_head.weight" in files:
+            _check_tied(files)
+    files.report_unread(config.num_layers)
     return decoder
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Returns the type of a folder's weights as stored; for FP8 the one that `config.json` names."""
+    config = read_config(folder)
+    files = WeightFiles(folder)
+    stored = files.stored_types(layout(config))
+    if files.fp8 is not None:
+        raw = read_json(folder / "config.json")
+        named = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+        return {**DTYPES, "float16": torch.float16}.get(named, torch.bfloat16)
+    return functools.reduce(torch.promote_types, sorted(stored, key=str))
+
+
+def _check_sizes(config: DecoderConfig, files: WeightFiles) -> None:
+    """Finds sizes that are not the files' before memory is taken for them."""
+    last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
+    if last not in files:
+        raise DamagedFile(
+            f"{files.folder} lacks the tensor {last}; its config.json says num_hidden_layers = "
+            f"{config.num_layers}"
+        )
+    for name, shape in (
+        ("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)),
+        (last, (config.hidden_size,)),
+    ):
+        if name in files and files.shape(name) != shape:
+            raise DamagedFile(
+                f"{files.folder}: {name} has shape {files.shape(name)}, the configuration asks for {shape}"
+            )
+
+
+def _check_tied(files: WeightFiles) -> None:
+    """A tied head may be there as a copy of the embedding, as some trainers write it."""
+    head, embedding = files.read("lm_head.weight"), files.read("model.embed_tokens.weight")
+    common = torch.promote_types(head.dtype, embedding.dtype)
+    if head.shape != embedding.shape or not torch.equal(head.to(common), embedding.to(common)):
+        raise ValueError(
+            "config.json says tie_word_embeddings: true, and lm_head.weight is not the embedding; "
+            "some programs use the one, some the other: set it to false to use both, or remove lm_head.weight"
+        )
 
 
 def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
@@ -146,43 +186,7 @@ def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
 
 def weight_reader(folder: Path) -> Callable[[str], torch.Tensor]:
     """Returns a function that reads a tensor by name, from `model.safetensors` or its index's shards."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        with errors_name(index):
-            shard_of = dict(read_json(index)["weight_map"])
-    elif (folder / "model.safetensors").is_file():
-        with errors_name(folder / "model.safetensors"), safe_open(folder / "model.safetensors", "pt") as file:
-            shard_of = dict.fromkeys(file.keys(), "model.safetensors")
-    else:
-        raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    open_shards: dict[str, safe_open] = {}
-
-    def shard_with(name: str) -> safe_open:
-        shard = shard_of[name]
-        if shard not in open_shards:
-            if not (folder / shard).is_file():
-                raise FileNotFoundError(f"{index} lists {shard}, which {folder} does not hold")
-            open_shards[shard] = safe_open(folder / shard, "pt")
-        return open_shards[shard]
-
-    def read(name: str) -> torch.Tensor:
-        if name in shard_of:
-            with errors_name(folder / shard_of[name]):
-                return shard_with(name).get_tensor(name)
-        expert = EXPERT_TENSOR.fullmatch(name)
-        if expert and (fused := f"{expert['layer']}.{FUSED_EXPERTS[expert['kind']]}") in shard_of:
-            with errors_name(folder / shard_of[fused]):
-                return _read_expert(shard_with(fused).get_slice(fused), int(expert["index"]), expert["kind"])
-        raise DamagedFile(f"{folder} lacks the tensor {name}; it holds {len(shard_of)} others")
-
-    return read
-
-
-def _read_expert(experts_XNK: Any, index: int, kind: str) -> torch.Tensor:
-    """One expert's matrix from the tensor that holds all of a layer's; gate lies above up."""
-    rows = experts_XNK.get_shape()[1]
-    start, stop = {"gate": (0, rows // 2), "up": (rows // 2, rows), "down": (0, rows)}[kind]
-    return experts_XNK[index, start:stop]
+    return WeightFiles(folder).read
 
 
 def save_policy(
@@ -192,30 +196,19 @@ def save_policy(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers, vLLM and `load_policy` open; tokenizer files are copied along."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes a folder that transformers, vLLM and `load_policy` open, in place of a model that is there.
+
+    Tokenizer files are copied along from `tokenizer_from`; without it, those of the folder stay.
+    """
     dtype = dtype or decoder.dtype
     _warn_of_head_dim(decoder.config)
-    (folder / "config.json").write_text(
-        json.dumps(to_huggingface(decoder.config, str(dtype).removeprefix("torch.")), indent=2) + "\n"
-    )
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in exported_tensors(decoder):
-        tensor = tensor.to("cpu", dtype).contiguous().clone()
-        if size and size + tensor.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        _save_shards(shards, folder)
-    for file in TOKENIZER_FILES:
-        if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
-            shutil.copyfile(Path(tokenizer_from) / file, folder / file)
+    config = to_huggingface(decoder.config, str(dtype).removeprefix("torch."))
+    patterns = WEIGHT_FILES + (TOKENIZER_FILES if tokenizer_from is not None else ())
+    with replaced_files(Path(folder), patterns) as staging:
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _save_weights(decoder, staging, dtype, shard_bytes)
+        if tokenizer_from is not None:
+            copy_files(Path(tokenizer_from), TOKENIZER_FILES, staging)
 
 
 def _warn_of_head_dim(config: DecoderConfig) -> None:
@@ -229,12 +222,25 @@ def _warn_of_head_dim(config: DecoderConfig) -> None:
         )
 
 
-def _save_shards(shards: list[dict[str, torch.Tensor]], folder: Path) -> None:
+def _save_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    """Writes one file, or shards and their index; only one of them is in memory at a time."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in exported_tensors(decoder):
+        nbytes = tensor.numel() * dtype.itemsize
+        if size and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += nbytes
+        total += nbytes
     weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+    for number, views in enumerate(shards, start=1):
+        one = len(shards) == 1
+        file = SINGLE_FILE if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: view.to("cpu", dtype).contiguous().clone() for name, view in views.items()}
+        save_tensors(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
-    total = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -36,18 +36,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline.config import ConfigError, LoraConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.files import errors_name, read_json
 from paceline.policy.huggingface import Slice, layout
+from paceline.policy.model_files import ADAPTER_FILES, replaced_files, save_tensors
 
 # What PEFT puts before the name of a projection.
 PEFT_PREFIX = "base_model.model."
-# PEFT's settings that this file does not support, with the value that turns each off: a folder that uses one
-# of them is refused rather than misread.
+# PEFT's settings that this file does not support, with the value that turns each off.
 UNSUPPORTED_OFF = {
     "bias": "none",
     "use_rslora": False,
@@ -58,6 +58,16 @@ UNSUPPORTED_OFF = {
     "alpha_pattern": {},
     "layers_to_transform": None,
 }
+# PEFT's settings that are read, or that leave base + alpha / rank * B A as it is. A folder that uses any
+# other (aLoRA's invocation tokens, DoRA, replicated layers, ...) is refused by its name rather than misread.
+HARMLESS = {
+    *("r", "lora_alpha", "target_modules", "peft_type", "task_type", "init_lora_weights"),
+    *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
+    *("lora_dropout", "exclude_modules", "layers_pattern", "megatron_core", "qalora_group_size"),
+    *("eva_config", "runtime_config", "ensure_weight_tying"),
+}
+# Values of `init_lora_weights` that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and others do not.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class Adapter(nn.Module):
@@ -198,9 +208,9 @@ def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
         "inference_mode": True,
         **UNSUPPORTED_OFF,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with replaced_files(folder, ADAPTER_FILES, last="adapter_config.json") as staging:
+        (staging / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        save_tensors(tensors, staging / "adapter_model.safetensors")
 
 
 @torch.no_grad()
@@ -234,6 +244,10 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
                 f"{folder}: {name} has shape {tuple(tensors[name].shape)}, "
                 f"this policy needs {tuple(factor.shape)}"
             )
+        if not tensors[name].is_floating_point() or tensors[name].element_size() < 2:
+            raise ConfigError(
+                f"{folder}: {name} is {tensors[name].dtype}; it must be a floating-point number"
+            )
         factor.copy_(tensors[name])
     merge_adapters(policy)
 
@@ -241,6 +255,19 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
 def _check_settings(
     settings: dict[str, Any], rank: float, alpha: float, policy: Decoder, folder: Path
 ) -> None:
+    used = [
+        key
+        for key, value in settings.items()
+        if key not in HARMLESS and value and value != UNSUPPORTED_OFF.get(key)
+    ]
+    kind, start = settings.get("peft_type", "LORA"), settings.get("init_lora_weights")
+    used += [f"peft_type = {kind!r}"] if kind != "LORA" else []
+    used += [f"init_lora_weights = {start!r}"] if start not in PLAIN_STARTS else []
+    if used:
+        raise ConfigError(
+            f"{folder} uses {', '.join(used)}, which is not supported; "
+            "merge it with PEFT and start from the merged folder"
+        )
     module = next(_adapted(policy))
     for key, theirs, ours in (("rank", rank, module.rank), ("alpha", alpha, module.alpha)):
         if theirs != ours:
@@ -248,12 +275,6 @@ def _check_settings(
                 f"policy.lora.{key} = {ours:g}: the adapters in {folder} have {theirs:g}; "
                 f"set policy.lora.{key}={theirs:g}"
             )
-    used = [key for key, off in UNSUPPORTED_OFF.items() if settings.get(key) and settings[key] != off]
-    if used:
-        raise ConfigError(
-            f"{folder} uses {', '.join(used)}, which is not supported; "
-            "merge it with PEFT and start from the merged folder"
-        )
 
 
 def _projections(policy: Decoder, targets: Sequence[str]) -> list[tuple[str, Slice]]:

@@ -7,15 +7,13 @@ import math
 
 import torch
 
-from paceline.policy.config import RopeConfig
-
-# Supported values of Hugging Face's `rope_type`.
-SCALINGS = ("default", "linear", "llama3", "yarn")
+from paceline.policy.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Returns float32 frequencies `[head_dim / 2]` and the factor on cos and sin."""
-    inverse = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    inverse = 1.0 / wavelengths
     p = rope.parameters
     if rope.kind == "default":
         return inverse, 1.0
@@ -23,9 +21,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         return inverse / p["factor"], 1.0
     if rope.kind == "llama3":
         return _llama3(inverse, p), 1.0
-    if rope.kind == "yarn":
-        return _yarn(inverse, rope, head_dim)
-    raise ValueError(f"rope_type {rope.kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    assert rope.kind == "yarn", "read_rope lets no other type pass"
+    return _yarn(wavelengths, rope, head_dim)
 
 
 def _llama3(inverse: torch.Tensor, p: dict) -> torch.Tensor:
@@ -42,7 +39,7 @@ def _llama3(inverse: torch.Tensor, p: dict) -> torch.Tensor:
     return torch.where(is_between, between, stretched)
 
 
-def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (Peng et al. 2023): interpolates slow dimensions, keeps fast ones, sharpens attention."""
     p = rope.parameters
     factor = p["factor"]
@@ -59,7 +56,8 @@ def _yarn(inverse: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
-    frequencies = inverse / factor * (1 - keep) + inverse * keep
+    # In this order: `1 / wavelengths / factor` would round otherwise than transformers does.
+    frequencies = 1.0 / (factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
     def magnitude(scale: float, slope: float = 1.0) -> float:
         return 0.1 * slope * math.log(scale) + 1.0 if scale > 1 else 1.0

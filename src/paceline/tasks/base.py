@@ -24,6 +24,7 @@ class Problem:
     prompt: str | tuple[Message, ...]
     answer: str
     extra: dict[str, Any] = field(default_factory=dict, hash=False)  # further columns, for rewards and tools
+    source: str = field(default="", compare=False)  # where it was read, for errors: file and line
 
 
 @dataclass(frozen=True)

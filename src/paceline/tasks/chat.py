@@ -1,21 +1,17 @@
 """Chat templates: from messages to the text a policy was trained on, by its folder's Jinja template.
 
-The environment offers what Hugging Face templates expect (transformers/utils/chat_template_utils.py) and is
-sandboxed, because a template is a program that came with a download.
+A template is a program that came with a download. It runs in a process of its own (`chat_process.py`), in
+Jinja's sandbox and within limits; whatever it does there is an error that names it, never more.
 """
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from paceline.config import ConfigError
 from paceline.tasks.base import Message
+from paceline.tasks.chat_process import MEMORY_LIMIT_BYTES, template_process
 
 # Entries of tokenizer_config.json that templates may refer to.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -23,19 +19,25 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # Names under which messages carry their reasoning; templates read one of the first two.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
+# What is said of a rendering that failed, by the worker's kind of error.
+FAILURES = {
+    "syntax": "is not valid Jinja ({message})",
+    "refused": "refuses messages with roles [{roles}]: {message}",
+    "failed": "fails on messages with roles [{roles}]: {message}",
+    "time": "does not end on messages with roles [{roles}]: {message}",
+    "memory": f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB of memory on messages with roles [{{roles}}]",
+    "length": "writes too much for messages with roles [{roles}]: {message}",
+    "died": "ended the process that renders it, on messages with roles [{roles}]",
+}
+
 
 class ChatTemplate:
-    """A policy's chat template, compiled, with its special tokens and the recipe's `template_options`."""
+    """A policy's chat template, with its special tokens and the recipe's `template_options`."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        try:
-            self.template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"the policy's chat template is not valid Jinja (line {error.lineno}: {error.message})"
-            ) from None
+        self.source = source
         self.variables = {**(special_tokens or {}), **(options or {})}
 
     @classmethod
@@ -43,27 +45,34 @@ class ChatTemplate:
         """Reads the template of a Hugging Face folder; None where it has none."""
         settings = _read_json(folder / "tokenizer_config.json")
         jinja_file = folder / "chat_template.jinja"
-        source = jinja_file.read_text() if jinja_file.is_file() else settings.get("chat_template")
+        source = _read_text(jinja_file) if jinja_file.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several by name
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
         if not source:
             return None
-        named = _read_json(folder / "special_tokens_map.json") | settings
-        tokens = {name: _token_text(named[name]) for name in SPECIAL_TOKENS if named.get(name) is not None}
+        if not isinstance(source, str):
+            where = folder / "tokenizer_config.json"
+            raise ConfigError(f"{where}: chat_template must be a text, not a {type(source).__name__}")
+        listed = _read_json(folder / "special_tokens_map.json") | settings
+        tokens = {name: _token_text(listed[name]) for name in SPECIAL_TOKENS if listed.get(name) is not None}
         return cls(source, tokens, options)
 
     def render(self, messages: Sequence[Message], generate: bool = True) -> str:
         """Renders a conversation as text; with `generate`, up to where the policy's response begins."""
-        chat = [_known_reasoning(message) for message in messages]
-        try:
-            return self.template.render(
-                messages=chat, tools=None, documents=None, add_generation_prompt=generate, **self.variables
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(
-                f"the policy's chat template refuses messages with roles [{roles}]: {error}"
-            ) from None
+        (text,) = self.render_all([messages], generate)
+        return text
+
+    def render_all(self, chats: Sequence[Sequence[Message]], generate: bool = True) -> list[str]:
+        """Renders several conversations in one request to the process, which is quicker."""
+        variables = {"tools": None, "documents": None, "add_generation_prompt": generate, **self.variables}
+        known = [[_known_reasoning(message) for message in messages] for messages in chats]
+        reply = template_process().render(self.source, variables, known)
+        if "error" in reply:
+            roles = ", ".join(str(message.get("role")) for message in chats[0])
+            what = FAILURES[reply["error"]].format(roles=roles, message=reply["message"])
+            raise ConfigError(f"the policy's chat template {what}")
+        return reply["texts"]
 
     def follow_up(self, messages: Sequence[Message]) -> str:
         """Returns the text between a response and the next one when `messages` come in between.
@@ -82,45 +91,6 @@ class ChatTemplate:
         return text.rpartition(marker)[2]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    return environment
-
-
-class _GenerationBlocks(jinja2.ext.Extension):
-    """Ignores `{% generation %}` blocks, which mark the assistant's text for training frameworks."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's own filter, which would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
 def _known_reasoning(message: Message) -> Message:
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return (
@@ -128,14 +98,21 @@ def _known_reasoning(message: Message) -> Message:
     )
 
 
-def _token_text(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _token_text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except ValueError as error:
+        raise ConfigError(f"{path} is not readable text: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold an object, not a {type(content).__name__}")

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.config import ConfigError, DataConfig
 from paceline.config.extras import needs_package
 from paceline.tasks.base import Message, Problem
+from paceline.tasks.jsonl import read_jsonl
 
 logger = logging.getLogger(__name__)
 
@@ -69,27 +70,14 @@ def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
     """Reads a file; `key` of `task.data` is what errors name."""
     if not path.is_file():
         raise ConfigError(f"task.data.{key} = {str(path)!r}: there is no such file")
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ConfigError(f"task.data.{key} = {str(path)!r}: must end in {' or '.join(readers)}")
+    _check_pattern(config.answer_pattern)
     problems = [_problem(row, config, where) for where, row in readers[path.suffix](path)]
     if not problems:
         raise ConfigError(f"task.data.{key} = {str(path)!r} holds no rows")
     return problems
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number} is not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number} must be a JSON object, not a {type(row).__name__}")
-            yield f"{path}:{number}", row
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
@@ -98,10 +86,22 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
     except ImportError:
         raise ConfigError(f"{path}: reading parquet {needs_package('pyarrow', 'data')}") from None
     number = 0
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path} row {number}", row
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} is not readable parquet: {error}") from None
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"task.data.answer_pattern = {pattern!r}: not a regular expression ({error})"
+        ) from None
 
 
 def _problem(row: Row, config: DataConfig, where: str) -> Problem:
@@ -110,7 +110,7 @@ def _problem(row: Row, config: DataConfig, where: str) -> Problem:
         "reward_model.ground_truth" if "answer" not in row and "reward_model" in row else "answer"
     )
     answer = _column(row, answer_column, "answer_column", where)
-    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    answer = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     if config.answer_pattern:
         found = re.search(config.answer_pattern, answer)
         if found is None or not found.groups():
@@ -120,7 +120,7 @@ def _problem(row: Row, config: DataConfig, where: str) -> Problem:
             )
         answer = found.group(1)
     extra = {name: value for name, value in row.items() if name != config.prompt_column.split(".")[0]}
-    return Problem(_digest([prompt, answer]), prompt, answer.strip(), extra)
+    return Problem(_digest([prompt, answer]), prompt, answer.strip(), extra, source=where)
 
 
 def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
@@ -151,5 +151,5 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(
-        json.dumps(value, sort_keys=True, ensure_ascii=False).encode(), digest_size=12
+        json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode(), digest_size=12
     ).hexdigest()

@@ -48,7 +48,9 @@ def make_task(config: TaskConfig, tokenizer: Tokenizer, folder: Path) -> Task:
     if config.max_prompt_tokens:
         train = filter_overlong_prompts(train, prompts, config.max_prompt_tokens, "training")
         held_out = filter_overlong_prompts(held_out, prompts, config.max_prompt_tokens, "held-out")
-    prompts.encode(train[0])  # a prompt that cannot be rendered is found now, not in the first step
+    # A prompt that cannot be asked is found now, not in some later step. Generated ones are all alike.
+    for side in (train, held_out):
+        prompts.check(side if config.name == "file" else side[:1])
     scoring, turns = _workers(config, problems)
     demonstrations = getattr(problems, "demonstrations", None)
     return Task(train, held_out, prompts, scoring, turns, demonstrations)
@@ -105,6 +107,8 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
     The pool starts a worker here, to find a function that cannot be loaded before the run begins.
     """
     wanted = config.rewards or [RewardConfig(function="task", name="verifier")]
+    for reward in wanted:
+        _refuse_ignored(reward, config, problems)
     called = [reward for reward in wanted if not _runs_in_loop(reward, problems)]
     tool, stop = _tool(config)
     targets: list[Target | Step] = [
@@ -134,6 +138,11 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
             return Reward(reward, from_verifier(cast(ScoredProblemSet, problems).score), require_end=False)
         index = called.index(reward)
         target = targets[index]
+        if not coroutines[index] and not reward.is_default("concurrency"):
+            raise ConfigError(
+                f"task.rewards: concurrency = {reward.concurrency} applies to coroutines, and "
+                f"{reward.function!r} is none; leave it out, or set task.reward_workers"
+            )
         assert isinstance(target, Target), "the tool comes after the rewards"
         if coroutines[index]:
             assert loop is not None
@@ -150,6 +159,20 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
 def _runs_in_loop(reward: RewardConfig, problems: ProblemSet) -> bool:
     """Whether the reward is the problem set's own verifier, which needs no worker process."""
     return reward.function == "task" and hasattr(problems, "score")
+
+
+def _refuse_ignored(reward: RewardConfig, config: TaskConfig, problems: ProblemSet) -> None:
+    """Refuses settings of the task's own verifier that would be ignored."""
+    if reward.function != "task":
+        return
+    ignored = ["options"] if reward.options else []
+    if _runs_in_loop(reward, problems):
+        ignored += [key for key in ("time_limit", "concurrency") if not reward.is_default(key)]
+    if ignored:
+        raise ConfigError(
+            f"task.rewards: {', '.join(ignored)} would be ignored, since {config.name!r} has a verifier of "
+            "its own; leave it out"
+        )
 
 
 def _target(reward: RewardConfig, config: TaskConfig) -> Target:

@@ -1,7 +1,7 @@
 """From a problem to its prompt's tokens, and from a tool's observation to the tokens it adds."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -11,6 +11,9 @@ from paceline.tasks.base import Message, Observation, Problem
 from paceline.tasks.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
+
+# Chats in one request to the process that renders them.
+RENDERED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,49 @@ class PromptEncoder:
 
     def encode(self, problem: Problem) -> tuple[int, ...]:
         """Returns the tokens of a problem's prompt."""
+        return self._tokens(problem, self._text(problem))
+
+    def check(self, problems: Sequence[Problem]) -> None:
+        """Raises where one of the problems cannot be asked; the error names where it was read."""
+        for _ in self._texts(problems):
+            pass
+
+    def lengths(self, problems: Sequence[Problem]) -> list[int]:
+        """Returns how many tokens each problem's prompt has."""
+        texts = self._texts(problems)
+        return [len(self._tokens(problem, text)) for problem, text in zip(problems, texts, strict=True)]
+
+    def _tokens(self, problem: Problem, text: str) -> tuple[int, ...]:
+        # A template writes the special tokens itself; the tokenizer must not add them again.
+        plain = isinstance(problem.prompt, str) and not self.chat
+        return tuple(self.tokenizer.encode(text, add_special_tokens=plain).ids)
+
+    def _texts(self, problems: Sequence[Problem]) -> Iterator[str]:
+        """Yields the text of each prompt; chats are rendered many at a time."""
+        for start in range(0, len(problems), RENDERED_TOGETHER):
+            batch = problems[start : start + RENDERED_TOGETHER]
+            try:
+                asked = [self._messages(problem) for problem in batch]
+                chats = [messages for messages in asked if not isinstance(messages, str)]
+                rendered = iter(self._template().render_all(chats) if chats else ())
+                texts = [one if isinstance(one, str) else next(rendered) for one in asked]
+            except ConfigError:
+                texts = [""]
+            # One by one where something is wrong: that says with which.
+            yield from texts if all(texts) else (self._text(problem) for problem in batch)
+
+    def _text(self, problem: Problem) -> str:
+        try:
+            asked = self._messages(problem)
+            text = asked if isinstance(asked, str) else self._template().render(asked)
+        except ConfigError as error:
+            raise ConfigError(f"{problem.source}: {error}" if problem.source else str(error)) from None
+        if not text:
+            raise ConfigError(f"{problem.source or 'a problem'}: its prompt is an empty text")
+        return text
+
+    def _messages(self, problem: Problem) -> str | tuple[Message, ...]:
+        """The text to ask with, or the messages for the template."""
         prompt = problem.prompt
         if isinstance(prompt, str):
             prompt = self.prompt_format.replace("{prompt}", prompt)
@@ -33,12 +79,11 @@ class PromptEncoder:
                     raise ConfigError(
                         "task.system_prompt needs a chat, and the prompts are plain text; set task.chat=true"
                     )
-                return tuple(self.tokenizer.encode(prompt).ids)
+                return prompt
             prompt = ({"role": "user", "content": prompt},)
         if self.system_prompt and prompt[0].get("role") != "system":
             prompt = ({"role": "system", "content": self.system_prompt}, *prompt)
-        # The template writes the special tokens itself; the tokenizer must not add them again.
-        return tuple(self.tokenizer.encode(self._template().render(prompt), add_special_tokens=False).ids)
+        return prompt
 
     def encode_observation(self, observation: Observation, last_token: int) -> tuple[int, ...]:
         """Returns the tokens of an observation.
@@ -68,7 +113,7 @@ def filter_overlong_prompts(
     problems: Sequence[Problem], encoder: PromptEncoder, limit: int, what: str
 ) -> list[Problem]:
     """Returns the problems whose prompt has at most `limit` tokens; `what` names them in messages."""
-    lengths = [len(encoder.encode(problem)) for problem in problems]
+    lengths = encoder.lengths(problems)
     kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if not kept:
         raise ConfigError(

@@ -1,0 +1,50 @@
+"""Lines of JSON from a file that somebody else wrote: every error names the file and the line."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.config import ConfigError
+
+OTHER_ENCODINGS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each line's object with where it stands, `file:line`; empty lines and a BOM are skipped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, where)
+            if text.strip():
+                yield where, _parse(text, where)
+
+
+def _decode(line: bytes, where: str) -> str:
+    other = next((name for mark, name in OTHER_ENCODINGS.items() if line.startswith(mark)), None)
+    if other is not None:
+        raise ConfigError(f"{where} is {other}; the file must be UTF-8")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not UTF-8: {error.reason} at byte {error.start + 1} of the line"
+        ) from None
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+        # Half of a character that takes two, written as an escape: no tokenizer and no file takes it.
+        json.dumps(row, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ConfigError(f"{where} is not JSON: it is nested too deep") from None
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} holds a half character, {error.object[error.start]!r}") from None
+    # Also raised for a number of more digits than Python reads.
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be a JSON object, not a {type(row).__name__}")
+    return row
