@@ -10,7 +10,6 @@ import pytest
 from tests.forked import ForkedCommand
 from tests.loop_helpers import make_tiny_policy, tiny_overrides
 
-
 # On top of `tiny_overrides`: six steps within a second.
 SMALL = [
     "rollout.prompts_per_step=2",

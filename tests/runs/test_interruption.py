@@ -1,4 +1,4 @@
-"""Signals: the first saves the step, whenever it comes; the next ends at once; exit codes say which it was."""
+"""Signals: the first saves the step, whenever it comes; the next ends at once; exit codes tell which."""
 
 import os
 import signal

@@ -70,7 +70,10 @@ def test_a_holder_is_named_and_a_killed_one_is_forgotten(tmp_path):
 
 def test_a_holder_in_another_pid_namespace(tmp_path):
     namespace = ["unshare", "-Urpf", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*namespace, "true"], capture_output=True).returncode
+    ):
         pytest.skip("no namespaces here")
     holder = hold_in_process(tmp_path, *namespace)
     try:
@@ -248,7 +251,9 @@ def test_records_of_others_cannot_write_to_the_terminal_or_into_other_files(tmp_
 def test_a_killed_run_resumes_at_once(tmp_path, train, start, whole):
     command = train("run", prepare=signal_self_in(RunDirectory, "append_metrics", signal.SIGKILL, 4))
     assert command.wait() == -signal.SIGKILL
-    assert Holder.parse((tmp_path / "run/run.lock").read_bytes()).pid == command.pid, "a record without a lock"
+    assert Holder.parse((tmp_path / "run/run.lock").read_bytes()).pid == command.pid, (
+        "a record without a lock"
+    )
     again = start("train", "--resume", str(tmp_path / "run"))
     assert again.wait() == 0, again.text()
     assert comparable_metrics(tmp_path / "run") == comparable_metrics(whole)

@@ -44,7 +44,7 @@ def _explain(run: Path, what: str, where: Path, bytes_needed: int, error: Except
             ", or lower checkpoint.keep (one more than it is on disk while saving)," if bytes_needed else ","
         )
     else:
-        text += " Put that right"
+        text += " Put that right,"
     saved = list_checkpoints(run / "checkpoints")
     step = f"from {saved[-1].name}" if saved else "from the beginning (there is no checkpoint yet)"
     return f"{text} then go on {step} with: {resume_command(run)}"

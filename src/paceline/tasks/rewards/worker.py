@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from paceline.tasks.base import Done, Observation, Problem, Turn
@@ -170,17 +169,27 @@ class Server:
 
 
 def _leave_signals_to_parent() -> None:
-    """Makes the parent's signals do nothing here, and what they always do in processes started from here."""
-    worker = os.getpid()
+    """Makes the parent's signals do nothing here, and what they always do in processes started from here.
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != worker:
+    A program that a function runs begins with the defaults by itself, a forked child gets them back; while it
+    is being made they are blocked, because Python forgets one that comes in between.
+    """
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+
+    def restore() -> None:
+        for number in PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        unblock()
 
     for number in PARENTS_SIGNALS:
-        signal.signal(number, ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)  # the parent started us with them blocked
+        signal.signal(number, lambda number, frame: None)
+    unblock()  # the parent started us with them blocked
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def _prepare(target: Target | Step) -> Call:
