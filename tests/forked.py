@@ -3,13 +3,13 @@
 What happens to it (signals, limits, patched functions) leaves the test's own process alone.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import paceline.loop  # noqa: F401 - what a run needs, imported before the first fork
 from paceline.cli.main import main
@@ -21,17 +21,18 @@ from tests.length_reward import pay_for_length
 class ForkedCommand:
     """`paceline ARGUMENTS...` in a child of this process, with a reward that an untrained policy can earn."""
 
-    def __init__(
-        self, arguments: list[str], output: Path, prepare: Callable[[], None] = lambda: None
-    ) -> None:
-        self.output = output
+    def __init__(self, arguments: list[str], prepare: Callable[[], None] = lambda: None) -> None:
         self.code: int | None = None
-        output.unlink(missing_ok=True)
+        self.printed = b""
+        # Not a file: what limits the files of a run would limit that, too.
+        self.output, output = os.pipe()
+        os.set_blocking(self.output, False)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
             _become(arguments, output, prepare)
+        os.close(output)
 
     def send(self, number: int) -> None:
         """Sends a signal, if the process still lives."""
@@ -42,6 +43,7 @@ class ForkedCommand:
         """Returns the exit code, negative where a signal ended it."""
         deadline = time.monotonic() + seconds
         while self.code is None:
+            self._read()
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
@@ -52,19 +54,28 @@ class ForkedCommand:
                 raise TimeoutError(f"no end after {seconds:g} s:\n{self.text()}")
             else:
                 time.sleep(0.005)
+        self._read()
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
         return self.code
 
     def text(self) -> str:
         """Returns what it has printed."""
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+        self._read()
+        return self.printed.decode(errors="replace")
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.output >= 0 and (data := os.read(self.output, 1 << 16)):
+                self.printed += data
 
 
-def _become(arguments: list[str], output: Path, prepare: Callable[[], None]) -> None:
+def _become(arguments: list[str], output: int, prepare: Callable[[], None]) -> None:
     code = 1
     try:
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
-            os.dup2(descriptor, stream)
+            os.dup2(output, stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115, PTH123
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115, PTH123

@@ -28,18 +28,18 @@ def policy(tmp_path_factory) -> Path:
 def whole(policy, tmp_path_factory) -> Path:
     """The run that every interrupted one must equal."""
     root = tmp_path_factory.mktemp("runs")
-    command = ForkedCommand(["train", *tiny_overrides(policy, root, "whole"), *SMALL], root / "output")
+    command = ForkedCommand(["train", *tiny_overrides(policy, root, "whole"), *SMALL])
     assert command.wait() == 0, command.text()
     return root / "whole"
 
 
 @pytest.fixture
-def start(tmp_path) -> Callable[..., ForkedCommand]:
+def start() -> Callable[..., ForkedCommand]:
     """Starts `paceline ...`; whatever still runs at the end of the test is killed."""
     started: list[ForkedCommand] = []
 
     def run(*arguments: str, prepare: Callable[[], None] = lambda: None) -> ForkedCommand:
-        started.append(ForkedCommand(list(arguments), tmp_path / f"output-{len(started)}", prepare))
+        started.append(ForkedCommand(list(arguments), prepare))
         return started[-1]
 
     yield run

@@ -133,9 +133,9 @@ def test_outside_the_loop_the_first_one_ends_it(monkeypatch):
             time.sleep(1)
         assert first.value.exit_code == EXIT_INTERRUPTED and interruption
         with pytest.raises(Interrupted) as second:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
-        assert second.value.exit_code == 128 + signal.SIGHUP
+        assert second.value.exit_code == 128 + signal.SIGTERM
 
 
 def test_ignored_signals_stay_ignored_and_handlers_come_back():

@@ -12,6 +12,7 @@ from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
 from paceline.cli.options import refuse_given, split_recipe
 from paceline.cli.simulate import app as simulate_app
+from paceline.cli.streams import lasting_output
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 
 app = typer.Typer(
@@ -270,8 +271,9 @@ def _noted(config: Config) -> Config:
 
 def main() -> None:
     """Runs the command line; what the user can put right ends it with a message and exit code 2."""
-    try:
-        app()
-    except (ConfigError, OSError, ValueError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise SystemExit(2) from None
+    with lasting_output():
+        try:
+            app()
+        except (ConfigError, OSError, ValueError) as error:
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise SystemExit(2) from None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import typer
 
-from paceline.cli.streams import lasting_output
 from paceline.config import Config, load_config
 from paceline.report.run_directory import RunDirectory
 from paceline.runs.interruption import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, Interruption
@@ -16,8 +15,7 @@ from paceline.runs.interruption import EXIT_FAILED, EXIT_INTERRUPTED, Interrupte
 
 def run_train_command(recipe: str, overrides: list[str], resume: Path | None, replay: Path | None) -> None:
     """Trains; raises SystemExit with the exit code where the run does not finish."""
-    # Before torch is imported, which takes seconds.
-    with lasting_output(), Interruption() as interruption:
+    with Interruption() as interruption:  # before torch is imported, which takes seconds
         try:
             config = _config(recipe, overrides, resume)
             _train(config, recipe, resume, replay, interruption)

@@ -79,7 +79,8 @@ class RunDirectory:
         """Opens the folder of an earlier run; raises ConfigError where it is none."""
         run = cls(path)
         if not run.config_path.is_file():
-            raise ConfigError(f"{path} is not a run directory: it holds no config.yaml")
+            way_out = f". {run._way_out()}" if run.checkpoints_path.is_dir() else ""
+            raise ConfigError(f"{path} is not a run directory: it holds no config.yaml{way_out}")
         return run
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
