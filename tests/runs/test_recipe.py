@@ -6,8 +6,10 @@ import subprocess
 import pytest
 
 from paceline.config import ConfigError, load_config
+from paceline.learning.checkpoint import replace_folder
 from paceline.report.run_directory import RunDirectory
 from paceline.runs.recipe import check_recipe
+from paceline.runs.records import RunRecords
 
 
 @pytest.fixture
@@ -97,3 +99,32 @@ def _escape(text: str) -> str:
 def test_other_names_are_free(name, tmp_path):
     config = load_config(None, [f"run.name='{name}'", f"run.root={tmp_path}"])
     assert RunDirectory.create(config, "default").path == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "trace.jsonl", "pacing.json", "rewards.log"]
+)
+def test_a_link_in_somebody_elses_directory_is_not_written_through(run, name, start, tmp_path):
+    mine = tmp_path / "mine"
+    path = run.path / name
+    mine.write_bytes(path.read_bytes() if path.exists() else b"mine")
+    before = mine.read_bytes()
+    path.unlink(missing_ok=True)
+    path.symlink_to(mine)
+    with pytest.raises(ConfigError, match="is a link to"):
+        RunRecords.reopen(run.path, load_config(str(run.config_path)), print)
+    assert mine.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["best", ".partial_best", ".old_best", ".partial_step_000007"])
+def test_a_link_among_checkpoints_is_removed_and_what_it_leads_to_is_not(name, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("mine")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "mine")
+    for final in ("best", "step_000007"):
+        replace_folder(folder / final, lambda path: path.mkdir())
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "step_000007"]
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert (tmp_path / "mine/file").read_text() == "mine"

@@ -73,6 +73,11 @@ def overrides(policy: Path, root: Path, variant: str) -> list[str]:
     return [*kept, *SMALL, *VARIANTS[variant]]
 
 
+def draw_variant(rng: random.Random) -> str:
+    """Draws what kind of run a case disturbs, before anything else."""
+    return rng.choices(list(VARIANTS), WEIGHTS)[0]
+
+
 def make_reference(policy: Path, root: Path, variant: str) -> Reference:
     """Makes the run that disturbed ones must equal, and counts its file operations."""
     root.mkdir(parents=True)
@@ -105,7 +110,7 @@ class Case:
         self.policy = policy
         self.root = root
         self.run_folder = root / "run"
-        self.variant = self.rng.choices(list(VARIANTS), WEIGHTS)[0]
+        self.variant = draw_variant(self.rng)
         self.reference = references[self.variant]
         self.outcome = Outcome()
         self.harmed: list[str] = []

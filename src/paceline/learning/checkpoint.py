@@ -122,19 +122,19 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     partial = final.with_name(f"{PARTIAL}{final.name}")
     old = final.with_name(f"{OLD}{final.name}")
     for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _discard(leftover)
     try:
         write(partial)
         for path in (*sorted(partial.rglob("*")), partial):
             _sync(path)
     except Exception:
-        shutil.rmtree(partial, ignore_errors=True)
+        _discard(partial)
         raise
-    if final.exists():
+    if final.exists() or final.is_symlink():
         os.rename(final, old)
     os.rename(partial, final)
     _sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _discard(old)
 
 
 def tidy(folder: Path) -> None:
@@ -144,9 +144,9 @@ def tidy(folder: Path) -> None:
         partial = folder / f"{PARTIAL}{final.name}"
         if not final.exists():  # moved aside once the new one was whole
             os.rename(partial if partial.exists() else old, final)
-        shutil.rmtree(old, ignore_errors=True)
+        _discard(old)
     for leftover in (*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{REMOVED}*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _discard(leftover)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -249,13 +249,18 @@ def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _remove(checkpoint: Path) -> None:
     """Removes a checkpoint; under its own name it is whole or gone."""
-    if checkpoint.is_symlink():
-        checkpoint.unlink()
-        return
     out = checkpoint.with_name(f"{REMOVED}{checkpoint.name}")
-    shutil.rmtree(out, ignore_errors=True)
+    _discard(out)
     os.rename(checkpoint, out)
-    shutil.rmtree(out, ignore_errors=True)
+    _discard(out)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder; of a link only the link, never what it leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.learning.checkpoint import newest_checkpoint, tidy
 from paceline.pacing.trace import TraceRow, append_trace
 from paceline.report.run_directory import RunDirectory
@@ -43,6 +43,7 @@ class RunRecords:
     @classmethod
     def reopen(cls, path: Path, config: Config, warn: Callable[[str], None]) -> "RunRecords":
         """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none."""
+        _refuse_links(RunDirectory.open(path))
         records = cls(RunDirectory.open(path), config, warn)
         try:
             directory = records.directory
@@ -97,3 +98,10 @@ class RunRecords:
                 writer.close()
         finally:
             self.lock.release()
+
+
+def _refuse_links(run: RunDirectory) -> None:
+    """A link in a directory that somebody else made could have us write into a file of ours."""
+    for path in (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")

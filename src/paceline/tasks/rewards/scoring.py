@@ -66,7 +66,8 @@ class Scoring:
                 "%s failed (%s): %s. Further failures of this kind are only counted: reward/%s%s/%s",
                 name,
                 failed.reason,
-                failed.message,
+                # It may quote the response, which must not speak to the terminal.
+                "".join(c if c.isprintable() else "?" for c in failed.message),
                 FAILED,
                 name,
                 failed.reason,
