@@ -3,6 +3,7 @@
 #   make train       trains the built-in policy; ARGS="run.steps=5" or any other recipe and overrides
 #   make test        the core suite: everything not marked slow (8 minutes on two ARM cores)
 #   make test-full   what is marked slow, with every optional package, and vLLM in an environment of its own
+#   make soak        disturbs runs by random seed for SECONDS and says how many; SEED=n is the first case
 #   make test-gpu    what is marked gpu; PART=1, PART=2, ... PART=$(PARTS) are shares of under eight minutes.
 #                    PYTEST="python -m pytest" runs it in an environment that exists and installs nothing.
 #   make lint        ruff, its formatter and mypy over all code
@@ -14,12 +15,14 @@
 PYTHON ?= python3
 WORKERS ?= 2
 PARTS ?= 4
+SECONDS ?= 600
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST ?= $(BIN)/python -m pytest
 CODE := src tests scripts $(wildcard bench benchmarks examples)
 
-.PHONY: train test test-full test-gpu lint format clean
+.PHONY: train test test-full soak test-gpu lint format clean
 
 # torch first and pinned: anything looser may pull gigabytes of CUDA packages.
 $(VENV)/.core: pyproject.toml constraints.txt
@@ -50,6 +53,9 @@ test-full: $(VENV)/.full
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
+
+soak: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --seconds $(SECONDS) --seed $(SEED) --workers $(WORKERS)
 
 # An environment is made only where PYTEST is the default.
 test-gpu: $(if $(filter file,$(origin PYTEST)),$(VENV)/.test)

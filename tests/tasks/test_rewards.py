@@ -142,6 +142,12 @@ def test_a_reward_that_raises_gets_its_score_and_is_counted(scoring, caplog):
     )
 
 
+def test_what_a_reward_quotes_cannot_speak_to_the_terminal(scoring, caplog):
+    rewards = scoring({"function": f"{EXAMPLES}:huge"})
+    assert score(rewards, "\x1b[2J\x07 not a number")[0].components["failed/huge/error"] == 1.0
+    assert "not a number" in caplog.text and "\x1b" not in caplog.text and "\x07" not in caplog.text
+
+
 def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     rewards = scoring(
         {"function": f"{EXAMPLES}:hangs", "time_limit": 0.5},

@@ -29,7 +29,7 @@ def export_policy(checkpoint: Path, out: Path, dtype: str, force: bool = False) 
 def _policy_and_adapter(checkpoint: Path) -> tuple[Path, Path]:
     source = checkpoint
     if (checkpoint / "checkpoints").is_dir():
-        newest = newest_checkpoint(checkpoint / "checkpoints")
+        newest = newest_checkpoint(checkpoint / "checkpoints", set_aside=False)  # it may be training
         if newest is None:
             raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
         source = newest

@@ -12,6 +12,7 @@ from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
 from paceline.cli.options import refuse_given, split_recipe
 from paceline.cli.simulate import app as simulate_app
+from paceline.cli.streams import lasting_output
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 
 app = typer.Typer(
@@ -60,30 +61,14 @@ def train(
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
-    if resume is not None:
-        if recipe == named:
-            raise ConfigError(
-                f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
-                "section.key=value"
-            )
-        config = load_config(
-            str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides
-        )
-    else:
-        config = load_config(named, overrides)
-    from paceline.learning.sentinel import TrainingFailed
-    from paceline.loop import train as run_training
-    from paceline.report.console import Console
+    from paceline.cli.train import run_train_command
 
-    console = Console()
-    try:
-        result = run_training(config, named, resume, replay, console)
-    except TrainingFailed as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise SystemExit(1) from None
-    console.summary(result.summary)
-    if not result.finished:
-        console.out.print(f"continue with: paceline train --resume {result.summary.run}")
+    if resume is not None and recipe == named:
+        raise ConfigError(
+            f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
+            "section.key=value"
+        )
+    run_train_command(named, overrides, resume, replay)
 
 
 @app.command()
@@ -294,8 +279,9 @@ def _noted(config: Config) -> Config:
 
 def main() -> None:
     """Runs the command line; what the user can put right ends it with a message and exit code 2."""
-    try:
-        app()
-    except (ConfigError, OSError, ValueError) as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise SystemExit(2) from None
+    with lasting_output():
+        try:
+            app()
+        except (ConfigError, OSError, ValueError) as error:
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise SystemExit(2) from None

@@ -1,0 +1,52 @@
+"""The soak, shortly and at length, and that it finds what it is there to find."""
+
+import os
+import time
+
+import pytest
+
+from paceline.learning import checkpoint
+from paceline.learning.optimiser import MasterAdamW
+from paceline.report.run_directory import RunDirectory
+from paceline.runs import lock
+from tests.soak.__main__ import soak
+from tests.soak.case import SoakFailure
+
+
+def test_a_few_cases(tmp_path):
+    assert soak(300, 4, tmp_path, most=5) == 5
+
+
+@pytest.mark.slow
+def test_ten_minutes(tmp_path, capsys):
+    seconds = float(os.environ.get("PACELINE_SOAK_SECONDS", "600"))
+    with capsys.disabled():
+        assert soak(seconds, int(time.time()), tmp_path, workers=2) > 0
+
+
+def no_optimiser_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MasterAdamW, "load_state", lambda self, tensors, steps: None)
+
+
+def no_damage_is_found(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint, "damage", lambda path: None)
+
+
+def nothing_is_cut_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunDirectory, "cut_back", lambda self, step, with_evaluation: None)
+
+
+def nothing_is_locked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lock.fcntl, "flock", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug",
+    [no_optimiser_state, no_damage_is_found, nothing_is_cut_back, nothing_is_locked],
+    ids=lambda f: f.__name__,
+)
+def test_a_planted_bug_is_found(bug, tmp_path, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(SoakFailure):
+        soak(300, 0, tmp_path, most=60, say=lambda text: None)
