@@ -3,8 +3,12 @@
 config.yaml       the recipe, every key spelt out
 metrics.jsonl     one record per step and evaluation
 trace.jsonl       the strategy of each decode step (pacing/trace.py)
+requests/         when each request of the newest steps waited, ran and left (report/step_trace.py)
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
 samples/          groups of each step
+closing.json      the closing comparison of plain and speculative decoding
+report.html       the page that `paceline report` writes, renewed at every checkpoint
+profile/          what --torch-profiler recorded
 checkpoints/      see learning/checkpoint.py
 """
 
@@ -38,6 +42,10 @@ class RunDirectory:
         self.trace_path = path / "trace.jsonl"
         self.pacing_path = path / "pacing.json"
         self.samples_path = path / "samples"
+        self.requests_path = path / "requests"
+        self.closing_path = path / "closing.json"
+        self.report_path = path / "report.html"
+        self.profile_path = path / "profile"
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
@@ -127,7 +135,8 @@ class RunDirectory:
         cut_trace(self.trace_path, step)
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
-        for file in self.samples_path.glob("step_[0-9]*.jsonl"):
+        by_step = (*self.samples_path.glob("step_[0-9]*.jsonl"), *self.requests_path.glob("step_[0-9]*.json"))
+        for file in by_step:
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
 

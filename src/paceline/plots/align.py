@@ -1,0 +1,66 @@
+"""Brings curves with their own x values onto one list, and thins long ones without losing their extremes."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paceline.plots.chart import Value
+
+# A column of numbers, NaN where there is none.
+Column = np.ndarray
+
+
+def column(values: Sequence[Value]) -> Column:
+    """Returns values as an array, with NaN for None."""
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+def values(numbers: Column) -> list[Value]:
+    """Returns an array as a list, with None for what is not finite."""
+    return [float(number) if finite else None for number, finite in zip(numbers, np.isfinite(numbers), strict=True)]
+
+
+def aligned(curves: Sequence[tuple[Column, Column]]) -> tuple[list[float], list[list[Value]]]:
+    """Returns all x values in order, and each curve's values there, None where it has none."""
+    if not curves:
+        return [], []
+    xs = np.unique(np.concatenate([curve_xs for curve_xs, _ in curves]))
+    columns = []
+    for curve_xs, ys in curves:
+        full = np.full(len(xs), np.nan)
+        full[np.searchsorted(xs, curve_xs)] = ys
+        columns.append(values(full))
+    return xs.tolist(), columns
+
+
+def thinned(xs: Column, ys: Column, limit: int) -> tuple[Column, Column]:
+    """Returns at most `limit` points: of each stretch of the curve its lowest and its highest value.
+
+    So a single outlier among a hundred thousand steps is still there.
+    """
+    finite = np.isfinite(ys)
+    xs, ys = xs[finite], ys[finite]
+    count = len(xs)
+    if count <= limit:
+        return xs, ys
+    edges = np.linspace(0, count, max(1, (limit - 2) // 2) + 1).astype(int)
+    kept = {0, count - 1}
+    for start, stop in zip(edges, edges[1:], strict=False):
+        kept.add(int(start + ys[start:stop].argmin()))
+        kept.add(int(start + ys[start:stop].argmax()))
+    order = np.array(sorted(kept))
+    return xs[order], ys[order]
+
+
+def averaged(xs: Column, columns: Mapping[str, Column], limit: int) -> tuple[Column, dict[str, Column]]:
+    """Returns at most `limit` points of curves that are stacked: the mean of each stretch of x values.
+
+    Means add up; lowest and highest values would not. A value that is missing counts as 0.
+    """
+    filled = {name: np.nan_to_num(numbers, nan=0.0) for name, numbers in columns.items()}
+    if len(xs) <= limit:
+        return xs, filled
+    edges = np.linspace(0, len(xs), limit + 1).astype(int)
+    sizes = np.diff(edges)
+    means = {name: np.add.reduceat(numbers, edges[:-1]) / sizes for name, numbers in filled.items()}
+    return xs[edges[:-1]], means

@@ -1,0 +1,111 @@
+"""A chart as data: what is on its axes, its series, and what is marked. Who draws it is another matter.
+
+A chart has one list of x values that all its series share; a series has None where it has no value.
+`plots/page.py` draws charts in a browser.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Digits of a number that are worth their bytes on a page.
+SIGNIFICANT_DIGITS = 6
+
+Value = float | None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows, and in which unit; "" for a number that has none."""
+
+    label: str
+    unit: str = ""
+    log: bool = False
+    low: Value = None  # where the axis begins at the latest
+    high: Value = None  # where it ends at the earliest
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: its values, the band around it, and how it is drawn."""
+
+    label: str
+    y: Sequence[Value]
+    low: Sequence[Value] = ()  # the band's edges; empty: no band
+    high: Sequence[Value] = ()
+    colour: int = 0  # number in the page's palette
+    dash: int = 0  # 0: solid; others: patterns that tell apart what has one colour
+    points: bool = False  # a marker at each value
+    line: bool = True  # False: markers alone
+    stairs: bool = False  # a value holds until the next x
+    bars: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on the x axis where something happened."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the x axis with one colour, such as the strategy in use."""
+
+    start: float
+    stop: float
+    label: str
+    colour: int
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart with a title, two axes and a sentence that says how to read it."""
+
+    id: str
+    title: str
+    x: Axis
+    y: Axis
+    xs: Sequence[float]
+    series: Sequence[Series]
+    note: str = ""
+    stacked: bool = False
+    marks: Sequence[Mark] = field(default_factory=tuple)
+    spans: Sequence[Span] = field(default_factory=tuple)
+    level: Value = None  # a horizontal line to compare with
+    names: Sequence[str] = field(default_factory=tuple)  # of the x values, where they are categories
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is a value to draw."""
+        return any(value is not None for series in self.series for value in series.y)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the chart as JSON takes it, with numbers rounded to what a plot can show."""
+        record = {key: value for key, value in asdict(self).items() if key not in ("xs", "series", "spans")}
+        return record | {
+            "xs": rounded(self.xs),
+            "series": [_series_record(series) for series in self.series],
+            "spans": [[*rounded((s.start, s.stop)), s.label, s.colour, int(s.faint)] for s in self.spans],
+        }
+
+
+def rounded(values: Sequence[Value]) -> list[Value]:
+    """Returns finite numbers with few digits, and None for what is none; whole numbers stay whole."""
+    return [_rounded(value) for value in values]
+
+
+def _rounded(value: Value) -> Value:
+    if value is None or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return int(value)
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def _series_record(series: Series) -> dict[str, Any]:
+    lists = {"y": rounded(series.y), "low": rounded(series.low), "high": rounded(series.high)}
+    return asdict(series) | lists
