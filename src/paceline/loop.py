@@ -46,8 +46,11 @@ from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
+from paceline.report.html_report import renew_report
 from paceline.report.metrics import rollout_metrics
+from paceline.report.profiler import StepProfiler
 from paceline.report.run_directory import RunDirectory
+from paceline.report.step_trace import write_step_trace
 from paceline.report.summary import Summary, summarise_run
 from paceline.report.writers import make_writers
 from paceline.rollout.dynamic_sampling import DynamicSampling, sampling_metrics
@@ -74,9 +77,17 @@ def train(
     resume: Path | None = None,
     replay: Path | None = None,
     console: Console | None = None,
+    profile_step: int = 0,
 ) -> Result:
-    """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts."""
-    return Trainer(config, recipe, resume, replay, console or Console(quiet=True)).run()
+    """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts.
+
+    `profile_step` names a step that torch's profiler watches; 0: none.
+    """
+    console = console or Console(quiet=True)
+    trainer = Trainer(config, recipe, resume, replay, console)
+    trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
+    with console.watching(trainer.session.sampler, trainer.clock):
+        return trainer.run()
 
 
 class Trainer:
@@ -109,6 +120,7 @@ class Trainer:
         self.step_number = state.step
         self.best_accuracy = state.best_accuracy
         self.save_due = False
+        self.profiler = StepProfiler()
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -128,7 +140,8 @@ class Trainer:
             self.console.start(last_step)
             while self.step_number < last_step and not interrupted:
                 self.step_number += 1
-                self.step()
+                with self.profiler.watching(self.step_number):
+                    self.step()
                 if self._eval_is_due():
                     self.evaluate()
                 self._save_if_due(bool(interrupted))
@@ -172,6 +185,7 @@ class Trainer:
         with self.clock("evaluate"):
             evaluation = evaluate(self.session.sampler, self.session.task.held_out, self.config.eval)
         self._record("eval", evaluation.metrics() | self.clock.take_metrics())
+        self.clock.take_spans()  # they are no step's
         self.console.evaluated(self.step_number, evaluation)
         if evaluation.accuracy.value > self.best_accuracy:
             self.best_accuracy = evaluation.accuracy.value
@@ -210,6 +224,7 @@ class Trainer:
             save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
         if self.online is not None:
             replace_folder(self.directory.checkpoints_path / "eagle", self.online.save)
+        renew_report(self.directory, self.console.warn)
 
     # -- the parts of a step ----------------------------------------------------------------------
 
@@ -248,6 +263,8 @@ class Trainer:
 
     def _record_step(self, groups: list[Group], stats: RolloutStats, metrics: dict[str, float]) -> None:
         append_trace(self.directory.trace_path, self.step_number, stats.trace)
+        spans = self.clock.take_spans()
+        write_step_trace(self.directory.requests_path, self.step_number, spans, stats, groups)
         self._record("train", metrics)
         samples = self.directory.samples_path / f"step_{self.step_number:06d}.jsonl"
         write_groups(samples, groups[: self.config.report.samples_per_step], self.session.tokenizer)
@@ -272,7 +289,7 @@ class Trainer:
             self.save_due = False
 
     def _compare_with_plain_decoding(self) -> None:
-        """Makes the closing check: the next step's rollout, twice with and twice without speculation."""
+        """Makes the closing check: the next step's rollout, several times with and without speculation."""
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
             rollout.prompts_per_step
@@ -288,7 +305,9 @@ class Trainer:
             ),
         )
         if check is not None:
+            self.directory.write_closing(check.record())
             self.console.speculation(check)
+            renew_report(self.directory, self.console.warn)
 
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)

@@ -11,6 +11,7 @@ from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
 from paceline.cli.options import refuse_given, split_recipe
+from paceline.cli.report import dashboard, report, trace
 from paceline.cli.simulate import app as simulate_app
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
 
@@ -25,6 +26,9 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
+app.command()(dashboard)
+app.command()(report)
+app.command()(trace)
 app.add_typer(simulate_app, name="simulate")
 
 
@@ -47,6 +51,7 @@ RecipeArgument = Annotated[
     Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")
 ]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but warnings and errors")]
 
 
 @app.command()
@@ -57,6 +62,10 @@ def train(
     replay: Annotated[
         Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")
     ] = None,
+    torch_profiler: Annotated[
+        int, typer.Option(help="watch this step with torch's profiler; profile/ in the run directory", min=0)
+    ] = 0,
+    quiet: QuietOption = False,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
@@ -75,9 +84,9 @@ def train(
         )
     else:
         config = load_config(named, overrides)
-    console = Console()
+    console = Console(quiet)
     try:
-        result = run_training(config, named, resume, replay, console)
+        result = run_training(config, named, resume, replay, console, torch_profiler)
     except TrainingFailed as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(1) from None
@@ -216,24 +225,6 @@ def export(
 
     source = export_policy(checkpoint, out, dtype)
     typer.echo(f"{source} written to {out}")
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="a run directory")],
-    step: Annotated[Optional[int], typer.Option(help="whose rollout; default: the last one")] = None,
-    out: Annotated[
-        Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")
-    ] = None,
-) -> None:
-    """Writes a page that shows how a run's rollout was paced."""
-    from paceline.report.pace_page import write_page
-    from paceline.report.run_directory import RunDirectory
-
-    directory = RunDirectory.open(run)
-    out = out or run / "report.html"
-    shown = write_page(directory.trace_path, out, run.resolve().name, step)
-    typer.echo(f"rollout of step {shown} written to {out}")
 
 
 @app.command()

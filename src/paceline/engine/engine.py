@@ -281,6 +281,9 @@ class Engine(Backend):
         stats.precision = self.rollout_precision.stats() if self.low_precision else None
         return stats
 
+    def live_stats(self) -> RolloutStats | None:
+        return self.stats
+
     @property
     def trainable_head(self) -> nn.Module | None:
         return self.drafters.head

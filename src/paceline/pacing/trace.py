@@ -77,7 +77,19 @@ def read_trace(path: Path) -> dict[int, list[TraceRow]]:
     """Returns the rows of each training step."""
     rows: dict[int, list[TraceRow]] = {}
     for record in _records(path):
-        rows.setdefault(record["step"], []).append(_row(record))
+        rows.setdefault(record["step"], []).extend(parse_rows([record]))
+    return rows
+
+
+def parse_rows(records: Iterable[Any]) -> list[TraceRow]:
+    """Returns the rows of records that `append_trace` wrote, without those that are none."""
+    rows = []
+    for record in records:
+        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS:
+            try:
+                rows.append(_row(record))
+            except (TypeError, ValueError, AttributeError):
+                continue
     return rows
 
 

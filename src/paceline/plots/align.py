@@ -10,11 +10,6 @@ from paceline.plots.chart import Value
 Column = np.ndarray
 
 
-def column(values: Sequence[Value]) -> Column:
-    """Returns values as an array, with NaN for None."""
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
 def values(numbers: Column) -> list[Value]:
     """Returns an array as a list, with None for what is not finite."""
     return [float(number) if finite else None for number, finite in zip(numbers, np.isfinite(numbers), strict=True)]
@@ -43,12 +38,14 @@ def thinned(xs: Column, ys: Column, limit: int) -> tuple[Column, Column]:
     count = len(xs)
     if count <= limit:
         return xs, ys
-    edges = np.linspace(0, count, max(1, (limit - 2) // 2) + 1).astype(int)
-    kept = {0, count - 1}
-    for start, stop in zip(edges, edges[1:], strict=False):
-        kept.add(int(start + ys[start:stop].argmin()))
-        kept.add(int(start + ys[start:stop].argmax()))
-    order = np.array(sorted(kept))
+    size = -(-count // max(1, (limit - 2) // 2))  # points of a stretch
+    stretches = -(-count // size)
+    places = []
+    for fill, pick in ((np.inf, np.argmin), (-np.inf, np.argmax)):
+        padded = np.full(stretches * size, fill)
+        padded[:count] = ys
+        places.append(pick(padded.reshape(stretches, size), axis=1) + size * np.arange(stretches))
+    order = np.unique(np.concatenate([[0, count - 1], *places]))
     return xs[order], ys[order]
 
 

@@ -4,13 +4,17 @@ A chart has one list of x values that all its series share; a series has None wh
 `plots/page.py` draws charts in a browser.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 # Digits of a number that are worth their bytes on a page.
 SIGNIFICANT_DIGITS = 6
+
+# Numbers above are left as they are.
+LARGEST_WHOLE = 1e15
 
 Value = float | None
 
@@ -95,15 +99,14 @@ class Chart:
 
 def rounded(values: Sequence[Value]) -> list[Value]:
     """Returns finite numbers with few digits, and None for what is none; whole numbers stay whole."""
-    return [_rounded(value) for value in values]
-
-
-def _rounded(value: Value) -> Value:
-    if value is None or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
-        return int(value)
-    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    numbers = np.array(values, dtype=float)  # None becomes NaN
+    sizes = np.where(np.isfinite(numbers) & (numbers != 0), np.abs(numbers), 1.0)
+    digits = 10.0 ** np.clip(SIGNIFICANT_DIGITS - 1 - np.floor(np.log10(sizes)), -300, 300)
+    short = np.where(sizes < LARGEST_WHOLE, np.round(numbers * digits) / digits, numbers)
+    return [
+        None if value != value or value in (np.inf, -np.inf) else int(value) if value.is_integer() else value
+        for value in short.tolist()
+    ]
 
 
 def _series_record(series: Series) -> dict[str, Any]:

@@ -10,13 +10,15 @@ import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
-LIBRARY = "uPlot.iife.min.js"
+LIBRARY = ("uPlot.iife.min.js", "charts.js")
 STYLES = ("uPlot.min.css", "page.css")
 
 
+@cache
 def asset(name: str) -> str:
     """Returns the text of a script or a style sheet that is shipped with the package."""
     return files("paceline.plots").joinpath("assets", name).read_text(encoding="utf-8")
@@ -27,20 +29,32 @@ def standalone_page(title: str, data: Mapping[str, Any], scripts: Sequence[str],
 
     `lead` is shown until they have run, and to readers without scripts.
     """
-    sources = [asset(name) for name in (LIBRARY, "charts.js", *scripts)]
-    hashes = " ".join(f"'sha256-{_digest(source)}'" for source in sources)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes}"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_hashes(scripts)}"
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
+    block = f'<script type="application/json" id="data">{script_json(data)}</script>'
+    return _page(title, scripts, meta, lead, block)
+
+
+def shell_page(title: str, scripts: Sequence[str]) -> str:
+    """Returns a page without data, for a server whose scripts fetch it and whose headers say the policy."""
+    return _page(title, scripts, "", "", "")
+
+
+def script_hashes(scripts: Sequence[str]) -> str:
+    """Returns the digests of the scripts of a page, as a content security policy takes them."""
+    return " ".join(f"'sha256-{_digest(asset(name))}'" for name in (*LIBRARY, *scripts))
+
+
+def _page(title: str, scripts: Sequence[str], meta: str, lead: str, data: str) -> str:
     return "".join(
         [
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{meta}',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(title)}</title>",
             *(f"<style>{asset(name)}</style>" for name in STYLES),
             '</head><body><div id="page"><header>',
-            f"<h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p></header></div>",
-            f'<script type="application/json" id="data">{script_json(data)}</script>',
-            *(f"<script>{source}</script>" for source in sources),
+            f"<h1>{html.escape(title)}</h1><p>{html.escape(lead)}</p></header></div>{data}",
+            *(f"<script>{asset(name)}</script>" for name in (*LIBRARY, *scripts)),
             "</body></html>\n",
         ]
     )

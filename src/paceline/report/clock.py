@@ -27,15 +27,18 @@ class StageClock:
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
         self.spans: list[StageSpan] = []
+        self.stage = ""  # what runs now
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = time.perf_counter()
+        self.stage = stage
         try:
             yield
         finally:  # a failed attempt has taken its time, too
+            self.stage = ""
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             stop = time.perf_counter()

@@ -1,10 +1,11 @@
 """`report.html`: every view of one or more runs in a file that needs nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.pacing.trace import read_trace
+from paceline.plots.document import SCRIPTS, Section
 from paceline.plots.page import standalone_page
 from paceline.report.run_data import RunData, read_runs
 from paceline.report.run_directory import RunDirectory, replace_file
@@ -27,6 +28,14 @@ def write_report(paths: Sequence[Path], out: Path, step: int | None = None) -> N
     replace_file(out, render_report(read_runs(paths), step))
 
 
+def renew_report(directory: RunDirectory, warn: Callable[[str], None]) -> None:
+    """Writes a run's own report again; a problem is told and is not the run's."""
+    try:
+        write_report([directory.path], directory.report_path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warn(f"{directory.report_path} was not renewed: {error!r}")
+
+
 def render_report(runs: Sequence[RunData], step: int | None = None) -> str:
     """Returns the report as HTML."""
     data = payload(runs, MOST_POINTS)
@@ -39,7 +48,7 @@ def render_report(runs: Sequence[RunData], step: int | None = None) -> str:
                 slowest |= {"id": f"slowest-{run.name}", "title": f"Slowest prompts: {run.label}"}
             _time_section(data)["tables"].append(slowest)
     lead = " ".join(f"{answer['question']} {answer['verdict']}." for answer in data["cards"])
-    return standalone_page(data["title"], data, ["report.js"], lead)
+    return standalone_page(data["title"], data, SCRIPTS, lead)
 
 
 def slowest_table(directory: RunDirectory) -> dict[str, Any] | None:
@@ -70,6 +79,5 @@ def _time_section(data: dict[str, Any]) -> dict[str, Any]:
     for section in data["sections"]:
         if section["id"] == "time":
             return section
-    section = {"id": "time", "title": "Where does the time go?", "short": "Time", "intro": ""}
-    data["sections"].append(section | {"charts": [], "tables": []})
+    data["sections"].append(Section("time", "Where does the time go?", "Time").record())
     return data["sections"][-1]

@@ -18,14 +18,16 @@ from paceline.report.run_directory import RunDirectory
 # Longest name of a run that a legend shows.
 NAME_LENGTH = 60
 
+# Records that a column has room for at first.
+FIRST_ROOM = 64
+
 
 class Columns:
     """Records of one kind as columns over their steps: appended to one by one, read as arrays."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self._values: dict[str, list[float]] = {}
-        self._arrays: dict[str, np.ndarray] = {}
+        self._values: dict[str, np.ndarray] = {}  # longer than the steps: room to grow
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -35,20 +37,28 @@ class Columns:
         step = record["step"]
         while self.steps and self.steps[-1] >= step:
             self._drop_last()
-        self._arrays.clear()
-        count = len(self.steps)
+        place = len(self.steps)
         self.steps.append(step)
         for name, value in record.items():
             if name in ("step", "kind") or not isinstance(value, int | float):
                 continue
-            column = self._values.setdefault(name, [])
-            column.extend([np.nan] * (count - len(column)))
-            column.append(float(value))
+            column = self._values.get(name)
+            if column is None or place >= len(column):
+                column = self._grow(name, place + 1)
+            column[place] = value
 
     def _drop_last(self) -> None:
         self.steps.pop()
         for column in self._values.values():
-            del column[len(self.steps) :]
+            column[len(self.steps) :] = np.nan
+
+    def _grow(self, name: str, size: int) -> np.ndarray:
+        grown = np.full(max(FIRST_ROOM, 2 * size), np.nan)
+        known = self._values.get(name)
+        if known is not None:
+            grown[: len(known)] = known
+        self._values[name] = grown
+        return grown
 
     @property
     def names(self) -> list[str]:
@@ -61,12 +71,11 @@ class Columns:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Returns a column, NaN where a record does not have it."""
-        if name not in self._arrays:
-            column = np.full(len(self.steps), np.nan)
-            known = self._values.get(name, [])
-            column[: len(known)] = known
-            self._arrays[name] = column
-        return self._arrays[name]
+        count = len(self.steps)
+        column = self._values.get(name)
+        if column is None:
+            return np.full(count, np.nan)
+        return column[:count] if len(column) >= count else self._grow(name, count)[:count]
 
     def known(self, name: str) -> np.ndarray:
         """Returns the finite values of a column."""

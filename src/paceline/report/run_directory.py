@@ -109,6 +109,10 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
+    def write_closing(self, record: dict[str, Any]) -> None:
+        """Writes what the closing check found."""
+        replace_file(self.closing_path, json.dumps(record, indent=1) + "\n")
+
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the records of `metrics.jsonl`.
 
@@ -118,7 +122,7 @@ class RunDirectory:
             return
         *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            record = _record(line)
+            record = parse_record(line)
             if record is None:
                 logger.warning(
                     "%s: line %d is damaged and left out; the records after it are kept",
@@ -127,7 +131,7 @@ class RunDirectory:
                 )
             else:
                 yield record
-        if (record := _record(unfinished)) is not None:
+        if (record := parse_record(unfinished)) is not None:
             yield record
 
     def cut_back(self, step: int) -> None:
@@ -141,7 +145,7 @@ class RunDirectory:
                 file.unlink()
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics; None where it is no record."""
     try:
         record = json.loads(line.decode())

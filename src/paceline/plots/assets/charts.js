@@ -8,7 +8,7 @@ const paceline = {};
   const mounted = new Set();
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  paceline.colour = (number) => css("--c" + (number % 9));
+  paceline.colour = (number) => css(number < 0 ? "--text" : "--c" + (number % 9));
 
   // A tree of elements; text is always text, never markup.
   paceline.element = function (tag, attributes, ...children) {
@@ -250,7 +250,7 @@ const paceline = {};
         const button = el("button", { type: "button", "aria-pressed": String(!series.hidden), onclick: () => this.toggle(i, button) }, swatch, series.label, " ", value);
         return el("li", {}, button);
       });
-      for (const [label, colour] of spans) {
+      for (const [label, colour] of [...spans].sort((a, b) => a[1] - b[1])) {
         const swatch = el("span", { class: "swatch wide" });
         swatch.style.background = withAlpha(paceline.colour(colour), 0.45);
         entries.push(el("li", { class: "span" }, swatch, label));

@@ -35,8 +35,11 @@
     if (!holder.charts) {
       holder.charts = el("div", { class: "charts" });
       holder.tables = el("div", {});
-      holder.replaceChildren(el("h2", {}, section.title), el("p", { class: "muted" }, section.intro), holder.charts, holder.tables);
+      holder.text = el("pre", { class: "figures", tabindex: "0" });
+      holder.replaceChildren(el("h2", {}, section.title), el("p", { class: "muted" }, section.intro), holder.text, holder.charts, holder.tables);
     }
+    holder.text.textContent = section.text;
+    holder.text.hidden = !section.text;
     paceline.show(holder.charts, section.charts);
     holder.tables.replaceChildren(...(section.tables || []).map(paceline.table));
   }
@@ -68,7 +71,9 @@
       if (tails.some((tail) => tail.run === before)) this.run.value = before;
       this.fillSteps();
       if (!this.steps.length) return;
-      this.choose(!wasLast && this.steps.includes(chosen) ? chosen : this.steps[this.steps.length - 1]);
+      const asked = tails.map((tail) => tail.chosen).find((step) => this.steps.includes(step));
+      const last = this.steps[this.steps.length - 1];
+      this.choose(chosen === undefined && asked !== undefined ? asked : !wasLast && this.steps.includes(chosen) ? chosen : last);
     }
 
     fillSteps() {
@@ -187,6 +192,7 @@
       document.title = data.title;
       this.title.textContent = data.title;
       this.subtitle.textContent = data.subtitle;
+      this.summary.hidden = !data.cards.length && !data.words.length;
       this.summary.replaceChildren(el("h2", {}, "Summary"), cardsOf(data.cards), ...data.words.map((text) => el("p", {}, text)), ...data.tables.map(paceline.table));
       const order = [];
       for (const section of data.sections) {
@@ -209,16 +215,7 @@
         this.samples.update(data.samples);
         order.push(["samples", "Samples"]);
       }
-      this.links.replaceChildren(...[["summary", "Summary"], ...order].map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))));
+      this.links.replaceChildren(...[...(this.summary.hidden ? [] : [["summary", "Summary"]]), ...order].map(([id, name]) => el("li", {}, el("a", { href: `#${id}` }, name))));
     }
   };
-
-  const embedded = document.getElementById("data");
-  if (!embedded) return;
-  const data = paceline.data("data");
-  const page = new paceline.Page(document.getElementById("page"), {
-    tail: async (run, step) => data.tails.find((tail) => tail.run === run).views[step],
-    samples: async (run, step) => (data.samples.find((entry) => entry.run === run) || { groups: [] }).groups.filter((group) => !step || String(group.step) === step),
-  });
-  page.update(data);
 })();

@@ -12,6 +12,9 @@ from paceline.report.run_data import Columns, RunData
 
 STEP = Axis("step")
 
+# Share of the whole that a part needs to be drawn.
+LEAST_SHARE = 0.002
+
 # Names in a legend that tell the metrics of one chart apart, by metric.
 Labels = dict[str, str]
 
@@ -87,8 +90,10 @@ class Curves:
 def stacked_chart(
     id: str, title: str, run: RunData, parts: dict[str, np.ndarray], axis: Axis, limit: int, note: str = ""
 ) -> Chart | None:
-    """Returns parts of a whole over a run's steps, one upon the other; those that are always 0 are left out."""
-    present = {name: column for name, column in parts.items() if np.nan_to_num(column).any()}
+    """Returns parts of a whole over a run's steps, one upon the other, without those that are next to nothing."""
+    sums = {name: float(np.nansum(column)) for name, column in parts.items()}
+    whole = sum(sums.values())
+    present = {name: column for name, column in parts.items() if sums[name] > LEAST_SHARE * whole}
     if not present:
         return None
     xs, means = averaged(run.train.xs(), present, limit)

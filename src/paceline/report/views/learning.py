@@ -22,6 +22,7 @@ EVALUATION = Curves(
 )
 
 CURVES = (
+    EVALUATION,
     Curves(
         "reward",
         "Reward",
@@ -37,7 +38,6 @@ CURVES = (
         "Share of the step's samples that were right.",
         scale=100.0,
     ),
-    EVALUATION,
     Curves(
         "lengths",
         "Response lengths",

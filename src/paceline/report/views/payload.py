@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.plots.chart import Chart
+from paceline.plots.document import Section
 from paceline.report.run_data import RunData
 from paceline.report.views.compare import comparison
 from paceline.report.views.health import health_charts
@@ -46,15 +46,15 @@ def payload(runs: Sequence[RunData], limit: int) -> dict[str, Any]:
 def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
     """Returns the sections that have a chart."""
     found = [
-        _section("learning", "Does the policy learn?", "Learning", "", learning_charts(runs, limit)),
-        _section(
+        Section("learning", "Does the policy learn?", "Learning", "", learning_charts(runs, limit)),
+        Section(
             "time",
             "Where does the time go?",
             "Time",
             "An RL step is a rollout (the policy answers prompts), an update, and the new weights' handover.",
             time_charts(runs, limit),
         ),
-        _section(
+        Section(
             "speculation",
             "What did speculation give?",
             "Speculation",
@@ -62,7 +62,7 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
             "change; how many passes it takes does.",
             speculation_charts(runs, limit),
         ),
-        _section(
+        Section(
             "health",
             "Can the samples be trusted?",
             "Mismatch",
@@ -70,14 +70,10 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
             "precision; the difference is measured before every update.",
             health_charts(runs, limit),
         ),
-        _section("memory", "Memory", "Memory", "", memory_charts(runs, limit)),
+        Section("memory", "Memory", "Memory", "", memory_charts(runs, limit)),
     ]
-    return [section for section in found if section["charts"]]
-
-
-def _section(id: str, title: str, short: str, intro: str, charts: Sequence[Chart]) -> dict[str, Any]:
-    drawn = [chart.record() for chart in charts if chart.has_data]
-    return {"id": id, "title": title, "short": short, "intro": intro, "charts": drawn, "tables": []}
+    records = [section.record() for section in found]
+    return [record for record in records if record["charts"]]
 
 
 def _named(run: RunData, answer: dict[str, Any]) -> dict[str, Any]:

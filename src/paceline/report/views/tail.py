@@ -12,6 +12,9 @@ TIME = Axis("time since the rollout's first decode step", "s")
 # Rows of a step that are drawn; neighbours are merged where there are more.
 MOST_ROWS = 400
 
+# The palette's grey; the colours before it are for drafters.
+PLAIN_COLOUR = 8
+
 # Share of the realised rates that sets the axis: a few fast steps must not flatten the rest.
 RATES_SHOWN = 0.98
 
@@ -19,7 +22,7 @@ RATES_SHOWN = 0.98
 def tail_view(rows: Sequence[TraceRow]) -> dict[str, Any]:
     """Returns charts and a table of one rollout."""
     rows = [row for row in rows if row.steps]
-    drawn = _merged(rows, MOST_ROWS)
+    drawn = merged(rows)
     return {
         "charts": [chart.record() for chart in tail_charts(drawn)],
         "tables": [by_strategy(rows)] if rows else [],
@@ -33,9 +36,9 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
     starts = [0.0]
     for row in rows:
         starts.append(starts[-1] + row.seconds)
-    names = strategy_names(rows)
+    names = [name for name in strategy_names(rows) if name != "plain"]
     spans = [
-        Span(start, stop, name, names.index(name), row.decision.reason == "trial")
+        Span(start, stop, name, PLAIN_COLOUR if name == "plain" else names.index(name) % PLAIN_COLOUR, row.decision.reason == "trial")
         for start, stop, row in zip(starts, starts[1:], rows, strict=False)
         for name in (str(row.decision.strategy),)
     ]
@@ -47,7 +50,7 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
     highest = max([*sorted(rates)[: max(1, int(RATES_SHOWN * len(rates)))], 1e-9])
     shown = [min(rate, highest * 1.1) for rate in rates]
     expected = [min(row.decision.expected, highest * 1.1) or None for row in rows]
-    speed = [stairs("realised", list(shown), 8)]
+    speed = [stairs("realised", list(shown), -1)]
     if any(expected):
         speed.append(stairs("expected by the pacer", expected, 5, 1))
     return [
@@ -57,7 +60,7 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
             TIME,
             Axis("requests", low=0.0),
             starts,
-            [stairs("running", [row.running for row in rows], 8)],
+            [stairs("running", [row.running for row in rows], -1)],
             "Colours: the strategy in use.",
             spans=spans,
         ),
@@ -67,7 +70,7 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
             TIME,
             Axis("accept length", "tokens", low=1.0),
             starts,
-            [stairs("tokens per step", [row.tokens / max(1, row.rows) for row in rows], 8)],
+            [stairs("tokens per step", [row.tokens / max(1, row.rows) for row in rows], -1)],
             "1 is plain decoding.",
             spans=spans,
         ),
@@ -113,11 +116,11 @@ def by_strategy(rows: Sequence[TraceRow]) -> dict[str, Any]:
     return table("strategies", "By strategy", [*columns, "tokens/s"], lines, note)
 
 
-def _merged(rows: Sequence[TraceRow], limit: int) -> list[TraceRow]:
+def merged(rows: Sequence[TraceRow], limit: int = MOST_ROWS) -> list[TraceRow]:
     """Returns at most about `limit` rows: neighbours are added up, under the decision that took longest."""
     if len(rows) <= limit:
         return list(rows)
-    merged = []
+    shorter = []
     for number in range(limit):
         part = rows[number * len(rows) // limit : (number + 1) * len(rows) // limit]
         longest = max(part, key=lambda row: row.seconds)
@@ -127,5 +130,5 @@ def _merged(rows: Sequence[TraceRow], limit: int) -> list[TraceRow]:
             whole.rows += row.rows
             whole.tokens += row.tokens
             whole.seconds += row.seconds
-        merged.append(whole)
-    return merged
+        shorter.append(whole)
+    return shorter

@@ -1,0 +1,164 @@
+"""A run that may still grow: its metrics are read as they are written, and only what is new.
+
+The first view of a long run must not wait until a file of hundreds of megabytes is read. So a large file is
+first looked at in a few thousand places, and read whole in the background; what is shown then is exact.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.report.run_data import RunData
+from paceline.report.run_directory import RunDirectory, parse_record
+
+# Bytes of metrics that are read before the first view; above, it is of samples of the file.
+READ_AT_ONCE = 8_000_000
+
+# Records of a large file that the first view is made of.
+FIRST_LOOK = 1500
+
+# Bytes read at a time, and the longest line that is looked at: above, somebody else wrote it.
+CHUNK = 4_000_000
+LONGEST_LINE = 1_000_000
+
+
+class LiveRun:
+    """The data of one run, renewed by `poll`; safe to use from several threads."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.lock = threading.Lock()
+        self.version = 0  # grows whenever there is something new to show
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+        self._rest = b""
+        self._loading = False
+        self._closing_time = 0.0
+        self.data = RunData.open(path, name)
+
+    def poll(self) -> int:
+        """Reads what is new and returns the version of the data."""
+        with self.lock:
+            if self._loading:
+                return self.version
+            directory = self.data.directory
+            try:
+                stat = directory.metrics_path.stat()
+            except OSError:
+                return self.version
+            identity = (stat.st_dev, stat.st_ino)
+            if identity != self._identity or stat.st_size < self._offset:
+                self._start_again(identity)
+            if stat.st_size - self._offset > READ_AT_ONCE and not len(self.data.train):
+                self._look_at(directory, stat.st_size)
+                self._loading = True
+                threading.Thread(target=self._load_whole, daemon=True).start()
+            elif stat.st_size > self._offset:
+                self._read_on(self.data, stat.st_size)
+            self._renew_closing(directory)
+            return self.version
+
+    def _start_again(self, identity: tuple[int, int]) -> None:
+        """Forgets everything: a resumed run has written its metrics anew."""
+        self.data = RunData.open(self.path, self.name)
+        self._identity, self._offset, self._rest = identity, 0, b""
+        self.version += 1
+
+    def _look_at(self, directory: RunDirectory, size: int) -> None:
+        self.data.add(sampled_records(directory.metrics_path, size, FIRST_LOOK))
+        self.version += 1
+
+    def _load_whole(self) -> None:
+        """Reads the whole file beside what is shown, then shows it instead."""
+        data = RunData.open(self.path, self.name)
+        size = data.directory.metrics_path.stat().st_size
+        self._offset, self._rest = 0, b""
+        while self._offset < size:
+            self._read_on(data, min(size, self._offset + CHUNK))
+        with self.lock:
+            self.data = data
+            self._loading = False
+            self.version += 1
+
+    def _read_on(self, data: RunData, stop: int) -> None:
+        """Adds the records up to byte `stop`; what is cut off there is kept for the next time."""
+        with data.directory.metrics_path.open("rb") as file:
+            file.seek(self._offset)
+            block = file.read(stop - self._offset)
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if len(self._rest) > LONGEST_LINE:
+            self._rest = b""  # its end will be no record, and is left out
+        records = [record for line in lines if (record := parse_record(line)) is not None]
+        data.add(records)
+        self.version += bool(records)
+
+    def _renew_closing(self, directory: RunDirectory) -> None:
+        try:
+            changed = directory.closing_path.stat().st_mtime
+        except OSError:
+            return
+        if changed != self._closing_time:
+            self._closing_time = changed
+            self.data.closing = RunData.open(self.path, self.name).closing
+            self.version += 1
+
+
+def sampled_records(path: Path, size: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yields records from evenly spaced places of a file, the last one among them, in the file's order."""
+    last_step = -1
+    with path.open("rb") as file:
+        for number in range(count + 1):
+            file.seek(max(0, min(size - 1, number * size // count) - (LONGEST_LINE if number == count else 0)))
+            if number == count:
+                lines = file.read().split(b"\n")[-2:]
+            else:
+                if number:
+                    file.readline(LONGEST_LINE)  # the rest of a line
+                lines = [file.readline(LONGEST_LINE)]
+            for line in lines:
+                record = parse_record(line)
+                if record is not None and record["step"] > last_step:
+                    last_step = record["step"]
+                    yield record
+
+
+def lines_of_step(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the JSON lines of one step from a file whose steps ascend, without reading the others."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return []
+    with file:
+        low, high = 0, path.stat().st_size
+        while high - low > CHUNK // 64:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline(LONGEST_LINE)
+            found = _step_of(file.readline(LONGEST_LINE))
+            if found is not None and found < step:
+                low = middle
+            else:
+                high = middle
+        file.seek(low)
+        if low:
+            file.readline(LONGEST_LINE)
+        found_lines = []
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+            number = _step_of(line)
+            if number == step:
+                found_lines.append(json.loads(line))
+            elif number is not None and number > step:
+                break
+        return found_lines
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
