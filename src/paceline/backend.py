@@ -126,7 +126,7 @@ class Backend(ABC):
         """Returns what was done since the last call, and starts counting anew."""
 
     def live_stats(self) -> RolloutStats | None:
-        """Returns the statistics that are being counted now, to look at from another thread; None: unknown."""
+        """Returns the statistics being counted now, to look at from another thread; None: unknown."""
         return None
 
     @abstractmethod

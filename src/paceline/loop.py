@@ -46,7 +46,7 @@ from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
-from paceline.report.html_report import renew_report
+from paceline.report.html_report import OwnReport
 from paceline.report.metrics import rollout_metrics
 from paceline.report.profiler import StepProfiler
 from paceline.report.run_directory import RunDirectory
@@ -121,6 +121,7 @@ class Trainer:
         self.best_accuracy = state.best_accuracy
         self.save_due = False
         self.profiler = StepProfiler()
+        self.report = OwnReport(self.directory, console.warn)
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class Trainer:
             save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
         if self.online is not None:
             replace_folder(self.directory.checkpoints_path / "eagle", self.online.save)
-        renew_report(self.directory, self.console.warn)
+        self.report.renew()
 
     # -- the parts of a step ----------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class Trainer:
         if check is not None:
             self.directory.write_closing(check.record())
             self.console.speculation(check)
-            renew_report(self.directory, self.console.warn)
+            self.report.renew()
 
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)

@@ -53,7 +53,6 @@ class RolloutStats:
             self.trace.append(TraceRow(observation.decision))
         self.trace[-1].note(observation)
 
-
     def note_request(self, trace: "RequestTrace") -> None:
         """Keeps the course of a request that has left, while there are not too many."""
         if len(self.requests) < MOST_REQUESTS:

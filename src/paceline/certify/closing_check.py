@@ -20,8 +20,9 @@ from paceline.types import Group
 PAIRS = 5
 
 # Pairs that are made however long they take, and the seconds after which no further one begins.
-LEAST_PAIRS = 3
-SECONDS = 120.0
+# With fewer than `PAIRS` of them nothing is claimed about speed.
+LEAST_PAIRS = 2
+SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class SpeculationCheck:
 
     @property
     def too_noisy(self) -> bool:
-        """Whether some pairs say faster and others slower."""
-        return min(self.ratios) <= 1.0 <= max(self.ratios)
+        """Whether some pairs say faster and others slower, or there are too few of them to say anything."""
+        return len(self.ratios) < PAIRS or min(self.ratios) <= 1.0 <= max(self.ratios)
 
     def record(self) -> dict[str, Any]:
         """Returns the check as JSON takes it."""

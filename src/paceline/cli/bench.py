@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from paceline.cli import bench_tables as tables
-from paceline.cli.options import parse_precision, split_recipe
+from paceline.cli.options import QuietOption, parse_precision, split_recipe
+from paceline.cli.progress import announce, working
 from paceline.types import Precision
 
 if TYPE_CHECKING:
@@ -30,7 +31,20 @@ LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGM
 BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
 PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+HELP = "--help"
 LONG_TAIL = "lognormal:512,1.0,16,4096"
+
+
+@app.callback()
+def bench(context: typer.Context, quiet: QuietOption = False) -> None:
+    """Measure this machine: medians of repeats, with their spread."""
+    if context.resilient_parsing or HELP in (*context.args, *getattr(context, "_protected_args", ())):
+        return
+    name = context.invoked_subcommand
+    announce(
+        f"bench {name}: measures this machine; figures are printed, and written where --json says", quiet
+    )
+    context.with_resource(working(f"bench {name}", quiet))
 
 
 @app.command()

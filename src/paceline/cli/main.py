@@ -10,7 +10,8 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
-from paceline.cli.options import refuse_given, split_recipe
+from paceline.cli.options import QuietOption, refuse_given, split_recipe
+from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
 from paceline.cli.simulate import app as simulate_app
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
@@ -51,7 +52,6 @@ RecipeArgument = Annotated[
     Optional[str], typer.Argument(help="a YAML file or a shipped recipe's name; see `paceline recipes`")
 ]
 OverridesArgument = Annotated[Optional[list[str]], typer.Argument(help="section.key=value, any number")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but warnings and errors")]
 
 
 @app.command()
@@ -121,9 +121,10 @@ def warmup(
     careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
     mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
     family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
+    quiet: QuietOption = False,
 ) -> None:
     """Makes a starting checkpoint by supervised training; without --recipe or --data, the built-in policy."""
-    from paceline.cli.warmup import refuse_existing, show_progress, warm_up_from_file, warm_up_from_task
+    from paceline.cli.warmup import loss_progress, refuse_existing, warm_up_from_file, warm_up_from_task
     from paceline.learning.warmup import WarmupSettings, make_builtin
 
     refuse_existing(out)
@@ -139,16 +140,22 @@ def warmup(
         refuse_given(
             context, ("careful_steps", "mixed_steps", "family"), "of the built-in policy; leave it out"
         )
-    settings = WarmupSettings(epochs, batch_size, lr, seed)
-    if recipe:
-        warm_up_from_task(out, recipe, overrides or [], policy, examples, settings)
-    elif data is not None:
+    if data is not None:
         refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
-        warm_up_from_file(out, data, policy, settings)
-    else:
+    elif not recipe:
         given = ("policy", "examples", "epochs", "batch_size", "lr")
         refuse_given(context, given, "needs --recipe or --data; without them the built-in policy is made")
-        make_builtin(out, seed, careful_steps, mixed_steps, show_progress, family)
+    settings = WarmupSettings(epochs, batch_size, lr, seed)
+    source = f"recipe {recipe}" if recipe else str(data) if data is not None else "the built-in task"
+    announce(f"supervised warm-up of {policy} on examples of {source}; written to {out}", quiet)
+    with step_progress("warm-up", quiet) as show:
+        progress = loss_progress(show)
+        if recipe:
+            warm_up_from_task(out, recipe, overrides or [], policy, examples, settings, progress)
+        elif data is not None:
+            warm_up_from_file(out, data, policy, settings, progress)
+        else:
+            make_builtin(out, seed, careful_steps, mixed_steps, progress, family)
     typer.echo(f"written to {out}")
 
 
@@ -159,13 +166,21 @@ def evaluate_command(
     ],
     overrides: OverridesArgument = None,
     recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
+    quiet: QuietOption = False,
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
+    from paceline.report.clock import StageClock
+    from paceline.report.console import Console
     from paceline.rollout.evaluation import evaluate
     from paceline.session import open_session
 
-    session = open_session(_noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"])))
-    result = evaluate(session.sampler, session.task.held_out, session.config.eval)
+    config = _noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    problems = f"{config.eval.problems or 'all'} held-out problems x {config.eval.samples}"
+    announce(f"evaluating {policy} on {config.task.name}, {problems}; nothing is written", quiet)
+    session = open_session(config)
+    clock = StageClock(session.device)
+    with Console(quiet).watching(session.sampler, clock), clock("evaluate"):
+        result = evaluate(session.sampler, session.task.held_out, session.config.eval)
     session.close()
     typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
     for k, estimate in result.pass_at.items():

@@ -1,8 +1,12 @@
 """What commands do with their arguments before anything heavy is imported."""
 
+from typing import Annotated
+
 import typer
 
 from paceline.types import Precision
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="print results and warnings alone")]
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:

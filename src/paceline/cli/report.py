@@ -8,7 +8,9 @@ import typer
 
 from paceline.config import ConfigError
 
-RunsArgument = Annotated[list[Path], typer.Argument(help="run directories; several are compared with the first")]
+RunsArgument = Annotated[
+    list[Path], typer.Argument(help="run directories; several are compared with the first")
+]
 
 
 def report(
@@ -18,7 +20,9 @@ def report(
     ] = None,
     out: Annotated[
         Optional[Path],
-        typer.Option(help="file to write; default: report.html in the run directory, or here for several runs"),
+        typer.Option(
+            help="file to write; default: report.html in the run directory, or here for several runs"
+        ),
     ] = None,
 ) -> None:
     """Writes a page with every view of a run, or of several side by side, that needs no network."""
@@ -59,9 +63,9 @@ def trace(
 
 
 def dashboard(
-    runs: Annotated[Path, typer.Argument(help="the folder that holds run directories, or one of them")] = Path(
-        "runs"
-    ),
+    runs: Annotated[
+        Path, typer.Argument(help="the folder that holds run directories, or one of them")
+    ] = Path("runs"),
     port: Annotated[int, typer.Option(help="0: any that is free", min=0, max=65535)] = 8265,
     host: Annotated[
         str, typer.Option(help="address to listen on; any but this machine's own asks for a token")
@@ -76,8 +80,12 @@ def dashboard(
     try:
         server = DashboardServer(folder, host, port, token)
     except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error}; choose another --port, or 0 for any") from None
-    typer.echo(f"{len(folder.names())} runs in {runs}: open {server.url} (Ctrl-C ends this; it changes nothing)")
+        raise ConfigError(
+            f"--host {host} --port {port}: {error}; choose another --port, or 0 for any"
+        ) from None
+    typer.echo(
+        f"{len(folder.names())} runs in {runs}: open {server.url} (Ctrl-C ends this; it changes nothing)"
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import ConfigError
-from paceline.dashboard.live_run import LiveRun, lines_of_step
 from paceline.pacing.trace import parse_rows
 from paceline.report.html_report import slowest_table
+from paceline.report.live_run import LiveRun
 from paceline.report.run_directory import RunDirectory
+from paceline.report.step_lines import lines_of_step
 from paceline.report.views.payload import payload
 from paceline.report.views.samples import read_samples, spread
 from paceline.report.views.tail import tail_view
 
 # Points of a curve: a plot has few hundred pixels.
-MOST_POINTS = 400
+MOST_POINTS = 300
 
 # Steps to choose from: so many over the whole run, and the newest.
 STEPS_OVER_ALL = 200
@@ -35,7 +36,9 @@ class RunsFolder:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         if not self.root.is_dir():
-            raise ConfigError(f"{root} is not a folder; name the one that holds run directories, such as runs")
+            raise ConfigError(
+                f"{root} is not a folder; name the one that holds run directories, such as runs"
+            )
         self.lock = threading.Lock()
         self.opened: dict[str, LiveRun] = {}
 
@@ -90,7 +93,9 @@ class RunsFolder:
     def slowest(self, name: str) -> dict[str, Any] | None:
         """Returns the slowest prompts of the newest steps."""
         directory = self.run(name).data.directory
-        files = list(directory.requests_path.glob("step_*.json")) if self._inside(directory.requests_path) else []
+        files = (
+            list(directory.requests_path.glob("step_*.json")) if self._inside(directory.requests_path) else []
+        )
         return slowest_table(directory) if files and all(map(self._inside, files)) else None
 
     def _path(self, name: str) -> Path:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.dashboard.runs_folder import RunsFolder, UnknownRun
-from paceline.plots.page import asset, script_hashes, shell_page
+from paceline.plots.page import script_hashes, shell_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -56,7 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         if not self._is_allowed(query):
-            self._send(HTTPStatus.FORBIDDEN, b"open the address that paceline dashboard printed", "text/plain")
+            self._send(
+                HTTPStatus.FORBIDDEN, b"open the address that paceline dashboard printed", "text/plain"
+            )
             return
         try:
             self._answer(url.path, query)
@@ -89,7 +91,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
         if self.server.token:
-            given = query.get("token", [""])[0] or self.headers.get("Authorization", "").removeprefix("Bearer ")
+            given = query.get("token", [""])[0] or self.headers.get("Authorization", "").removeprefix(
+                "Bearer "
+            )
             return secrets.compare_digest(given.encode(), self.server.token.encode())
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         return host in LOOPBACK

@@ -4,28 +4,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paceline.plots.chart import Value
-
 # A column of numbers, NaN where there is none.
 Column = np.ndarray
 
 
-def values(numbers: Column) -> list[Value]:
-    """Returns an array as a list, with None for what is not finite."""
-    return [float(number) if finite else None for number, finite in zip(numbers, np.isfinite(numbers), strict=True)]
-
-
-def aligned(curves: Sequence[tuple[Column, Column]]) -> tuple[list[float], list[list[Value]]]:
-    """Returns all x values in order, and each curve's values there, None where it has none."""
+def aligned(curves: Sequence[tuple[Column, Column]]) -> tuple[Column, list[Column]]:
+    """Returns all x values in order, and each curve's values there."""
     if not curves:
-        return [], []
+        return np.zeros(0), []
     xs = np.unique(np.concatenate([curve_xs for curve_xs, _ in curves]))
     columns = []
     for curve_xs, ys in curves:
         full = np.full(len(xs), np.nan)
         full[np.searchsorted(xs, curve_xs)] = ys
-        columns.append(values(full))
-    return xs.tolist(), columns
+        columns.append(full)
+    return xs, columns
 
 
 def thinned(xs: Column, ys: Column, limit: int) -> tuple[Column, Column]:
@@ -34,7 +27,8 @@ def thinned(xs: Column, ys: Column, limit: int) -> tuple[Column, Column]:
     So a single outlier among a hundred thousand steps is still there.
     """
     finite = np.isfinite(ys)
-    xs, ys = xs[finite], ys[finite]
+    if not finite.all():
+        xs, ys = xs[finite], ys[finite]
     count = len(xs)
     if count <= limit:
         return xs, ys

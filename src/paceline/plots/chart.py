@@ -14,9 +14,10 @@ import numpy as np
 SIGNIFICANT_DIGITS = 6
 
 # Numbers above are left as they are.
-LARGEST_WHOLE = 1e15
+LARGEST_ROUNDED = 1e15
 
 Value = float | None
+Values = Sequence[Value] | np.ndarray  # NaN in an array is None
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Series:
     """One curve: its values, the band around it, and how it is drawn."""
 
     label: str
-    y: Sequence[Value]
-    low: Sequence[Value] = ()  # the band's edges; empty: no band
-    high: Sequence[Value] = ()
+    y: Values
+    low: Values = ()  # the band's edges; empty: no band
+    high: Values = ()
     colour: int = 0  # number in the page's palette
     dash: int = 0  # 0: solid; others: patterns that tell apart what has one colour
     points: bool = False  # a marker at each value
@@ -73,7 +74,7 @@ class Chart:
     title: str
     x: Axis
     y: Axis
-    xs: Sequence[float]
+    xs: Sequence[float] | np.ndarray
     series: Sequence[Series]
     note: str = ""
     stacked: bool = False
@@ -85,30 +86,42 @@ class Chart:
     @property
     def has_data(self) -> bool:
         """Whether there is a value to draw."""
-        return any(value is not None for series in self.series for value in series.y)
+        return any(np.isfinite(np.array(series.y, dtype=float)).any() for series in self.series)
 
     def record(self) -> dict[str, Any]:
         """Returns the chart as JSON takes it, with numbers rounded to what a plot can show."""
-        record = {key: value for key, value in asdict(self).items() if key not in ("xs", "series", "spans")}
-        return record | {
+        return {
+            "id": self.id,
+            "title": self.title,
+            "note": self.note,
+            "x": asdict(self.x),
+            "y": asdict(self.y),
+            "stacked": self.stacked,
+            "level": self.level,
+            "names": list(self.names),
+            "marks": [asdict(mark) for mark in self.marks],
             "xs": rounded(self.xs),
             "series": [_series_record(series) for series in self.series],
             "spans": [[*rounded((s.start, s.stop)), s.label, s.colour, int(s.faint)] for s in self.spans],
         }
 
 
-def rounded(values: Sequence[Value]) -> list[Value]:
-    """Returns finite numbers with few digits, and None for what is none; whole numbers stay whole."""
+def rounded(values: Values) -> list[Value]:
+    """Returns numbers with few digits, None for what is none, and integers where all are whole."""
     numbers = np.array(values, dtype=float)  # None becomes NaN
-    sizes = np.where(np.isfinite(numbers) & (numbers != 0), np.abs(numbers), 1.0)
+    finite = np.isfinite(numbers)
+    sizes = np.where(finite & (numbers != 0), np.abs(numbers), 1.0)
+    small = sizes < LARGEST_ROUNDED
     digits = 10.0 ** np.clip(SIGNIFICANT_DIGITS - 1 - np.floor(np.log10(sizes)), -300, 300)
-    short = np.where(sizes < LARGEST_WHOLE, np.round(numbers * digits) / digits, numbers)
-    return [
-        None if value != value or value in (np.inf, -np.inf) else int(value) if value.is_integer() else value
-        for value in short.tolist()
-    ]
+    short = np.where(small & finite, np.round(np.where(small, numbers, 0.0) * digits) / digits, numbers)
+    if finite.all() and small.all() and (short == np.floor(short)).all():
+        return short.astype(int).tolist()
+    texts: list[Value] = short.tolist()
+    for place in np.flatnonzero(~finite):
+        texts[place] = None
+    return texts
 
 
 def _series_record(series: Series) -> dict[str, Any]:
     lists = {"y": rounded(series.y), "low": rounded(series.low), "high": rounded(series.high)}
-    return asdict(series) | lists
+    return vars(series) | lists

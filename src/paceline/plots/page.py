@@ -29,7 +29,9 @@ def standalone_page(title: str, data: Mapping[str, Any], scripts: Sequence[str],
 
     `lead` is shown until they have run, and to readers without scripts.
     """
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_hashes(scripts)}"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {script_hashes(scripts)}"
+    )
     meta = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">'
     block = f'<script type="application/json" id="data">{script_json(data)}</script>'
     return _page(title, scripts, meta, lead, block)

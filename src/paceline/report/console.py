@@ -127,7 +127,7 @@ class Console:
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
-        """Prints what the closing check found: steps saved, how much faster, whether the tokens are identical."""
+        """Prints what the closing check found: steps saved, how much faster, whether tokens are the same."""
         identical = (
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )
@@ -137,7 +137,8 @@ class Console:
             f"  plain              {_spread(check.plain)} s in {check.plain_steps} policy steps\n"
             f"  with speculation   {_spread(check.paced)} s in {check.paced_steps} policy steps "
             f"({saved} saved, {100 * saved / max(1, check.plain_steps):.0f}%)\n"
-            f"  {speed_verdict(check)}; accept length {check.accept_length:.2f}; tokens identical: {identical}",
+            f"  {speed_verdict(check)}; accept length {check.accept_length:.2f}; "
+            f"tokens identical: {identical}",
             markup=False,
         )
 
@@ -163,7 +164,8 @@ def speed_verdict(check: "SpeculationCheck") -> str:
     """Returns the median of the pairs' ratios with their range, or says that it cannot be told."""
     ratios = check.ratios
     figures = f"{check.ratio:.2f}x, between {min(ratios):.2f} and {max(ratios):.2f}"
-    return f"too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures} in {len(ratios)} pairs"
+    figures += f" in {len(ratios)} pairs"
+    return f"speed: too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures}"
 
 
 def _spread(seconds: Sequence[float]) -> str:

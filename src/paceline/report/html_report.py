@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.pacing.trace import read_trace
+from paceline.pacing.trace import parse_rows
 from paceline.plots.document import SCRIPTS, Section
 from paceline.plots.page import standalone_page
+from paceline.report.live_run import LiveRun
 from paceline.report.run_data import RunData, read_runs
 from paceline.report.run_directory import RunDirectory, replace_file
+from paceline.report.step_lines import lines_of_step
 from paceline.report.step_trace import read_step_trace, traced_steps
 from paceline.report.views.payload import payload
 from paceline.report.views.samples import report_samples, slowest_prompts, spread
@@ -28,12 +30,23 @@ def write_report(paths: Sequence[Path], out: Path, step: int | None = None) -> N
     replace_file(out, render_report(read_runs(paths), step))
 
 
-def renew_report(directory: RunDirectory, warn: Callable[[str], None]) -> None:
-    """Writes a run's own report again; a problem is told and is not the run's."""
-    try:
-        write_report([directory.path], directory.report_path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        warn(f"{directory.report_path} was not renewed: {error!r}")
+class OwnReport:
+    """The report of a run that goes on: it reads what is new of the metrics, not all of them every time."""
+
+    def __init__(self, directory: RunDirectory, warn: Callable[[str], None]) -> None:
+        self.directory = directory
+        self.warn = warn
+        self.run: LiveRun | None = None
+
+    def renew(self) -> None:
+        """Writes the report again; a problem is told and is not the run's."""
+        try:
+            if self.run is None:
+                self.run = LiveRun(self.directory.path, self.directory.path.resolve().name)
+            self.run.poll()
+            replace_file(self.directory.report_path, render_report([self.run.data]))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self.warn(f"{self.directory.report_path} was not renewed: {error!r}")
 
 
 def render_report(runs: Sequence[RunData], step: int | None = None) -> str:
@@ -59,13 +72,16 @@ def slowest_table(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _tails(run: RunData, step: int | None) -> dict[str, Any]:
-    rows = read_trace(run.directory.trace_path)
-    if step is not None and step not in rows:
-        known = f"has steps {min(rows)} to {max(rows)}" if rows else "holds no trace"
-        raise ValueError(f"--step {step}: {run.directory.trace_path} {known}")
-    shown = spread(sorted(rows), MOST_TAILS)
+    path = run.directory.trace_path
+    shown = spread(run.train.steps, MOST_TAILS) if path.is_file() else []
     if step is not None:
         shown = sorted({*shown, step})
+    rows = {number: parse_rows(lines_of_step(path, number)) for number in shown}
+    if step is not None and not rows[step]:
+        steps = run.train.steps
+        known = f"the run has steps {steps[0]} to {steps[-1]}" if steps else "the run has no step yet"
+        raise ValueError(f"--step {step}: {path} holds nothing of it; {known}")
+    shown = [number for number in shown if rows[number]]
     views = {str(number): tail_view(rows[number]) for number in shown}
     return {"run": run.name, "steps": shown, "views": views, "chosen": step}
 

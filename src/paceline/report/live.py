@@ -72,7 +72,9 @@ class LiveView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in (self._run_line(), self._rollout_line(), self._stage_line()):
             if line:
-                yield Text(line, no_wrap=True, overflow="ellipsis", style="dim" if console.color_system else "")
+                yield Text(
+                    line, no_wrap=True, overflow="ellipsis", style="dim" if console.color_system else ""
+                )
 
     def _run_line(self) -> str:
         if not self.rewards:

@@ -1,4 +1,4 @@
-"""A page that shows how one rollout was paced, without a run around it: what `paceline bench pacing` writes."""
+"""A page that shows how one rollout was paced, for `paceline bench pacing`: there is no run around it."""
 
 from collections.abc import Sequence
 

@@ -88,7 +88,9 @@ def _requests(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Slices of one track must not overlap, and waiting requests do, so each has an asynchronous one.
     """
     for number, request in enumerate(trace["requests"]):
-        details = {name: request[name] for name in ("id", "prompt", "prompt_tokens", "tokens", "reward", "end")}
+        details = {
+            name: request[name] for name in ("id", "prompt", "prompt_tokens", "tokens", "reward", "end")
+        }
         moments = request["moments"]
         for (stage, start, row), (_, stop, _) in zip(moments, moments[1:], strict=False):
             if stage != "waiting" and row >= 0:

@@ -1,4 +1,4 @@
-"""One step under torch's profiler: every operator and kernel, as a file that Perfetto and chrome://tracing open."""
+"""One step under torch's profiler: every operator and kernel, in a file that Perfetto opens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

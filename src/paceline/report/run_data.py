@@ -22,6 +22,10 @@ NAME_LENGTH = 60
 FIRST_ROOM = 64
 
 
+# The column of the steps themselves.
+STEP = "step"
+
+
 class Columns:
     """Records of one kind as columns over their steps: appended to one by one, read as arrays."""
 
@@ -40,7 +44,7 @@ class Columns:
         place = len(self.steps)
         self.steps.append(step)
         for name, value in record.items():
-            if name in ("step", "kind") or not isinstance(value, int | float):
+            if not isinstance(value, int | float):
                 continue
             column = self._values.get(name)
             if column is None or place >= len(column):
@@ -63,11 +67,11 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """The names of the columns."""
-        return sorted(self._values)
+        return sorted(self._values.keys() - {STEP})
 
     def xs(self) -> np.ndarray:
         """Returns the steps."""
-        return np.array(self.steps, dtype=float)
+        return self[STEP]
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Returns a column, NaN where a record does not have it."""
@@ -84,7 +88,7 @@ class Columns:
 
     def has(self, name: str) -> bool:
         """Whether the column has a finite value."""
-        return bool(len(self.known(name)))
+        return name in self._values and bool(np.isfinite(self[name]).any())
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`requests/step_N.json`: when each request of a step waited, prefilled, decoded and left, and when stages ran.
+"""`requests/step_N.json`: when each request of a step waited, prefilled, decoded and left; its stages.
 
 Bounded: so many requests and decisions of a step, and the newest steps alone. Times are seconds since the
 step began.

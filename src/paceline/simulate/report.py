@@ -147,7 +147,9 @@ def write_html(
         label = ", ".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
         charts = [_tail_chart(answer, number), *_draft_charts(answer, number)]
         title = label or describe(answer.scenario)
-        sections.append(Section(f"answer-{number}", title, label or "answer", charts=charts, text=text(answer)))
+        sections.append(
+            Section(f"answer-{number}", title, label or "answer", charts=charts, text=text(answer))
+        )
     path.write_text(document("What would it give me?", "paceline simulate", sections))
 
 

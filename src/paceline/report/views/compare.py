@@ -56,9 +56,11 @@ def _same_samples(first: RunData, other: RunData) -> str:
             break
         same = step
     if same == common[-1]:
-        return f"{other.name} sampled the same as {first.name} in all {len(common)} common steps (rewards, lengths)."
+        return f"{other.name} sampled the same as {first.name} in all {len(common)} common steps."
     since = f"up to step {same}" if same else "in no step"
-    return f"{other.name} sampled the same as {first.name} {since}; from then on times compare different work."
+    return (
+        f"{other.name} sampled the same as {first.name} {since}; from then on times compare different work."
+    )
 
 
 def _outcomes(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -119,6 +121,9 @@ def _differences(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
     if not differing:
         return []
-    rows = [[key, *(str(run.settings.get(key, "-"))[:200] for run in runs)] for key in differing[:MOST_DIFFERENCES]]
+    rows = [
+        [key, *(str(run.settings.get(key, "-"))[:200] for run in runs)]
+        for key in differing[:MOST_DIFFERENCES]
+    ]
     columns = ["key", *(run.name for run in runs)]
     return [table("differences", "Recipes differ in", columns, rows, text=tuple(range(1, len(runs) + 1)))]

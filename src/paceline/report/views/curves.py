@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 
-from paceline.plots.align import aligned, averaged, thinned, values
+from paceline.plots.align import aligned, averaged, thinned
 from paceline.plots.chart import Axis, Chart, Mark, Series
 from paceline.report.run_data import Columns, RunData
 
@@ -41,7 +41,9 @@ class Curves:
         """
         curves = []
         series = []
-        metrics = [name for name in self.metrics if any(self._shows(self._columns(run), name) for run in runs)]
+        metrics = [
+            name for name in self.metrics if any(self._shows(self._columns(run), name) for run in runs)
+        ]
         colours = count()
         for number, run in enumerate(runs):
             columns = self._columns(run)
@@ -50,7 +52,9 @@ class Curves:
                     continue
                 colour = number if len(runs) > 1 else next(colours)
                 label = self._label(run, name, len(runs), len(metrics))
-                curve = Series(label, (), colour=colour, dash=dash if len(runs) > 1 else 0, points=self.points)
+                curve = Series(
+                    label, (), colour=colour, dash=dash if len(runs) > 1 else 0, points=self.points
+                )
                 series.append((curve, bool(self.margins and self.margins.get(name))))
                 curves += self._points(columns, name, limit)
         xs, ys = aligned(curves)
@@ -67,8 +71,7 @@ class Curves:
         return run.evals if self.evals else run.train
 
     def _shows(self, columns: Columns, name: str) -> bool:
-        known = columns.known(name)
-        return bool(len(known)) and not (self.hide_zero and not known.any())
+        return columns.has(name) and not (self.hide_zero and not columns.known(name).any())
 
     def _label(self, run: RunData, name: str, num_runs: int, num_metrics: int) -> str:
         metric = self.metrics[name]
@@ -90,12 +93,12 @@ class Curves:
 def stacked_chart(
     id: str, title: str, run: RunData, parts: dict[str, np.ndarray], axis: Axis, limit: int, note: str = ""
 ) -> Chart | None:
-    """Returns parts of a whole over a run's steps, one upon the other, without those that are next to nothing."""
+    """Returns parts of a whole over a run's steps, stacked, without those that are next to nothing."""
     sums = {name: float(np.nansum(column)) for name, column in parts.items()}
     whole = sum(sums.values())
     present = {name: column for name, column in parts.items() if sums[name] > LEAST_SHARE * whole}
     if not present:
         return None
     xs, means = averaged(run.train.xs(), present, limit)
-    series = [Series(name, values(column), colour=i) for i, (name, column) in enumerate(means.items())]
-    return Chart(id, title, STEP, axis, xs.tolist(), series, note, stacked=True)
+    series = [Series(name, column, colour=i) for i, (name, column) in enumerate(means.items())]
+    return Chart(id, title, STEP, axis, xs, series, note, stacked=True)

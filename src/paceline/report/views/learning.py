@@ -41,7 +41,11 @@ CURVES = (
     Curves(
         "lengths",
         "Response lengths",
-        {"rollout/length_mean": "mean", "rollout/length_p95": "95th percentile", "rollout/length_max": "longest"},
+        {
+            "rollout/length_mean": "mean",
+            "rollout/length_p95": "95th percentile",
+            "rollout/length_max": "longest",
+        },
         TOKENS,
         "The distance between mean and longest is the long tail that a rollout waits for.",
     ),
@@ -55,7 +59,10 @@ CURVES = (
     Curves(
         "kl",
         "KL divergence",
-        {"policy/approximate_kl": "from the rollout's policy", "policy/reference_kl": "to the starting policy"},
+        {
+            "policy/approximate_kl": "from the rollout's policy",
+            "policy/reference_kl": "to the starting policy",
+        },
         Axis("KL", "nats per token"),
         "How far an update moved the policy; the second where learning.kl_coef is on.",
         hide_zero=True,
@@ -79,7 +86,9 @@ CURVES = (
         {"policy/gradient_norm": "before clipping"},
         Axis("gradient norm", low=0.0),
     ),
-    Curves("rate", "Learning rate", {"policy/learning_rate": "learning rate"}, Axis("learning rate", low=0.0)),
+    Curves(
+        "rate", "Learning rate", {"policy/learning_rate": "learning rate"}, Axis("learning rate", low=0.0)
+    ),
 )
 
 

@@ -51,22 +51,22 @@ def sections(runs: Sequence[RunData], limit: int) -> list[dict[str, Any]]:
             "time",
             "Where does the time go?",
             "Time",
-            "An RL step is a rollout (the policy answers prompts), an update, and the new weights' handover.",
+            "An RL step is a rollout (the policy answers prompts), an update, and the weights' handover.",
             time_charts(runs, limit),
         ),
         Section(
             "speculation",
             "What did speculation give?",
             "Speculation",
-            "A drafter proposes several tokens and the policy checks them in one pass. What is sampled does not "
-            "change; how many passes it takes does.",
+            "A drafter proposes several tokens and the policy checks them in one pass. What is sampled "
+            "does not change; how many passes it takes does.",
             speculation_charts(runs, limit),
         ),
         Section(
             "health",
             "Can the samples be trusted?",
             "Mismatch",
-            "Rollout and learner compute the same probabilities with different code, and perhaps at different "
+            "Rollout and learner compute the same probabilities with different code, perhaps at different "
             "precision; the difference is measured before every update.",
             health_charts(runs, limit),
         ),

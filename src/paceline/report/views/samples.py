@@ -38,7 +38,7 @@ def read_samples(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
 def report_samples(directory: RunDirectory, most_steps: int) -> tuple[list[int], list[dict[str, Any]]]:
     """Returns steps, evenly spaced with the last one, and their groups, as many as a report can carry."""
     groups: list[dict[str, Any]] = []
-    steps = []
+    steps: list[int] = []
     left = REPORT_CHARACTERS
     for step in reversed(spread(sample_steps(directory), most_steps)):
         of_step = read_samples(directory, step)
@@ -111,7 +111,12 @@ def _group(step: int, record: Any) -> dict[str, Any] | None:
     try:
         prompt, _ = cut(record["prompt"])
         responses = [_response(sample) for sample in record["samples"][:MOST_RESPONSES]]
-        return {"step": step, "id": cut(record["prompt_id"], 200)[0], "prompt": prompt, "responses": responses}
+        return {
+            "step": step,
+            "id": cut(record["prompt_id"], 200)[0],
+            "prompt": prompt,
+            "responses": responses,
+        }
     except (KeyError, TypeError, ValueError):
         return None
 

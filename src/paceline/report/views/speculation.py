@@ -15,6 +15,9 @@ MOST_RUNS = 3
 # Positions of a draft that are drawn.
 MOST_POSITIONS = 9
 
+# Steps that are marked.
+MOST_MARKS = 40
+
 POSITION = re.compile(r"speculation/(.+)/accepted_(\d+)")
 
 CURVES = (
@@ -28,7 +31,10 @@ CURVES = (
     Curves(
         "speculating",
         "How often the engine speculates",
-        {"speculation/steps": "decode steps that speculated", "speculation/accepted": "proposed tokens accepted"},
+        {
+            "speculation/steps": "decode steps that speculated",
+            "speculation/accepted": "proposed tokens accepted",
+        },
         Axis("share", "%", low=0.0, high=100.0),
         "The pacer speculates where it expects to be faster, and decodes plainly elsewhere.",
         scale=100.0,
@@ -59,7 +65,9 @@ CURVES = (
 def speculation_charts(runs: Sequence[RunData], limit: int) -> list[Chart]:
     """Returns the charts of this view for one or more runs."""
     marks = head_marks(runs[0]) if len(runs) == 1 else []
-    charts = [curve.chart(runs, limit, marks) for curve in (*CURVES[:1], _by_drafter(runs), *CURVES[1:]) if curve]
+    charts = [
+        curve.chart(runs, limit, marks) for curve in (*CURVES[:1], _by_drafter(runs), *CURVES[1:]) if curve
+    ]
     for number, run in enumerate(runs[:MOST_RUNS]):
         charts += [_by_position(run, number, drafter, limit, len(runs) > 1) for drafter in drafters(run)]
     return [chart for chart in charts if chart is not None]
@@ -72,9 +80,11 @@ def drafters(run: RunData) -> list[str]:
 
 
 def head_marks(run: RunData) -> list[Mark]:
-    """Returns the steps after which the eagle head learned."""
+    """Returns the steps after which the eagle head learned, at most so many that lines stay apart."""
     learned = np.nan_to_num(run.train["drafter/updates"]) > 0
-    return [Mark(float(step), "the head learned") for step in run.train.xs()[learned]]
+    steps = run.train.xs()[learned]
+    kept = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_MARKS)).astype(int))]
+    return [Mark(float(step), "the head learned") for step in kept]
 
 
 def _by_drafter(runs: Sequence[RunData]) -> Curves | None:

@@ -38,7 +38,13 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
         starts.append(starts[-1] + row.seconds)
     names = [name for name in strategy_names(rows) if name != "plain"]
     spans = [
-        Span(start, stop, name, PLAIN_COLOUR if name == "plain" else names.index(name) % PLAIN_COLOUR, row.decision.reason == "trial")
+        Span(
+            start,
+            stop,
+            name,
+            PLAIN_COLOUR if name == "plain" else names.index(name) % PLAIN_COLOUR,
+            row.decision.reason == "trial",
+        )
         for start, stop, row in zip(starts, starts[1:], rows, strict=False)
         for name in (str(row.decision.strategy),)
     ]
@@ -110,8 +116,8 @@ def by_strategy(rows: Sequence[TraceRow]) -> dict[str, Any]:
         lines.append([name, *cells, f"{tokens / max(spent, 1e-9):.0f}"])
     columns = ["strategy", "decode steps", "of these trials", "share of time", "tokens per request and step"]
     note = (
-        "Trials are short runs of a strategy that is not in use, to see what its drafter gains or how long it "
-        "takes. Time is that of the steps; prefill between them counts to the step that follows it."
+        "Trials are short runs of a strategy that is not in use, to see what its drafter gains or how "
+        "long it takes. Time is that of the steps; prefill between them counts to the step that follows it."
     )
     return table("strategies", "By strategy", [*columns, "tokens/s"], lines, note)
 

@@ -14,10 +14,25 @@ SECONDS = Axis("time", "s", low=0.0)
 MOST_STACKS = 4
 
 # What a step consists of, in its order; the first three are parts of the rollout.
-PARTS = ("prefill", "decode", "tail", "waiting for rewards", "rest of the rollout", "learning", "drafter", "sync")
+PARTS = (
+    "prefill",
+    "decode",
+    "tail",
+    "waiting for rewards",
+    "rest of the rollout",
+    "learning",
+    "drafter",
+    "sync",
+)
 
 CURVES = (
-    Curves("step-seconds", "Time of a step", {"time/step": "step"}, SECONDS, "Without evaluations and checkpoints."),
+    Curves(
+        "step-seconds",
+        "Time of a step",
+        {"time/step": "step"},
+        SECONDS,
+        "Without evaluations and checkpoints.",
+    ),
     Curves(
         "speed",
         "Speed of the rollout",

@@ -4,7 +4,6 @@ The first view of a long run must not wait until a file of hundreds of megabytes
 first looked at in a few thousand places, and read whole in the background; what is shown then is exact.
 """
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory, parse_record
+from paceline.report.step_lines import LONGEST_LINE
 
 # Bytes of metrics that are read before the first view; above, it is of samples of the file.
 READ_AT_ONCE = 8_000_000
@@ -19,9 +19,8 @@ READ_AT_ONCE = 8_000_000
 # Records of a large file that the first view is made of.
 FIRST_LOOK = 1500
 
-# Bytes read at a time, and the longest line that is looked at: above, somebody else wrote it.
+# Bytes read at a time.
 CHUNK = 4_000_000
-LONGEST_LINE = 1_000_000
 
 
 class LiveRun:
@@ -112,7 +111,9 @@ def sampled_records(path: Path, size: int, count: int) -> Iterator[dict[str, Any
     last_step = -1
     with path.open("rb") as file:
         for number in range(count + 1):
-            file.seek(max(0, min(size - 1, number * size // count) - (LONGEST_LINE if number == count else 0)))
+            file.seek(
+                max(0, min(size - 1, number * size // count) - (LONGEST_LINE if number == count else 0))
+            )
             if number == count:
                 lines = file.read().split(b"\n")[-2:]
             else:
@@ -124,41 +125,3 @@ def sampled_records(path: Path, size: int, count: int) -> Iterator[dict[str, Any
                 if record is not None and record["step"] > last_step:
                     last_step = record["step"]
                     yield record
-
-
-def lines_of_step(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the JSON lines of one step from a file whose steps ascend, without reading the others."""
-    try:
-        file = path.open("rb")
-    except OSError:
-        return []
-    with file:
-        low, high = 0, path.stat().st_size
-        while high - low > CHUNK // 64:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline(LONGEST_LINE)
-            found = _step_of(file.readline(LONGEST_LINE))
-            if found is not None and found < step:
-                low = middle
-            else:
-                high = middle
-        file.seek(low)
-        if low:
-            file.readline(LONGEST_LINE)
-        found_lines = []
-        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
-            number = _step_of(line)
-            if number == step:
-                found_lines.append(json.loads(line))
-            elif number is not None and number > step:
-                break
-        return found_lines
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
