@@ -304,6 +304,7 @@ class Trainer:
                 rollout.samples_per_prompt,
                 self.session.train_sampling(),
             ),
+            self.config.report.closing_pairs,
         )
         if check is not None:
             self.directory.write_closing(check.record())

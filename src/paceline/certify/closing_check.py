@@ -57,14 +57,16 @@ class SpeculationCheck:
         return asdict(self) | spread | {"repeats": len(self.plain), "too_noisy": self.too_noisy}
 
 
-def check_speculation(backend: Backend, roll_out: Callable[[], Sequence[Group]]) -> SpeculationCheck | None:
+def check_speculation(
+    backend: Backend, roll_out: Callable[[], Sequence[Group]], pairs: int = PAIRS
+) -> SpeculationCheck | None:
     """Runs `roll_out` several times with and without speculation; None where the backend never speculates."""
     speculation = backend.speculation
-    if speculation is None or speculation.pacer is None:
+    if speculation is None or speculation.pacer is None or not pairs:
         return None
     timed = _TimedRollouts(backend, speculation, roll_out)
     begun = time.perf_counter()
-    for pair in range(PAIRS):
+    for pair in range(pairs):
         if pair >= LEAST_PAIRS and time.perf_counter() - begun > SECONDS:
             break
         for paced in (True, False) if pair % 2 == 0 else (False, True):

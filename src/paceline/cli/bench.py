@@ -1,6 +1,7 @@
 """The `paceline bench` commands: options in, one call of `bench/`, figures out."""
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -31,19 +32,16 @@ LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGM
 BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
 PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
-HELP = "--help"
 LONG_TAIL = "lognormal:512,1.0,16,4096"
 
 
 @app.callback()
 def bench(context: typer.Context, quiet: QuietOption = False) -> None:
     """Measure this machine: medians of repeats, with their spread."""
-    if context.resilient_parsing or HELP in (*context.args, *getattr(context, "_protected_args", ())):
+    if "--help" in sys.argv:
         return
     name = context.invoked_subcommand
-    announce(
-        f"bench {name}: measures this machine; figures are printed, and written where --json says", quiet
-    )
+    announce(f"bench {name}: measures this machine; prints figures, and writes them where --json says", quiet)
     context.with_resource(working(f"bench {name}", quiet))
 
 

@@ -149,7 +149,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics; None where it is no record."""
     try:
         record = json.loads(line.decode())
-    except ValueError:  # also bytes that are no text
+    except (ValueError, RecursionError):  # also bytes that are no text
         return None
     is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
     return record if is_record else None
