@@ -7,7 +7,7 @@ first looked at in a few thousand places, and read whole in the background; what
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.report.run_data import RunData
 from paceline.report.run_directory import RunDirectory, parse_record
@@ -56,7 +56,7 @@ class LiveRun:
                 self._loading = True
                 threading.Thread(target=self._load_whole, daemon=True).start()
             elif stat.st_size > self._offset:
-                self._read_on(self.data, stat.st_size)
+                self.version += self._read_on(self.data, stat.st_size)
             self._renew_closing(directory)
             return self.version
 
@@ -82,8 +82,8 @@ class LiveRun:
             self._loading = False
             self.version += 1
 
-    def _read_on(self, data: RunData, stop: int) -> None:
-        """Adds the records up to byte `stop`; what is cut off there is kept for the next time."""
+    def _read_on(self, data: RunData, stop: int) -> bool:
+        """Adds the records up to byte `stop`, if any; what is cut off there is kept for the next time."""
         with data.directory.metrics_path.open("rb") as file:
             file.seek(self._offset)
             block = file.read(stop - self._offset)
@@ -93,7 +93,7 @@ class LiveRun:
             self._rest = b""  # its end will be no record, and is left out
         records = [record for line in lines if (record := parse_record(line)) is not None]
         data.add(records)
-        self.version += bool(records)
+        return bool(records)
 
     def _renew_closing(self, directory: RunDirectory) -> None:
         try:
@@ -107,21 +107,23 @@ class LiveRun:
 
 
 def sampled_records(path: Path, size: int, count: int) -> Iterator[dict[str, Any]]:
-    """Yields records from evenly spaced places of a file, the last one among them, in the file's order."""
+    """Yields records from evenly spaced places of a file, the first and the last among them, in order."""
     last_step = -1
     with path.open("rb") as file:
         for number in range(count + 1):
-            file.seek(
-                max(0, min(size - 1, number * size // count) - (LONGEST_LINE if number == count else 0))
-            )
-            if number == count:
-                lines = file.read().split(b"\n")[-2:]
-            else:
-                if number:
-                    file.readline(LONGEST_LINE)  # the rest of a line
-                lines = [file.readline(LONGEST_LINE)]
-            for line in lines:
+            for line in _lines_at(file, number * size // count, size):
                 record = parse_record(line)
                 if record is not None and record["step"] > last_step:
                     last_step = record["step"]
                     yield record
+
+
+def _lines_at(file: BinaryIO, place: int, size: int) -> list[bytes]:
+    """Returns two lines of a file: those that begin behind `place`, or its first or its last ones."""
+    if place >= size:
+        file.seek(max(0, size - LONGEST_LINE))
+        return file.read().split(b"\n")[-3:]
+    file.seek(place)
+    if place:
+        file.readline(LONGEST_LINE)  # the rest of a line
+    return [file.readline(LONGEST_LINE), file.readline(LONGEST_LINE)]
