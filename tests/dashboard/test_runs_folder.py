@@ -67,6 +67,7 @@ def test_a_run_that_was_cut_back_is_read_again(tmp_path):
 def test_a_long_run_is_shown_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(live_run, "READ_AT_ONCE", 10_000)
     monkeypatch.setattr(live_run, "FIRST_LOOK", 50)
+    monkeypatch.setattr(live_run, "FIRST_PAUSE", 0.0)
     path = make_run(tmp_path / "run", steps=600)
     folder = RunsFolder(tmp_path)
     first = charts_of(folder.view(["run"]))["reward"]

@@ -32,13 +32,13 @@ def thinned(xs: Column, ys: Column, limit: int) -> tuple[Column, Column]:
     count = len(xs)
     if count <= limit:
         return xs, ys
-    size = -(-count // max(1, (limit - 2) // 2))  # points of a stretch
-    stretches = -(-count // size)
-    places = []
-    for fill, pick in ((np.inf, np.argmin), (-np.inf, np.argmax)):
-        padded = np.full(stretches * size, fill)
-        padded[:count] = ys
-        places.append(pick(padded.reshape(stretches, size), axis=1) + size * np.arange(stretches))
+    size = -(-count // max(1, (limit - 4) // 2))  # points of a stretch
+    whole = count // size * size
+    stretches = ys[:whole].reshape(-1, size)
+    starts = np.arange(0, whole, size)
+    places = [stretches.argmin(axis=1) + starts, stretches.argmax(axis=1) + starts]
+    if whole < count:
+        places += [[whole + ys[whole:].argmin(), whole + ys[whole:].argmax()]]
     order = np.unique(np.concatenate([[0, count - 1], *places]))
     return xs[order], ys[order]
 

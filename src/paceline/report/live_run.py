@@ -5,6 +5,7 @@ first looked at in a few thousand places, and read whole in the background; what
 """
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,8 +20,10 @@ READ_AT_ONCE = 8_000_000
 # Records of a large file that the first view is made of.
 FIRST_LOOK = 1500
 
-# Bytes read at a time.
-CHUNK = 4_000_000
+# Bytes read at a time in the background, the pause after them, and the one before all: first comes the view.
+CHUNK = 500_000
+PAUSE = 0.002
+FIRST_PAUSE = 2.0
 
 
 class LiveRun:
@@ -72,11 +75,13 @@ class LiveRun:
 
     def _load_whole(self) -> None:
         """Reads the whole file beside what is shown, then shows it instead."""
+        time.sleep(FIRST_PAUSE)
         data = RunData.open(self.path, self.name)
         size = data.directory.metrics_path.stat().st_size
         self._offset, self._rest = 0, b""
         while self._offset < size:
             self._read_on(data, min(size, self._offset + CHUNK))
+            time.sleep(PAUSE)
         with self.lock:
             self.data = data
             self._loading = False

@@ -81,7 +81,8 @@ class Curves:
 
     def _points(self, columns: Columns, name: str, limit: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the curve, and its band's edges at the same steps."""
-        xs, ys = thinned(columns.xs(), self.scale * columns[name], limit)
+        xs, ys = thinned(columns.xs(), columns[name], limit)
+        ys = self.scale * ys
         curves = [(xs, ys)]
         margin = (self.margins or {}).get(name)
         if margin:
