@@ -45,6 +45,7 @@ def tiny_overrides(policy: Path, root: Path, name: str, steps: int = 6) -> list[
         "rollout.speculation.pacing=fixed",
         "rollout.speculation.tokens=5",
         "rollout.speculation.max_running=6",
+        "report.closing_pairs=1",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The small Countdown policy, warmed up on written-out searches: RL raises its accuracy, and the tail stays."""
+"""The small Countdown policy, warmed up on written-out searches: RL raises its accuracy, the tail stays."""
 
 import importlib.util
 import json

@@ -125,6 +125,10 @@ class Backend(ABC):
     def take_stats(self) -> RolloutStats:
         """Returns what was done since the last call, and starts counting anew."""
 
+    def live_stats(self) -> RolloutStats | None:
+        """Returns the statistics being counted now, to look at from another thread; None: unknown."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Drops everything that is outstanding and releases what is held."""

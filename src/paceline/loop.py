@@ -37,7 +37,9 @@ from paceline.pacing.store import load_pacing, save_pacing
 from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
+from paceline.report.html_report import OwnReport
 from paceline.report.metrics import rollout_metrics
+from paceline.report.profiler import StepProfiler
 from paceline.report.run_directory import RunDirectory, recipe_text
 from paceline.report.summary import Summary, summarise_run
 from paceline.rollout.dynamic_sampling import sampling_metrics
@@ -65,16 +67,21 @@ def train(
     replay: Path | None = None,
     console: Console | None = None,
     interruption: Interruption | None = None,
+    profile_step: int = 0,
 ) -> Result:
     """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts.
 
-    `interruption` hears signals already; without one, they are heard once the run is set up.
+    `interruption` hears signals already; without one, they are heard once the run is set up. `profile_step`
+    names a step that torch's profiler watches; 0: none.
     """
-    trainer = Trainer(config, recipe, resume, replay, console or Console(quiet=True))
-    if interruption is not None:
-        return trainer.run(interruption)
-    with Interruption() as interruption:
-        return trainer.run(interruption)
+    console = console or Console(quiet=True)
+    trainer = Trainer(config, recipe, resume, replay, console)
+    trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
+    with console.watching(trainer.session.sampler, trainer.clock):
+        if interruption is not None:
+            return trainer.run(interruption)
+        with Interruption() as interruption:
+            return trainer.run(interruption)
 
 
 class Trainer:
@@ -106,6 +113,8 @@ class Trainer:
         self.best_accuracy = state.best_accuracy
         self.eval_due = state.eval_due or state.step == 0
         self.save_due = False
+        self.profiler = StepProfiler()
+        self.report = OwnReport(self.directory, console.warn)
 
     def _set_up(self, resumed: RunRecords | None, replay: Path | None) -> TrainingState:
         """Makes the parts, with what the resumed run's checkpoint has of each; returns its state."""
@@ -160,7 +169,8 @@ class Trainer:
         self.console.start(last_step)
         while self.step_number < last_step and not interruption:
             self.step_number += 1
-            self.step()
+            with self.profiler.watching(self.step_number):
+                self.step()
             self.eval_due = self._eval_is_due()
             if self.eval_due and not interruption:
                 self.evaluate(interruption)
@@ -194,7 +204,7 @@ class Trainer:
         metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-        self.records.step(step, metrics, stats.trace, groups, self.session.tokenizer)
+        self.records.step(step, metrics, stats, self.clock.take_spans(), groups, self.session.tokenizer)
         self.console.step(step, metrics)
         if self.sentinel.stop_reason:
             raise self._failure(self.sentinel.stop_reason)
@@ -216,6 +226,7 @@ class Trainer:
         finally:
             backend.resume()
         self.records.metrics("eval", self.step_number, evaluation.metrics() | self.clock.take_metrics())
+        self.clock.take_spans()  # they are no step's
         self.console.evaluated(self.step_number, evaluation)
         if evaluation.accuracy.value > self.best_accuracy:
             self.best_accuracy = evaluation.accuracy.value
@@ -256,6 +267,7 @@ class Trainer:
                 replace_folder(folder / "eagle", self.online.save)
         self.saved_step = self.step_number
         self.save_due = False
+        self.report.renew()
 
     def _state(self) -> TrainingState:
         return TrainingState(
@@ -326,7 +338,7 @@ class Trainer:
             self.console.warn("interrupted: the closing check of speculation is left out")
 
     def _closing_check(self) -> None:
-        """Compares the next step's rollout, made twice with and twice without speculation."""
+        """Compares the next step's rollout, several times with and without speculation."""
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
             rollout.prompts_per_step
@@ -340,9 +352,13 @@ class Trainer:
                 rollout.samples_per_prompt,
                 self.session.train_sampling(),
             ),
+            self.config.report.closing_pairs,
         )
         if check is not None:
+            with self.records.writing("the closing check", self.directory.closing_path):
+                self.directory.write_closing(check.record())
             self.console.speculation(check)
+            self.report.renew()
 
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)

@@ -1,4 +1,4 @@
-"""What a rollout did: tokens, decode steps, what each drafter's proposals came to, precision.
+"""What a rollout did: tokens, decode steps, requests, what each drafter's proposals came to, precision.
 
 Plain data beside the contract (`backend.py`). A backend fills it in, `report/` turns it into metrics.
 """
@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from paceline.pacing.strategy import Observation
 from paceline.pacing.trace import TraceRow
-from paceline.types import Precision
+from paceline.types import FinishReason, Precision
+
+# Requests of one rollout whose course is kept; those beyond are counted.
+MOST_REQUESTS = 2048
 
 
 @dataclass
@@ -33,6 +36,8 @@ class RolloutStats:
     drafts: dict[str, "DraftStats"] = field(default_factory=dict)  # by drafter
     precision: "PrecisionStats | None" = None  # None: the policy's own
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
+    requests: list["RequestTrace"] = field(default_factory=list)  # those that left, in that order
+    requests_left_out: int = 0  # beyond `MOST_REQUESTS`
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
 
     def note(self, observation: Observation) -> None:
@@ -47,6 +52,29 @@ class RolloutStats:
         if not self.trace or self.trace[-1].decision is not observation.decision:
             self.trace.append(TraceRow(observation.decision))
         self.trace[-1].note(observation)
+
+    def note_request(self, trace: "RequestTrace") -> None:
+        """Keeps the course of a request that has left, while there are not too many."""
+        if len(self.requests) < MOST_REQUESTS:
+            self.requests.append(trace)
+        else:
+            self.requests_left_out += 1
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """A request's way through a generator: when it began to wait, prefill, decode, and when it left.
+
+    Times are of the host's `time.perf_counter`; a preempted request waits again. The row is -1 while a
+    request has none.
+    """
+
+    id: str
+    moments: tuple[tuple[str, float, int], ...]  # stage ("waiting", "prefill", "decode", "left"), begin, row
+    prompt_tokens: int
+    tokens: int
+    reason: FinishReason
+    replica: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from paceline.pacing.trace import append_trace, cut_trace, read_trace
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.shapes import SHAPES
-from paceline.report.pace_page import render, write_page
+from paceline.report.pace_page import render
 from paceline.types import Completion
 from tests.engine.test_engine import bits, grouped_requests
+from tests.page_data import page_data
 
 CONFIG = DecoderConfig("llama", 97, 32, 64, 2, 2, 1, 16, 256, eos_token_ids=(2,))
 COUNTS = (1, 3, 7)
@@ -182,18 +183,22 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
         rows = engine.take_stats().trace
         append_trace(path, step, rows)
     read = read_trace(path)
-    assert sorted(read) == [1, 2, 3] and [asdict(r) | {"decision": None} for r in read[3]] == [
-        asdict(r) | {"decision": None} for r in rows
+    not_kept = {"decision": None, "begun": 0.0, "draft_seconds": 0.0}
+    assert sorted(read) == [1, 2, 3] and [asdict(r) | not_kept for r in read[3]] == [
+        asdict(r) | not_kept for r in rows
     ]
-    assert write_page(path, tmp_path / "page.html", "a <run>") == 3
-    page = (tmp_path / "page.html").read_text()
-    assert "a &lt;run&gt;" in page and page.count("<rect") == len(rows) and page.count("<polyline") == 3
-    last = rows[-1]
-    assert (
-        f"{last.steps} steps, {last.tokens} tokens in {1e3 * last.seconds:.1f} ms, "
-        f"{last.decision.expected:.0f} tokens/s expected" in page
+    page = render("a <run>", 3, rows)
+    assert "a &lt;run&gt;" in page and "<run>" not in page
+    (section,) = page_data(page)["sections"]
+    running, accept, speed = section["charts"]
+    assert len(running["spans"]) == len(rows) and running["xs"][-1] == pytest.approx(
+        sum(row.seconds for row in rows), rel=1e-4
     )
-    assert "http" not in page.replace("http-equiv", ""), "nothing is fetched"
+    assert running["series"][0]["y"][:-1] == pytest.approx([row.running for row in rows], rel=1e-5)
+    assert accept["series"][0]["y"][0] == pytest.approx(rows[0].tokens / rows[0].rows, rel=1e-5)
+    assert max(speed["series"][0]["y"]) > 0
+    named = {row[0] for row in section["tables"][0]["rows"]}
+    assert named == {str(row.decision.strategy) for row in rows} == {span[2] for span in running["spans"]}
     with path.open("a") as file:
         file.write('{"step": 4, "strat')
     good = path.read_bytes()
@@ -203,11 +208,6 @@ def test_trace_files_and_the_page(policy, plain, tmp_path):
     )
     cut_trace(path, 2)
     assert sorted(read_trace(path)) == [1, 2] and path.read_bytes().startswith(good[:20])
-    with pytest.raises(ValueError, match="has steps 1 to 2"):
-        write_page(path, tmp_path / "page.html", "run", 9)
-    with pytest.raises(FileNotFoundError, match="holds no trace"):
-        write_page(tmp_path / "none.jsonl", tmp_path / "page.html", "run")
-    assert "<svg" in render("t", 1, read[1])
 
 
 def test_a_fixed_strategy_that_does_not_fit_runs_plain(policy, plain, monkeypatch):

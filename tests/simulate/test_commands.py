@@ -12,6 +12,7 @@ from paceline.report.svg import Line, line_chart
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
 from paceline.simulate.workload import Lengths
+from tests.page_data import page_data
 
 SMALL = ["--gpus=2", "--prompts=4", "--samples=4", "--lengths=lognormal:200,0.8,4,1000", "--max-running=16"]
 
@@ -31,8 +32,12 @@ def test_flags_give_text_json_and_a_page(tmp_path):
     assert record["rollout_speedup"] > 1 and record["this"]["tokens"] == record["plain"]["tokens"]
     sources = {part["source"] for part in record["this"]["provenance"].values()}
     assert sources == {"measured", "fitted", "assumed"}
-    page = (tmp_path / "a.html").read_text()
-    assert page.count("<svg") == 2 and "who says so" in page
+    (section,) = page_data((tmp_path / "a.html").read_text())["sections"]
+    assert [chart["title"] for chart in section["charts"]] == [
+        "Requests running",
+        "Draft tokens per step, mean over rows",
+    ]
+    assert "who says so" in section["text"] and max(filter(None, section["charts"][0]["series"][1]["y"])) > 0
 
 
 def test_a_sweep_takes_several_words(tmp_path):
@@ -43,7 +48,8 @@ def test_a_sweep_takes_several_words(tmp_path):
     assert float(longer[2].split()[1]) > float(longer[1].split()[1]) > 0
     assert rows[0][4] == "1.00" and float(rows[2][4]) > 1
     charts = 2 + 4 + 2  # two sweep charts, a tail each, drafts for k = 3
-    assert (tmp_path / "s.html").read_text().count("<svg") == charts
+    sections = page_data((tmp_path / "s.html").read_text())["sections"]
+    assert sum(len(section["charts"]) for section in sections) == charts
 
 
 def test_a_recipe_is_a_starting_point():

@@ -1,6 +1,7 @@
 """The `paceline bench` commands: options in, one call of `bench/`, figures out."""
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from paceline.cli import bench_tables as tables
-from paceline.cli.options import parse_precision, split_recipe
+from paceline.cli.options import QuietOption, parse_precision, split_recipe
+from paceline.cli.progress import announce, working
 from paceline.types import Precision
 
 if TYPE_CHECKING:
@@ -31,6 +33,16 @@ BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")
 PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 LONG_TAIL = "lognormal:512,1.0,16,4096"
+
+
+@app.callback()
+def bench(context: typer.Context, quiet: QuietOption = False) -> None:
+    """Measure this machine: medians of repeats, with their spread."""
+    if "--help" in sys.argv:
+        return
+    name = context.invoked_subcommand
+    announce(f"bench {name}: measures this machine; prints figures, and writes them where --json says", quiet)
+    context.with_resource(working(f"bench {name}", quiet))
 
 
 @app.command()

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import refuse_given
+from paceline.cli.options import QuietOption, refuse_given
+from paceline.cli.progress import ShowStep, announce, step_progress
 from paceline.config import load_config
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def train(
         str,
         typer.Option(help="float32, bfloat16 or float64; default: the policy's own, in which it was trained"),
     ] = "",
+    quiet: QuietOption = False,
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
     config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
@@ -74,6 +76,8 @@ def train(
     _refuse_options(context, start, rollouts, lr)
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
+    source = f"responses in {rollouts}" if rollouts is not None else f"{responses} responses of its own"
+    announce(f"training an eagle head for {policy} on {source}, {steps} steps; written to {out}", quiet)
     session = open_session(config)
     head = open_head(session.policy, start, _layers(layers), draft_vocab)
     completions = completions or training_responses(session.sampler, session.config, responses)
@@ -81,8 +85,8 @@ def train(
     sequences = [training_sequence(completion) for completion in completions]
     typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
     settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
-    with learning_mode(session.config):
-        train_head(session.policy, head, not start, sequences, settings, _progress(steps))
+    with learning_mode(session.config), step_progress("head", quiet) as show:
+        train_head(session.policy, head, not start, sequences, settings, _progress(steps, show))
     save_eagle(head, out, wanted_dtype)
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
 
@@ -99,15 +103,14 @@ def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, l
         raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
 
 
-def _progress(steps: int) -> Callable[[int, "HeadStep"], None]:
-    """Returns what prints the first step, every 25th and the last."""
+def _progress(steps: int, show: ShowStep) -> Callable[[int, "HeadStep"], None]:
+    """Returns what shows how near the head is to the policy after each step."""
 
-    def show(step: int, report: "HeadStep") -> None:
-        if step == 1 or step % 25 == 0 or step == steps:
-            overlap = " ".join(f"{value:.3f}" for value in report.overlap)
-            typer.echo(f"{step:>5}/{steps}  KL {report.divergence[0]:.4f}  1 - TV by position {overlap}")
+    def show_step(step: int, report: "HeadStep") -> None:
+        overlap = " ".join(f"{value:.3f}" for value in report.overlap)
+        show(step, steps, f"KL {report.divergence[0]:.4f}  1 - TV by position {overlap}")
 
-    return show
+    return show_step
 
 
 @app.command("eval")

@@ -10,7 +10,9 @@ from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.models import app as models_app
-from paceline.cli.options import refuse_given, split_recipe
+from paceline.cli.options import QuietOption, refuse_given, split_recipe
+from paceline.cli.progress import announce, step_progress
+from paceline.cli.report import dashboard, report, trace
 from paceline.cli.simulate import app as simulate_app
 from paceline.cli.streams import lasting_output
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
@@ -26,6 +28,9 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
+app.command()(dashboard)
+app.command()(report)
+app.command()(trace)
 app.add_typer(simulate_app, name="simulate")
 
 
@@ -58,6 +63,10 @@ def train(
     replay: Annotated[
         Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")
     ] = None,
+    torch_profiler: Annotated[
+        int, typer.Option(help="watch this step with torch's profiler; profile/ in the run directory", min=0)
+    ] = 0,
+    quiet: QuietOption = False,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
@@ -68,7 +77,7 @@ def train(
             f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
             "section.key=value"
         )
-    run_train_command(named, overrides, resume, replay)
+    run_train_command(named, overrides, resume, replay, quiet, torch_profiler)
 
 
 @app.command()
@@ -97,11 +106,12 @@ def warmup(
     careful_steps: Annotated[int, typer.Option(help="built-in: steps on careful answers alone")] = 1700,
     mixed_steps: Annotated[int, typer.Option(help="built-in: steps on the mix of modes")] = 300,
     family: Annotated[str, typer.Option(help="built-in: llama, or qwen3_moe for one with experts")] = "llama",
+    quiet: QuietOption = False,
 ) -> None:
     """Makes a starting checkpoint by supervised training; without --recipe or --data, the built-in policy."""
     if recipe:
         load_config(recipe, overrides or [])
-    from paceline.cli.warmup import refuse_existing, show_progress, warm_up_from_file, warm_up_from_task
+    from paceline.cli.warmup import loss_progress, refuse_existing, warm_up_from_file, warm_up_from_task
     from paceline.learning.warmup import WarmupSettings, make_builtin
 
     refuse_existing(out)
@@ -117,16 +127,22 @@ def warmup(
         refuse_given(
             context, ("careful_steps", "mixed_steps", "family"), "of the built-in policy; leave it out"
         )
-    settings = WarmupSettings(epochs, batch_size, lr, seed)
-    if recipe:
-        warm_up_from_task(out, recipe, overrides or [], policy, examples, settings)
-    elif data is not None:
+    if data is not None:
         refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
-        warm_up_from_file(out, data, policy, settings)
-    else:
+    elif not recipe:
         given = ("policy", "examples", "epochs", "batch_size", "lr")
         refuse_given(context, given, "needs --recipe or --data; without them the built-in policy is made")
-        make_builtin(out, seed, careful_steps, mixed_steps, show_progress, family)
+    settings = WarmupSettings(epochs, batch_size, lr, seed)
+    source = f"recipe {recipe}" if recipe else str(data) if data is not None else "the built-in task"
+    announce(f"supervised warm-up of {policy} on examples of {source}; written to {out}", quiet)
+    with step_progress("warm-up", quiet) as show:
+        progress = loss_progress(show)
+        if recipe:
+            warm_up_from_task(out, recipe, overrides or [], policy, examples, settings, progress)
+        elif data is not None:
+            warm_up_from_file(out, data, policy, settings, progress)
+        else:
+            make_builtin(out, seed, careful_steps, mixed_steps, progress, family)
     typer.echo(f"written to {out}")
 
 
@@ -137,14 +153,21 @@ def evaluate_command(
     ],
     overrides: OverridesArgument = None,
     recipe: Annotated[str, typer.Option(help="where task and evaluation settings come from")] = "default",
+    quiet: QuietOption = False,
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
-    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
+    config = _noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    from paceline.report.clock import StageClock
+    from paceline.report.console import Console
     from paceline.rollout.evaluation import evaluate
     from paceline.session import open_session
 
-    session = open_session(_noted(config))
-    result = evaluate(session.sampler, session.task.held_out, session.config.eval)
+    problems = f"{config.eval.problems or 'all'} held-out problems x {config.eval.samples}"
+    announce(f"evaluating {policy} on {config.task.name}, {problems}; nothing is written", quiet)
+    session = open_session(config)
+    clock = StageClock(session.device)
+    with Console(quiet).watching(session.sampler, clock), clock("evaluate"):
+        result = evaluate(session.sampler, session.task.held_out, session.config.eval)
     session.close()
     typer.echo(f"avg@{result.samples}: {result.accuracy} ({result.problems} problems)")
     for k, estimate in result.pass_at.items():
@@ -208,24 +231,6 @@ def export(
 
     source = export_policy(checkpoint, out, dtype, force)
     typer.echo(f"{source} written to {out}")
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="a run directory")],
-    step: Annotated[Optional[int], typer.Option(help="whose rollout; default: the last one")] = None,
-    out: Annotated[
-        Optional[Path], typer.Option(help="file to write; default: report.html in the run directory")
-    ] = None,
-) -> None:
-    """Writes a page that shows how a run's rollout was paced."""
-    from paceline.report.pace_page import write_page
-    from paceline.report.run_directory import RunDirectory
-
-    directory = RunDirectory.open(run)
-    out = out or run / "report.html"
-    shown = write_page(directory.trace_path, out, run.resolve().name, step)
-    typer.echo(f"rollout of step {shown} written to {out}")
 
 
 @app.command()

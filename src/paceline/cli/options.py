@@ -1,9 +1,13 @@
 """What commands do with their arguments before anything heavy is imported."""
 
+from typing import Annotated
+
 import typer
 
 from paceline.config import refuse_mistyped_keys
 from paceline.types import Precision
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="print results and warnings alone")]
 
 
 def refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:

@@ -13,12 +13,22 @@ from paceline.report.run_directory import RunDirectory
 from paceline.runs.interruption import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, Interruption
 
 
-def run_train_command(recipe: str, overrides: list[str], resume: Path | None, replay: Path | None) -> None:
-    """Trains; raises SystemExit with the exit code where the run does not finish."""
+def run_train_command(
+    recipe: str,
+    overrides: list[str],
+    resume: Path | None,
+    replay: Path | None,
+    quiet: bool = False,
+    profile_step: int = 0,
+) -> None:
+    """Trains; raises SystemExit with the exit code where the run does not finish.
+
+    `profile_step` names a step that torch's profiler watches; 0: none.
+    """
     with Interruption() as interruption:  # before torch is imported, which takes seconds
         try:
             config = _config(recipe, overrides, resume)
-            _train(config, recipe, resume, replay, interruption)
+            _train(config, recipe, resume, replay, quiet, profile_step, interruption)
         except Interrupted as signal:
             _say(_ended_at_once(signal, resume))
             raise SystemExit(signal.exit_code) from None
@@ -29,7 +39,13 @@ def _config(recipe: str, overrides: list[str], resume: Path | None) -> Config:
 
 
 def _train(
-    config: Config, recipe: str, resume: Path | None, replay: Path | None, interruption: Interruption
+    config: Config,
+    recipe: str,
+    resume: Path | None,
+    replay: Path | None,
+    quiet: bool,
+    profile_step: int,
+    interruption: Interruption,
 ) -> None:
     from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train
@@ -37,9 +53,9 @@ def _train(
     from paceline.runs.disk import resume_command
     from paceline.runs.lock import LockLost
 
-    console = Console()
+    console = Console(quiet)
     try:
-        result = train(config, recipe, resume, replay, console, interruption)
+        result = train(config, recipe, resume, replay, console, interruption, profile_step)
     except (TrainingFailed, LockLost) as error:
         _say(f"error: {error}")
         raise SystemExit(EXIT_FAILED) from None

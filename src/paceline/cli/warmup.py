@@ -10,9 +10,11 @@ from pathlib import Path
 
 import typer
 
+from paceline.cli.progress import ShowStep
 from paceline.config import Config, ConfigError, load_config
 from paceline.device import learning_mode, prepare_device
 from paceline.learning.warmup import (
+    Progress,
     WarmupSettings,
     WarmupTotals,
     warm_up_on_file,
@@ -35,25 +37,32 @@ def refuse_existing(out: Path) -> None:
         raise ValueError(f"{out} already holds a model; remove it or choose another folder")
 
 
-def show_progress(step: int, total: int, loss: float) -> None:
-    """Prints the loss of some of the steps."""
-    if step == 1 or step % 25 == 0 or step == total:
-        typer.echo(f"{step:>5}/{total}  loss {loss:.4f}")
+def loss_progress(show: ShowStep) -> Progress:
+    """Returns what shows the loss of each step."""
+    return lambda step, total, loss: show(step, total, f"loss {loss:.4f}")
 
 
-def warm_up_from_file(out: Path, data: Path, policy: str, settings: WarmupSettings) -> None:
+def warm_up_from_file(
+    out: Path, data: Path, policy: str, settings: WarmupSettings, progress: Progress
+) -> None:
     """Trains a policy on a file's pairs and writes it to `out`."""
     folder = policy_folder(policy)
     tokenizer = load_tokenizer(folder)
 
     def train(decoder: Decoder) -> WarmupTotals:
-        return warm_up_on_file(decoder, tokenizer, data, settings, show_progress)
+        return warm_up_on_file(decoder, tokenizer, data, settings, progress)
 
     _warm_up(out, folder, load_config(), train)
 
 
 def warm_up_from_task(
-    out: Path, recipe: str, overrides: list[str], policy: str, examples: int, settings: WarmupSettings
+    out: Path,
+    recipe: str,
+    overrides: list[str],
+    policy: str,
+    examples: int,
+    settings: WarmupSettings,
+    progress: Progress,
 ) -> None:
     """Trains a policy on demonstrations of a recipe's task and writes it to `out`."""
     config = load_config(recipe, overrides)
@@ -73,7 +82,7 @@ def warm_up_from_task(
 
             def train(decoder: Decoder) -> WarmupTotals:
                 limit = config.rollout.max_tokens
-                return warm_up_on_task(decoder, task, examples, limit, settings, show_progress)
+                return warm_up_on_task(decoder, task, examples, limit, settings, progress)
 
             _warm_up(out, folder, config, train)
         finally:

@@ -82,6 +82,12 @@ class ReportConfig(Section):
     tensorboard: bool = Field(False, description="also write metrics for TensorBoard")
     wandb: bool = Field(False, description="also send metrics to Weights & Biases")
     samples_per_step: int = Field(2, ge=0, description="groups written to samples/ at each step")
+    closing_pairs: int = Field(
+        5,
+        ge=0,
+        description="rollouts with and without speculation after the last step, to compare them; "
+        "fewer than 5 claim nothing about speed, 0: none",
+    )
 
 
 class Config(Section):
@@ -118,6 +124,7 @@ RESUME_MAY_CHANGE = (
     "report.tensorboard",
     "report.wandb",
     "report.samples_per_step",
+    "report.closing_pairs",
     "learning.micro_batch_tokens",
 )
 

@@ -163,9 +163,10 @@ class Engine(Backend):
             limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
             sequence = RequestState(request, self.arrivals, limit)
             self.arrivals += 1
+            sequence.begin("waiting")
             problem = refusal(sequence, self._stop_ids(request), self._limits)
             if problem:
-                self.finished.append(sequence.complete(FinishReason.REFUSED, problem))
+                self._complete(sequence, FinishReason.REFUSED, problem)
             else:
                 accepted.append(sequence)
         self.scheduler.add(accepted)
@@ -194,7 +195,7 @@ class Engine(Backend):
             blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
             lookahead = RESERVED_STEPS * self.num_queries
             for sequence in self.scheduler.admit(not self.running, lookahead, blocks_to_keep):
-                self.finished.append(sequence.complete(FinishReason.ABORTED))
+                self._complete(sequence, FinishReason.ABORTED)
             if self.scheduler.prefills:
                 with self.timer.prefill():
                     self._prefill()
@@ -216,7 +217,7 @@ class Engine(Backend):
         for sequence in [s for s in self.running.values() if s.aborted]:
             self._leave(sequence, finished=True)
             self.scheduler.release(sequence)
-            self.finished.append(sequence.complete(FinishReason.ABORTED))
+            self._complete(sequence, FinishReason.ABORTED)
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Takes the new weights and requeues running requests, whose cache is recomputed."""
@@ -280,6 +281,9 @@ class Engine(Backend):
         stats.precision = self.rollout_precision.stats() if self.low_precision else None
         return stats
 
+    def live_stats(self) -> RolloutStats | None:
+        return self.stats
+
     @property
     def trainable_head(self) -> nn.Module | None:
         return self.drafters.head
@@ -335,7 +339,7 @@ class Engine(Backend):
                 cache.copy_blocks(ready.copy_from, ready.copy_to)
         for sequence in [s for s in ready.sequences if s.aborted]:
             self.scheduler.release(sequence)
-            self.finished.append(sequence.complete(FinishReason.ABORTED))
+            self._complete(sequence, FinishReason.ABORTED)
         self._enter([sequence for sequence in ready.sequences if not sequence.aborted])
 
     def _enter(self, sequences: list[RequestState]) -> None:
@@ -358,6 +362,7 @@ class Engine(Backend):
         self.reservation.enter(sequences)
         for sequence in sequences:
             self.running[sequence.slot] = sequence
+            sequence.begin("decode")
             self.outcomes.enter(sequence)
             self.drafters.enter(sequence)
         self._running_changed()
@@ -449,7 +454,11 @@ class Engine(Backend):
         if sequence.request.hold:
             self.scheduler.hold(sequence)
         self.scheduler.release(sequence)
-        self.finished.append(sequence.complete(reason))
+        self._complete(sequence, reason)
+
+    def _complete(self, sequence: RequestState, reason: FinishReason, error: str = "") -> None:
+        self.finished.append(sequence.complete(reason, error))
+        self.stats.note_request(sequence.trace(reason))
 
     # -- leaving ----------------------------------------------------------------------------------
 

@@ -1,10 +1,15 @@
 """The host's view of one request on its way through the engine."""
 
+import time
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from paceline.stats import RequestTrace
 from paceline.types import Completion, FinishReason, Request, Routing, Segment
+
+# Moments of a request that are kept: one that is preempted over and over must not grow without end.
+MOST_MOMENTS = 64
 
 
 @dataclass(eq=False)
@@ -33,6 +38,8 @@ class RequestState:
     aborted: bool = False
     # By drafter: what it needs of the prefill when the row enters.
     handover: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Stage, its begin on the host's clock, and the slot at that time.
+    moments: list[tuple[str, float, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -43,6 +50,16 @@ class RequestState:
     def length(self) -> int:
         """The number of tokens of prompt and response."""
         return len(self.request.prompt) + len(self.response)
+
+    def begin(self, stage: str) -> None:
+        """Notes that the request waits, prefills or decodes from now on."""
+        if len(self.moments) < MOST_MOMENTS:
+            self.moments.append((stage, time.perf_counter(), self.slot))
+
+    def trace(self, reason: FinishReason) -> RequestTrace:
+        """Returns the request's way through the engine, which ends now."""
+        moments = (*self.moments, ("left", time.perf_counter(), -1))
+        return RequestTrace(self.request.id, moments, len(self.request.prompt), len(self.response), reason)
 
     def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Adds tokens that were sampled under weight `version`."""

@@ -74,6 +74,7 @@ class Scheduler:
     def requeue(self, sequence: RequestState) -> None:
         """Puts a sequence back at the head of the queue."""
         self.release(sequence)
+        sequence.begin("waiting")
         self.waiting.appendleft(sequence)
         self.waiting_prompts[sequence.request.prompt] += 1
 
@@ -194,6 +195,7 @@ class Scheduler:
         self, sequence: RequestState, prefix: SharedPrompt | None, whole: list[int], num_blocks: int
     ) -> None:
         sequence.slot = heappop(self.free_slots)
+        sequence.begin("prefill")
         sequence.blocks += self.pool.share(whole)
         sequence.blocks += self.pool.allocate(max(0, num_blocks - len(sequence.blocks)))
         if prefix is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,21 @@ class TraceRow:
     seconds: float = 0.0
     # Of these seconds, those of steps that waited for something else (a prefill, a capture).
     disturbed_seconds: float = 0.0
+    # Of all the seconds, those of drafting.
+    draft_seconds: float = 0.0
+    # When its first step began, on the host's clock; 0 where it was read from a file.
+    begun: float = 0.0
 
     def note(self, observation: Observation) -> None:
         """Adds a step."""
+        if not self.steps:
+            self.begun = time.perf_counter() - observation.seconds
         self.steps += 1
         self.rows += observation.running
         self.tokens += observation.tokens
         self.seconds += observation.seconds
         self.disturbed_seconds += observation.seconds if observation.disturbed else 0.0
+        self.draft_seconds += observation.draft_seconds
 
     @property
     def running(self) -> float:
@@ -69,7 +77,19 @@ def read_trace(path: Path) -> dict[int, list[TraceRow]]:
     """Returns the rows of each training step."""
     rows: dict[int, list[TraceRow]] = {}
     for record in _records(path):
-        rows.setdefault(record["step"], []).append(_row(record))
+        rows.setdefault(record["step"], []).extend(parse_rows([record]))
+    return rows
+
+
+def parse_rows(records: Iterable[Any]) -> list[TraceRow]:
+    """Returns the rows of records that `append_trace` wrote, without those that are none."""
+    rows = []
+    for record in records:
+        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS:
+            try:
+                rows.append(_row(record))
+            except (TypeError, ValueError, AttributeError):
+                continue
     return rows
 
 

@@ -5,8 +5,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """A stage and when it ran, on the host's `time.perf_counter`."""
+
+    stage: str
+    start: float
+    stop: float
 
 
 class StageClock:
@@ -16,19 +26,24 @@ class StageClock:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.peak_bytes: dict[str, int] = {}
+        self.spans: list[StageSpan] = []
+        self.stage = ""  # what runs now
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         start = time.perf_counter()
+        self.stage = stage
         try:
             yield
         finally:  # a failed attempt has taken its time, too
+            self.stage = ""
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            elapsed = time.perf_counter() - start
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+            stop = time.perf_counter()
+            self.spans.append(StageSpan(stage, start, stop))
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + stop - start
             self.peak_bytes[stage] = max(self.peak_bytes.get(stage, 0), self._peak())
 
     def take_metrics(self) -> dict[str, float]:
@@ -38,6 +53,11 @@ class StageClock:
         self.seconds = {}
         self.peak_bytes = {}
         return metrics
+
+    def take_spans(self) -> list[StageSpan]:
+        """Returns when each stage ran since the last call, in order."""
+        spans, self.spans = self.spans, []
+        return spans
 
     def _peak(self) -> int:
         """Returns the stage's own peak on a GPU; on a CPU only the process's high-water mark is known."""

@@ -1,18 +1,35 @@
-"""Prints a run's progress: a line per step, evaluations, and a closing table."""
+"""Prints a run's progress: a line per step, evaluations, a closing table, and below them what happens now.
 
+On a terminal the newest lines are a live view (`report/live.py`); elsewhere there are plain lines that no
+width cuts. `NO_COLOR` and narrow terminals are respected by what is printed, `quiet` by printing nothing.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich.console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.report.clock import StageClock
+from paceline.report.live import LiveView
 from paceline.report.summary import Summary
 from paceline.rollout.evaluation import Evaluation
+from paceline.rollout.sampler import GroupSampler
 
 if TYPE_CHECKING:
     from paceline.certify.closing_check import SpeculationCheck
     from paceline.plan.plan import Plan
+
+# Columns that a step's full line takes; below, a shorter one is printed.
+FULL_LINE = 75
+
+# Times a second that the live view is drawn.
+REFRESHES = 4
 
 
 class Console:
@@ -20,13 +37,33 @@ class Console:
 
     def __init__(self, quiet: bool = False) -> None:
         # Without emoji codes: a path may hold `:bug:`.
-        self.out = rich.console.Console(quiet=quiet, highlight=False, emoji=False)
-        self.errors = rich.console.Console(stderr=True, highlight=False, emoji=False)
+        self.out = rich.console.Console(quiet=quiet, highlight=False, emoji=False, soft_wrap=True)
+        self.errors = rich.console.Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
         self.total_steps = 0
+        self.view: LiveView | None = None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether this is a terminal with too few columns for a step's full line."""
+        return self.out.is_terminal and self.out.width < FULL_LINE
+
+    @contextmanager
+    def watching(self, sampler: GroupSampler, clock: StageClock) -> Iterator[None]:
+        """Shows the live view of a run while it runs, on a terminal that can draw it."""
+        if self.out.quiet or not self.out.is_terminal or self.out.is_dumb_terminal:
+            yield
+            return
+        self.view = LiveView(sampler, clock)
+        try:
+            with Live(self.view, console=self.out, refresh_per_second=REFRESHES, transient=True):
+                yield
+        finally:
+            self.view = None
 
     def warn(self, message: str) -> None:
         """Prints a warning."""
-        self.errors.print(message, style="yellow", markup=False)  # values in brackets are no markup
+        target = self.out if self.view is not None and self.errors.is_terminal else self.errors
+        target.print(message, style="yellow", markup=False)  # values in brackets are no markup
 
     def plan(self, plan: "Plan | None") -> None:
         """Prints the plan of a GPU's memory; on a CPU there is none."""
@@ -45,10 +82,12 @@ class Console:
 
     def resumed(self, run: Path, step: int) -> None:
         """Prints where a resumed run continues."""
-        self.out.print(f"resuming {run} after step {step}", markup=False, soft_wrap=True)
+        self.out.print(f"resuming {run} after step {step}", markup=False)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Prints the accuracy on held-out problems."""
+        if self.view is not None:
+            self.view.held_out = str(evaluation.accuracy)
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
         self.out.print(
             Text.assemble(
@@ -60,35 +99,53 @@ class Console:
     def start(self, total_steps: int) -> None:
         """Prints the header of the lines that `step` prints."""
         self.total_steps = total_steps
+        if self.view is not None:
+            self.view.total_steps = total_steps
         header = (
             f"{'step':>9} {'reward':>7} {'accuracy':>8} {'length':>7} {'max':>5} "
             f"{'entropy':>8} {'tok/s':>7} {'rollout':>8} {'learn':>7}"
         )
+        if self.narrow:
+            header = f"{'step':>9} {'reward':>7} {'tok/s':>7} {'seconds':>8}"
         self.out.print(f"[dim]{header}[/]")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Prints the line of one step, with the reason where its update was skipped."""
+        if self.view is not None:
+            self.view.note_step(step, metrics)
         entropy = metrics.get("policy/entropy")
         note = f"  [yellow]{_why_skipped(metrics)}, weights kept[/]" if metrics["policy/skipped"] else ""
+        speed = metrics["time/tokens_per_second"]
+        if self.narrow:
+            seconds = metrics["time/rollout"] + metrics["time/learn"]
+            self.out.print(
+                f"{step:>4}/{self.total_steps:<4} {metrics['reward/mean']:>7.3f} {speed:>7.0f} "
+                f"{seconds:>7.2f}s{note}"
+            )
+            return
         self.out.print(
             f"{step:>4}/{self.total_steps:<4} "
             f"{metrics['reward/mean']:>7.3f} {metrics['rollout/accuracy']:>8.3f} "
             f"{metrics['rollout/length_mean']:>7.1f} {metrics['rollout/length_max']:>5.0f} "
             f"{'-' if entropy is None else format(entropy, '.4f'):>8} "
-            f"{metrics['time/tokens_per_second']:>7.0f} "
+            f"{speed:>7.0f} "
             f"{metrics['time/rollout']:>7.2f}s {metrics['time/learn']:>6.2f}s{note}"
         )
 
     def speculation(self, check: "SpeculationCheck") -> None:
-        """Prints what the closing check found: the speed-up, and whether the tokens are identical."""
+        """Prints what the closing check found: steps saved, how much faster, whether tokens are the same."""
         identical = (
             "not promised by rejection" if check.identical is None else "yes" if check.identical else "NO"
         )
+        saved = check.plain_steps - check.paced_steps
         self.out.print(
-            "one late step replayed on the same seeds: "
-            f"plain {check.plain_seconds:.2f} s in {check.plain_steps} steps, "
-            f"with speculation {check.paced_seconds:.2f} s in {check.paced_steps} steps: {check.ratio:.2f}x, "
-            f"accept length {check.accept_length:.2f}, tokens identical: {identical}"
+            f"one late step replayed {len(check.plain)} times each way, in turn, on the same seeds:\n"
+            f"  plain              {_spread(check.plain)} s in {check.plain_steps} policy steps\n"
+            f"  with speculation   {_spread(check.paced)} s in {check.paced_steps} policy steps "
+            f"({saved} saved, {100 * saved / max(1, check.plain_steps):.0f}%)\n"
+            f"  {speed_verdict(check)}; accept length {check.accept_length:.2f}; "
+            f"tokens identical: {identical}",
+            markup=False,
         )
 
     def summary(self, summary: Summary) -> None:
@@ -111,7 +168,20 @@ class Console:
         self.out.print(table)
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
         self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
-        self.out.print(f"run directory: {summary.run}", markup=False, soft_wrap=True)
+        self.out.print(f"run directory: {summary.run}", markup=False)
+        self.out.print(f"report: {summary.run / 'report.html'}", markup=False)
+
+
+def speed_verdict(check: "SpeculationCheck") -> str:
+    """Returns the median of the pairs' ratios with their range, or says that it cannot be told."""
+    ratios = check.ratios
+    figures = f"{check.ratio:.2f}x, between {min(ratios):.2f} and {max(ratios):.2f}"
+    figures += f" in {len(ratios)} pairs"
+    return f"speed: too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures}"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
 
 
 def _why_skipped(metrics: dict[str, float]) -> str:

@@ -5,8 +5,12 @@ run.lock          who writes to it now (runs/lock.py)
 rewards.log       what reward functions and tools print
 metrics.jsonl     one record per step and evaluation
 trace.jsonl       the strategy of each decode step (pacing/trace.py)
+requests/         when each request of the newest steps waited, ran and left (report/step_trace.py)
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
 samples/          groups of each step
+closing.json      the closing comparison of plain and speculative decoding
+report.html       the page that `paceline report` writes, renewed at every checkpoint
+profile/          what --torch-profiler recorded
 checkpoints/      see learning/checkpoint.py
 """
 
@@ -40,6 +44,7 @@ FIRST_LINE = "# The recipe of this run, every key spelt out; the last line shows
 LAST_LINE = "# end of the recipe"
 
 SAMPLES_FILE = re.compile(r"step_(\d+)\.jsonl", re.ASCII)
+REQUESTS_FILE = re.compile(r"step_(\d+)\.json", re.ASCII)
 
 
 class RunDirectory:
@@ -53,6 +58,10 @@ class RunDirectory:
         self.pacing_path = path / "pacing.json"
         self.rewards_log_path = path / "rewards.log"
         self.samples_path = path / "samples"
+        self.requests_path = path / "requests"
+        self.closing_path = path / "closing.json"
+        self.report_path = path / "report.html"
+        self.profile_path = path / "profile"
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
@@ -121,6 +130,10 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
+    def write_closing(self, record: dict[str, Any]) -> None:
+        """Writes what the closing check found."""
+        replace_file(self.closing_path, json.dumps(record, indent=1) + "\n")
+
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the records of `metrics.jsonl`.
 
@@ -131,12 +144,12 @@ class RunDirectory:
         left_out: list[int] = []
         *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
-            record = _record(line)
+            record = parse_record(line)
             if record is None:
                 left_out.append(number)
             else:
                 yield record
-        if (record := _record(unfinished)) is not None:
+        if (record := parse_record(unfinished)) is not None:
             yield record
         if left_out:
             which = (
@@ -159,20 +172,26 @@ class RunDirectory:
             or (record["step"] == step and (with_evaluation or record["kind"] != "eval"))
         ]
         replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
-        strangers = []
-        for file in self.samples_path.glob("step_*"):
-            name = SAMPLES_FILE.fullmatch(file.name)
-            if name is None or not file.is_file():
-                strangers.append(file.name)
-            elif int(name.group(1)) > step:
-                file.unlink()
-        if strangers:
-            logger.warning(
-                "%s: %d files with names of their own are left alone, such as %r",
-                self.samples_path,
-                len(strangers),
-                min(strangers),
-            )
+        _remove_later(self.samples_path, SAMPLES_FILE, step)
+        _remove_later(self.requests_path, REQUESTS_FILE, step)
+
+
+def _remove_later(folder: Path, names: re.Pattern[str], step: int) -> None:
+    """Removes the files of later steps; those with other names are left alone, and told about in one line."""
+    strangers = []
+    for file in folder.glob("step_*"):
+        name = names.fullmatch(file.name)
+        if name is None or not file.is_file():
+            strangers.append(file.name)
+        elif int(name.group(1)) > step:
+            file.unlink()
+    if strangers:
+        logger.warning(
+            "%s: %d files with names of their own are left alone, such as %r",
+            folder,
+            len(strangers),
+            min(strangers),
+        )
 
 
 def recipe_text(config: Config) -> str:
@@ -200,7 +219,7 @@ def _make_whole(path: Path, config: Config) -> bool:
     return True
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics; None where it is no record."""
     try:
         record = json.loads(line.decode())

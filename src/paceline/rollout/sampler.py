@@ -13,6 +13,7 @@ from threading import Condition
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
+from paceline.rollout.progress import RolloutProgress
 from paceline.stats import RolloutStats
 from paceline.tasks.base import Done, Observation, Problem, Response
 from paceline.tasks.dialogue import Dialogue
@@ -55,6 +56,7 @@ class GroupSampler:
         self.run_seed = run_seed
         self.warned_of_refusals = False
         self.reward_wait_seconds = 0.0
+        self.progress = RolloutProgress()
 
     def sample(
         self,
@@ -77,6 +79,7 @@ class GroupSampler:
             for group, siblings in zip(groups, requests, strict=True)
             for index, request in enumerate(siblings)
         }
+        self.progress = RolloutProgress(total=len(underway))
         self.backend.submit([sample.dialogue.request for sample in underway.values()])
         if self.task.turns is None:
             for completion in self.backend.completions():
@@ -179,6 +182,7 @@ class GroupSampler:
     def _add_response(
         self, underway: dict[str, "SampleUnderway"], completion: Completion
     ) -> "SampleUnderway":
+        self.progress.add(len(completion.tokens))
         sample = underway[completion.request.id]
         sample.dialogue.add_response(completion, self.tokenizer.decode(completion.tokens))
         return sample

@@ -12,13 +12,16 @@ from tokenizers import Tokenizer
 
 from paceline.config import Config, ConfigError
 from paceline.learning.checkpoint import newest_checkpoint, tidy
-from paceline.pacing.trace import TraceRow, append_trace
+from paceline.pacing.trace import append_trace
+from paceline.report.clock import StageSpan
 from paceline.report.run_directory import RunDirectory
+from paceline.report.step_trace import write_step_trace
 from paceline.report.writers import Writer, make_writers
 from paceline.rollout.samples import write_groups
 from paceline.runs.disk import writing
 from paceline.runs.lock import RunLock
 from paceline.runs.recipe import check_recipe
+from paceline.stats import RolloutStats
 from paceline.types import Group
 
 
@@ -67,13 +70,16 @@ class RunRecords:
         self,
         step: int,
         metrics: dict[str, float],
-        trace: Sequence[TraceRow],
+        stats: RolloutStats,
+        spans: Sequence[StageSpan],
         groups: Sequence[Group],
         tokenizer: Tokenizer,
     ) -> None:
-        """Writes down a training step, with the first of its groups."""
+        """Writes down a training step: decisions, requests, metrics, and the first of its groups."""
         with self.writing("the trace", self.directory.trace_path):
-            append_trace(self.directory.trace_path, step, trace)
+            append_trace(self.directory.trace_path, step, stats.trace)
+        with self.writing("the requests", self.directory.requests_path):
+            write_step_trace(self.directory.requests_path, step, spans, stats, groups)
         self.metrics("train", step, metrics)
         samples = self.directory.samples_path / f"step_{step:06d}.jsonl"
         with self.writing("the samples", samples):
@@ -102,6 +108,7 @@ class RunRecords:
 
 def _refuse_links(run: RunDirectory) -> None:
     """A link in a directory that somebody else made could have us write into a file of ours."""
-    for path in (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path):
+    ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
+    for path in (*ours, run.requests_path, run.closing_path, run.report_path, run.profile_path):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")

@@ -5,18 +5,18 @@ Every form says which parts are measured, fitted or assumed.
 
 import json
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 
-from paceline.report.svg import Line, line_chart
+import numpy as np
+
+from paceline.plots.align import aligned
+from paceline.plots.chart import Axis, Chart, Series
+from paceline.plots.document import Section, document
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.outcome import Outcome
 from paceline.simulate.scenario import Scenario
 
-STYLE = (
-    "body{max-width:52em;margin:2em auto;font-family:sans-serif} "
-    "pre{overflow-x:auto;font-size:12px} svg{width:100%;height:auto}"
-)
+SECONDS = Axis("time", "s", low=0.0)
 
 
 @dataclass(frozen=True)
@@ -135,43 +135,44 @@ def table(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, 
     return "\n".join(lines)
 
 
-def _tail_chart(answer: Answer) -> str:
-    lines = [
-        Line("plain", answer.plain.timeline.seconds, answer.plain.timeline.running, dashed=True),
-        Line("this", answer.outcome.timeline.seconds, answer.outcome.timeline.running),
-    ]
-    return line_chart("Requests running", "seconds", "requests", lines)
-
-
 def write_html(
     path: Path, answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]
 ) -> None:
     """Writes a page with the figures and plots of every answer."""
-    body = ["<h1>What would it give me?</h1>"]
+    sections = []
     if len(answers) > 1:
-        body += [f"<pre>{escape(table(answers, names, keys))}</pre>", *_sweep_charts(answers, names, keys)]
-    for answer, values in zip(answers, names, strict=True):
+        charts = _sweep_charts(answers, names, keys)
+        sections.append(Section("sweep", "All answers", charts=charts, text=table(answers, names, keys)))
+    for number, (answer, values) in enumerate(zip(answers, names, strict=True)):
         label = ", ".join(f"{key} = {value}" for key, value in zip(keys, values, strict=True))
-        body.append(f"<h2>{escape(label or describe(answer.scenario))}</h2>")
-        body += [f"<pre>{escape(text(answer))}</pre>", _tail_chart(answer), _draft_chart(answer)]
-    head = f'<meta charset="utf-8"><title>paceline simulate</title><style>{STYLE}</style>'
-    page = f'<!doctype html><html lang="en"><head>{head}</head><body>'
-    path.write_text(page + "\n".join(body) + "</body></html>\n")
+        charts = [_tail_chart(answer, number), *_draft_charts(answer, number)]
+        title = label or describe(answer.scenario)
+        sections.append(
+            Section(f"answer-{number}", title, label or "answer", charts=charts, text=text(answer))
+        )
+    path.write_text(document("What would it give me?", "paceline simulate", sections))
 
 
-def _draft_chart(answer: Answer) -> str:
+def _tail_chart(answer: Answer, number: int) -> Chart:
+    plain, now = answer.plain.timeline, answer.outcome.timeline
+    curves = [(np.asarray(line.seconds), np.asarray(line.running, dtype=float)) for line in (plain, now)]
+    xs, (plain_running, running) = aligned(curves)
+    series = [Series("plain", plain_running, colour=8, dash=1), Series("this", running)]
+    title = "Requests running"
+    return Chart(f"running-{number}", title, SECONDS, Axis("requests", low=0.0), xs, series)
+
+
+def _draft_charts(answer: Answer, number: int) -> list[Chart]:
     if answer.scenario.speculation.off:
-        return ""
+        return []
     line = answer.outcome.timeline
-    return line_chart(
-        "Draft tokens per step, mean over rows",
-        "seconds",
-        "draft tokens",
-        [Line("this", line.seconds, line.draft_tokens)],
-    )
+    axis = Axis("draft tokens", "tokens", low=0.0)
+    title = "Draft tokens per step, mean over rows"
+    series = [Series("this", line.draft_tokens)]
+    return [Chart(f"drafts-{number}", title, SECONDS, axis, line.seconds, series)]
 
 
-def _sweep_charts(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> list[str]:
+def _sweep_charts(answers: list[Answer], names: list[tuple[str, ...]], keys: tuple[str, ...]) -> list[Chart]:
     """Returns charts of speed-ups along the first key whose values are numbers."""
     axis = next((i for i in range(len(keys)) if _is_axis([values[i] for values in names])), None)
     if axis is None:
@@ -186,15 +187,20 @@ def _sweep_charts(answers: list[Answer], names: list[tuple[str, ...]], keys: tup
 
 def _sweep_chart(
     title: str, speedups: list[float], names: list[tuple[str, ...]], keys: tuple[str, ...], axis: int
-) -> str:
+) -> Chart:
     """Returns a chart with a line for each combination of the keys that are not its axis."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for speedup, values in zip(speedups, names, strict=True):
         others = [f"{keys[i]} = {value}" for i, value in enumerate(values) if i != axis]
-        label = ", ".join(others) or title.lower()
-        series.setdefault(label, []).append((float(values[axis]), speedup))
-    lines = [Line(label, *zip(*sorted(points), strict=True)) for label, points in series.items()]
-    return line_chart(title, keys[axis], "times plain decoding", lines, level=1.0)
+        lines.setdefault(", ".join(others) or title.lower(), []).append((float(values[axis]), speedup))
+    curves = [tuple(np.array(sorted(points)).T) for points in lines.values()]
+    xs, columns = aligned(curves)
+    series = [
+        Series(label, column, colour=number, points=True)
+        for number, (label, column) in enumerate(zip(lines, columns, strict=True))
+    ]
+    y = Axis("times plain decoding", "x")
+    return Chart(title.lower().replace(" ", "-"), title, Axis(keys[axis]), y, xs, series, level=1.0)
 
 
 def _is_axis(values: list[str]) -> bool:

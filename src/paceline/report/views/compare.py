@@ -1,0 +1,129 @@
+"""Several runs side by side: the same seeds? the same samples? and how many times as fast, stage by stage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.report.run_data import RunData
+from paceline.report.views.tables import table
+
+# Stages whose speed is compared.
+STAGES = {
+    "time/step": "step",
+    "time/rollout": "rollout",
+    "time/decode": "decode",
+    "time/tail": "tail",
+    "time/learn": "learning",
+}
+
+# Metrics that are the same in two runs exactly where their samples are.
+SAMPLED = ("reward/mean", "rollout/tokens", "rollout/length_max", "rollout/accuracy")
+
+# Settings that may differ between runs without making them another experiment.
+UNIMPORTANT = ("run.name", "run.root", "run.threads", "checkpoint.", "report.", "eval.")
+
+# Differences of recipes that are listed.
+MOST_DIFFERENCES = 20
+
+
+def comparison(runs: Sequence[RunData]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Returns sentences about what the runs share, and tables that compare them with the first."""
+    first, *others = runs
+    words = [_seeds(runs), *(_same_samples(first, other) for other in others)]
+    return words, [_outcomes(runs), _speedups(first, others), *_differences(runs)]
+
+
+def _seeds(runs: Sequence[RunData]) -> str:
+    seeds = {run.settings.get("run.seed") for run in runs}
+    if seeds == {None}:
+        return "The runs' recipes cannot be read, so their seeds are not known."
+    if len(seeds) == 1:
+        return f"All runs have the same seed ({seeds.pop()})."
+    listing = ", ".join(f"{run.name}: {run.settings.get('run.seed')}" for run in runs)
+    return f"The seeds differ ({listing}): the runs' samples cannot be compared one by one."
+
+
+def _same_samples(first: RunData, other: RunData) -> str:
+    """Says up to which step two runs sampled the same, as far as their metrics can tell."""
+    common = sorted(set(first.train.steps) & set(other.train.steps))
+    if not common:
+        return f"{other.name} has no step in common with {first.name}."
+    same = 0
+    for step in common:
+        here, there = first.train.steps.index(step), other.train.steps.index(step)
+        if any(first.train[name][here] != other.train[name][there] for name in SAMPLED):
+            break
+        same = step
+    if same == common[-1]:
+        return f"{other.name} sampled the same as {first.name} in all {len(common)} common steps."
+    since = f"up to step {same}" if same else "in no step"
+    return (
+        f"{other.name} sampled the same as {first.name} {since}; from then on times compare different work."
+    )
+
+
+def _outcomes(runs: Sequence[RunData]) -> dict[str, Any]:
+    rows = []
+    for run in runs:
+        evals = run.evals
+        accuracy = "-"
+        if evals.has("eval/accuracy"):
+            margin = np.nan_to_num(evals["eval/accuracy_margin"][-1])
+            accuracy = f"{100 * evals['eval/accuracy'][-1]:.1f}% ± {100 * margin:.1f}"
+        reward = run.train.known("reward/mean")
+        lengths = run.train.known("speculation/accept_length")
+        rows.append(
+            [
+                run.name,
+                f"{run.train.steps[-1] if len(run.train) else 0}",
+                accuracy,
+                f"{reward[-1]:.3g}" if len(reward) else "-",
+                f"{lengths.mean():.2f}" if len(lengths) else "-",
+            ]
+        )
+    columns = ["run", "steps", "held-out accuracy, last", "reward, last", "accept length, mean"]
+    return table("outcomes", "What the runs reached", columns, rows)
+
+
+def _speedups(first: RunData, others: Sequence[RunData]) -> dict[str, Any]:
+    """Returns, by stage, the median over common steps of the first run's time over the other's."""
+    rows = []
+    for metric, stage in STAGES.items():
+        if not first.train.has(metric):
+            continue
+        cells = [stage, f"{np.nanmedian(first.train[metric]):.3g} s"]
+        for other in others:
+            ratio = _ratio(first, other, metric)
+            cells.append("-" if ratio is None else f"{ratio[0]:.2f}x [{ratio[1]:.2f}, {ratio[2]:.2f}]")
+        rows.append(cells)
+    columns = ["stage", f"{first.name}, median", *(other.name for other in others)]
+    note = (
+        f"Times as fast as {first.name}: median over the common steps of the ratio of times, with its "
+        "quartiles. Only where the samples are the same is this the speed of the same work."
+    )
+    return table("speedups", "Speed-up by stage", columns, rows, note)
+
+
+def _ratio(first: RunData, other: RunData, metric: str) -> tuple[float, float, float] | None:
+    mine = dict(zip(first.train.steps, first.train[metric], strict=True))
+    theirs = dict(zip(other.train.steps, other.train[metric], strict=True))
+    ratios = np.array([mine[step] / theirs[step] for step in mine.keys() & theirs.keys() if theirs[step] > 0])
+    ratios = ratios[np.isfinite(ratios)]
+    if not len(ratios):
+        return None
+    low, middle, high = np.percentile(ratios, (25, 50, 75))
+    return float(middle), float(low), float(high)
+
+
+def _differences(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    keys = sorted({key for run in runs for key in run.settings if not key.startswith(UNIMPORTANT)})
+    differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
+    if not differing:
+        return []
+    rows = [
+        [key, *(str(run.settings.get(key, "-"))[:200] for run in runs)]
+        for key in differing[:MOST_DIFFERENCES]
+    ]
+    columns = ["key", *(run.name for run in runs)]
+    return [table("differences", "Recipes differ in", columns, rows, text=tuple(range(1, len(runs) + 1)))]

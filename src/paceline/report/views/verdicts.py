@@ -1,0 +1,146 @@
+"""Verdicts in words: does the policy learn, where does the time go, what did speculation give?
+
+Each is a card with a tone (good, bad, warn or "") that rests on intervals, not on single values.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.report.run_data import RunData
+from paceline.report.views.time import stage_seconds
+
+# Steps at either end of a run that are averaged where there is no evaluation, as a share and at least.
+END_SHARE = 0.1
+END_STEPS = 3
+
+Card = dict[str, Any]
+
+
+def cards(run: RunData) -> list[Card]:
+    """Returns the three answers for one run."""
+    return [learning_card(run), time_card(run), speculation_card(run)]
+
+
+def card(question: str, verdict: str, detail: str, tone: str = "", shares: Sequence[Any] = ()) -> Card:
+    """Returns a card as JSON takes it."""
+    return {"question": question, "verdict": verdict, "detail": detail, "tone": tone, "shares": list(shares)}
+
+
+def learning_card(run: RunData) -> Card:
+    """Says whether the policy learned: from evaluations, or from rewards where there are not two of them."""
+    question = "Does the policy learn?"
+    evals = run.evals
+    if len(evals) < 2 or len(evals.known("eval/accuracy")) < 2:
+        return _rewards_card(question, run)
+    before, after = (100 * evals["eval/accuracy"][i] for i in (0, -1))
+    margins = [100 * np.nan_to_num(evals["eval/accuracy_margin"][i]) for i in (0, -1)]
+    change = after - before
+    margin = math.hypot(*margins)
+    verdict = f"{before:.1f}% → {after:.1f}%"
+    problems = evals["eval/problems"][-1]
+    of = f" of {problems:.0f} held-out problems" if np.isfinite(problems) else " of held-out problems"
+    detail = (
+        f"Correct{of}, before (± {margins[0]:.1f}) and after (± {margins[1]:.1f}) {evals.steps[-1]} steps. "
+    )
+    if change > margin:
+        return card(question, f"Yes: {verdict}", f"{detail}The gain is beyond both 95% intervals.", "good")
+    if change < -margin:
+        return card(
+            question, f"It got worse: {verdict}", f"{detail}The loss is beyond both intervals.", "bad"
+        )
+    return card(
+        question, f"Too close to tell: {verdict}", f"{detail}The change is within the intervals.", "warn"
+    )
+
+
+def _rewards_card(question: str, run: RunData) -> Card:
+    rewards = run.train.known("reward/mean")
+    if len(rewards) < 2 * END_STEPS:
+        return card(
+            question, "Too early to tell", f"{len(rewards)} steps so far, and no second evaluation.", "warn"
+        )
+    ends = max(END_STEPS, int(END_SHARE * len(rewards)))
+    first, last = rewards[:ends], rewards[-ends:]
+    error = 2.0 * math.hypot(first.std(ddof=1), last.std(ddof=1)) / math.sqrt(ends)
+    change = float(last.mean() - first.mean())
+    verdict = f"reward {first.mean():.3g} → {last.mean():.3g}"
+    detail = f"Means of the first and last {ends} steps; there is no second evaluation yet."
+    if abs(change) <= error:
+        return card(question, f"Too close to tell: {verdict}", detail, "warn")
+    if change > 0:
+        return card(question, f"It seems so: {verdict}", detail, "good")
+    return card(question, f"It got worse: {verdict}", detail, "bad")
+
+
+def time_card(run: RunData) -> Card:
+    """Says which stage takes the most time."""
+    question = "Where does the time go?"
+    parts = {name: float(column.sum()) for name, column in stage_seconds(run).items()}
+    whole = sum(parts.values())
+    if not whole:
+        return card(question, "No step yet", "There is no time to divide.", "warn")
+    rollout = sum(parts[name] for name in list(parts)[:5])
+    named = {"rollout": rollout, **{name: parts[name] for name in list(parts)[5:]}}
+    largest = max(named, key=lambda name: named[name])
+    shares = [
+        [name, seconds / whole, i]
+        for i, (name, seconds) in enumerate(parts.items())
+        if seconds > 0.002 * whole
+    ]
+    step = (
+        float(np.median(run.train.known("time/step")))
+        if run.train.has("time/step")
+        else whole / len(run.train)
+    )
+    detail = f"A step takes {_seconds(step)} (median)."
+    if rollout:
+        share = f"{100 * parts['tail'] / rollout:.0f}%"
+        detail += f" The tail, with at most an eighth of the samples running, is {share} of the rollout."
+    return card(question, f"{largest.capitalize()}: {100 * named[largest] / whole:.0f}%", detail, "", shares)
+
+
+def speculation_card(run: RunData) -> Card:
+    """Says what speculation gave: by the closing check where there is one, else by what was accepted."""
+    question = "What did speculation give?"
+    closing = run.closing
+    if closing is not None and _is_closing(closing):
+        return _closing_card(question, closing)
+    if not run.train.has("speculation/accept_length"):
+        return card(question, "It was off", "No step of this run speculated.")
+    recent = run.train.known("speculation/accept_length")[-20:]
+    share = run.train.known("speculation/steps")[-20:]
+    detail = (
+        f"Over the last {len(recent)} steps, in {100 * share.mean():.0f}% of their decode steps. "
+        "How much time that saves is measured at the end of the run."
+    )
+    return card(question, f"{recent.mean():.2f} tokens per draft", detail)
+
+
+def _closing_card(question: str, closing: dict[str, Any]) -> Card:
+    ratio, low, high = closing["ratio"], closing["ratio_low"], closing["ratio_high"]
+    steps = f"{closing['paced_steps']} policy steps instead of {closing['plain_steps']}"
+    tokens = {True: ", the same tokens", False: ", NOT the same tokens", None: ""}[closing["identical"]]
+    detail = (
+        f"One late step's rollout, made {closing['repeats']} times each way in turn: {steps}{tokens}. "
+        f"Times as fast as plain decoding: median {ratio:.2f}, between {low:.2f} and {high:.2f}."
+    )
+    if closing["identical"] is False:
+        return card(question, "Other tokens than plain decoding", detail, "bad")
+    if closing["too_noisy"]:
+        return card(question, "Too noisy to tell", detail, "warn")
+    if low > 1.0:
+        return card(question, f"{ratio:.2f}x as fast", detail, "good")
+    return card(question, f"Slower: {ratio:.2f}x", detail, "bad")
+
+
+def _is_closing(record: dict[str, Any]) -> bool:
+    numbers = ("ratio", "ratio_low", "ratio_high", "plain_steps", "paced_steps", "repeats")
+    sound = all(isinstance(record.get(name), int | float) for name in numbers)
+    return sound and "too_noisy" in record and record.get("identical", "") in (True, False, None)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"

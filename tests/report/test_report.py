@@ -1,0 +1,181 @@
+"""`report.html`: every view has its data, runs are compared, and whatever a run holds is shown as text."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.config import ConfigError
+from paceline.report.html_report import OwnReport, write_report
+from paceline.report.run_data import RunData
+from paceline.report.run_directory import RunDirectory
+from paceline.report.views.samples import MOST_CHARACTERS, spread
+from paceline.report.views.verdicts import learning_card, speculation_card, time_card
+from tests.page_data import page_data
+from tests.report.made_run import HOSTILE, eval_record, make_hostile_run, make_run, train_record
+
+
+def report_of(*runs, out):
+    write_report(list(runs), out)
+    return page_data(out.read_text())
+
+
+def charts_of(data):
+    return {chart["id"]: chart for section in data["sections"] for chart in section["charts"]}
+
+
+def test_every_view_of_a_run_is_there(tmp_path):
+    data = report_of(make_run(tmp_path / "run"), out=tmp_path / "r.html")
+    charts = charts_of(data)
+    views = {"reward", "accuracy-train", "accuracy-held-out", "lengths", "entropy", "kl", "stages-0", "speed"}
+    views |= {"accept-length", "acceptance-0-eagle", "acceptance-0-history", "mismatch", "ess", "memory"}
+    assert views <= charts.keys()
+    reward = charts["reward"]
+    assert reward["xs"] == list(range(1, 21)) and reward["series"][0]["y"][0] == pytest.approx(
+        1 - 0.9 / 1.1, rel=1e-5
+    )
+    held_out = charts["accuracy-held-out"]["series"][0]
+    assert held_out["y"] == [35, 92] and held_out["low"] == [32, 89] and held_out["high"] == [38, 95]
+    assert [mark["x"] for mark in charts["acceptance-0-eagle"]["marks"]] == [5, 10, 15, 20]
+    stages = {series["label"]: series["y"][0] for series in charts["stages-0"]["series"]}
+    assert stages == pytest.approx({"prefill": 0.1, "decode": 1.5, "tail": 0.9, "rest of the rollout": 0.1,
+                                    "learning": 1.2, "sync": 0.01})  # fmt: skip
+    assert all(chart["y"]["label"] and chart["x"]["label"] for chart in charts.values())
+    (tails,) = data["tails"]
+    assert tails["steps"] == list(range(1, 21)) and len(tails["views"]["7"]["charts"]) == 3
+    (samples,) = data["samples"]
+    assert samples["groups"][0]["responses"][0]["text"] == "a1:1;#1 answer 1"
+    slowest = next(s for s in data["sections"] if s["id"] == "time")["tables"][0]
+    assert slowest["rows"][0][:4] == ["a1:1;#1", "20", "2.60", "1.30"], "the later request, which waited"
+
+
+def test_metrics_that_are_not_there_make_no_chart(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    kept = ("step", "kind", "reward/mean", "time/rollout", "time/learn")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [{k: r[k] for k in kept} for r in records if r["kind"] == "train"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in trained))
+    charts = charts_of(report_of(run, out=tmp_path / "r.html"))
+    assert charts.keys() == {"reward", "stages-0"}
+    (run / "metrics.jsonl").unlink()
+    assert charts_of(report_of(run, out=tmp_path / "r.html")) == {}, "a run that has not begun"
+
+
+def test_hostile_content_stays_text(tmp_path):
+    out = tmp_path / "r.html"
+    data = report_of(make_hostile_run(tmp_path), out=out)
+    page = out.read_text()
+    assert "<script>window" not in page and "<img" not in page
+    (samples,) = data["samples"]
+    shown = [group for group in samples["groups"] if group["step"] == 20]
+    assert shown[0]["responses"][0]["text"].startswith(HOSTILE)
+    assert shown[1]["prompt"] == "x" * MOST_CHARACTERS and shown[1]["responses"][0]["cut"] > 300_000
+    assert len(shown) == 2, "lines that are no groups are left out"
+    assert charts_of(data)["reward"]["xs"][-1] == 21, "values that are no numbers are missing"
+
+
+def test_runs_are_compared_with_the_first(tmp_path):
+    slow = make_run(tmp_path / "slow")
+    fast = make_run(tmp_path / "fast", **{"time/rollout": 1.3, "time/step": 2.5})
+    other = make_run(tmp_path / "other", seed=1, **{"rollout/tokens": 1})
+    data = report_of(slow, fast, other, out=tmp_path / "r.html")
+    words = " ".join(data["words"])
+    assert "The seeds differ (slow: 0, fast: 0, other: 1)" in words
+    assert "fast sampled the same as slow in all 20 common steps" in words
+    assert "other sampled the same as slow in no step" in words
+    tables = {table["id"]: table for table in data["tables"]}
+    speedups = {row[0]: row[1:] for row in tables["speedups"]["rows"]}
+    assert speedups["rollout"] == ["2.6 s", "2.00x [2.00, 2.00]", "1.00x [1.00, 1.00]"]
+    assert ["run.seed", "0", "0", "1"] in tables["differences"]["rows"]
+    assert [series["label"] for series in charts_of(data)["reward"]["series"]] == ["slow", "fast", "other"]
+    same = report_of(slow, fast, out=tmp_path / "r.html")
+    assert "All runs have the same seed (0)." in same["words"]
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [make_run(tmp_path / folder / "run", steps=2) for folder in ("a", "b")]
+    data = report_of(*runs, out=tmp_path / "r.html")
+    assert [tail["run"] for tail in data["tails"]] == ["run", "run (2)"]
+
+
+def test_a_step_that_comes_again_counts_once(tmp_path):
+    run = RunData.open(make_run(tmp_path / "run", steps=1))
+    run.add([train_record(s, **{"reward/mean": s}) for s in (1, 2, 3)])
+    run.add([train_record(2, **{"reward/mean": 7.0})])
+    assert run.train.steps == [1, 2] and run.train["reward/mean"].tolist() == [1.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("after", "tone", "words"),
+    [(0.92, "good", "Yes: 35.0% → 92.0%"), (0.2, "bad", "It got worse"), (0.36, "warn", "Too close to tell")],
+)
+def test_the_verdict_on_learning_rests_on_the_intervals(tmp_path, after, tone, words):
+    run = RunData.open(make_run(tmp_path / "run", steps=1))
+    run.add([eval_record(0, 0.35), eval_record(20, after)])
+    card = learning_card(run)
+    assert card["tone"] == tone and card["verdict"].startswith(words)
+
+
+def test_the_verdict_on_time_names_the_largest_stage(tmp_path):
+    card = time_card(RunData.read(make_run(tmp_path / "run")))
+    assert card["verdict"] == "Rollout: 68%" and sum(share for _, share, _ in card["shares"]) > 0.99
+    assert "is 35% of the rollout" in card["detail"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "noisy", "verdict"),
+    [
+        (1.1, 1.3, False, "1.20x as fast"),
+        (0.7, 0.9, False, "Slower: 1.20x"),
+        (0.9, 1.3, True, "Too noisy to tell"),
+    ],
+)
+def test_the_verdict_on_speculation_is_the_closing_checks(tmp_path, low, high, noisy, verdict):
+    path = make_run(tmp_path / "run")
+    closing = {"ratio": 1.2, "ratio_low": low, "ratio_high": high, "plain_steps": 288, "paced_steps": 172}
+    closing |= {"repeats": 5, "identical": True, "too_noisy": noisy}
+    RunDirectory(path).write_closing(closing)
+    card = speculation_card(RunData.read(path))
+    assert card["verdict"] == verdict and "172 policy steps instead of 288" in card["detail"]
+
+
+def test_a_report_is_renewed_with_what_is_new(tmp_path):
+    path = make_run(tmp_path / "run", steps=3)
+    warnings = []
+    report = OwnReport(RunDirectory(path), warnings.append)
+    report.renew()
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(train_record(4)) + "\n")
+    report.renew()
+    assert charts_of(page_data((path / "report.html").read_text()))["reward"]["xs"] == [1, 2, 3, 4]
+    (path / "config.yaml").unlink()
+    OwnReport(RunDirectory(path), warnings.append).renew()
+    assert len(warnings) == 1 and "was not renewed" in warnings[0], "and the run goes on"
+
+
+def test_the_command_names_what_is_wrong(tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    runner = CliRunner()
+    done = runner.invoke(app, ["report", str(run)], catch_exceptions=False)
+    assert done.exit_code == 0 and str(run / "report.html") in done.output.replace("\n", "")
+    with pytest.raises(ValueError, match="--step 9: .*the run has steps 1 to 3"):
+        runner.invoke(app, ["report", str(run), "--step", "9"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        runner.invoke(app, ["report", str(tmp_path)], catch_exceptions=False)
+    before = (run / "report.html").read_text()
+    runner.invoke(app, ["report", str(run), "--step", "2"], catch_exceptions=False)
+    after = page_data((run / "report.html").read_text())
+    assert page_data(before)["tails"][0]["chosen"] is None and after["tails"][0]["chosen"] == 2
+
+
+def test_a_long_run_keeps_its_report_small(tmp_path):
+    out = tmp_path / "r.html"
+    data = report_of(make_run(tmp_path / "run", steps=2000), out=out)
+    assert out.stat().st_size < 10_000_000
+    assert len(charts_of(data)["reward"]["xs"]) <= 1000 and len(data["tails"][0]["steps"]) == 30
+
+
+def test_steps_are_spread_evenly():
+    assert spread([1, 2, 3], 5) == [1, 2, 3]
+    assert spread(list(range(101)), 5) == [0, 25, 50, 75, 100]
