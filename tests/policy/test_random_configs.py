@@ -1,4 +1,4 @@
-"""Random configurations of small models: logits as in transformers, or a refusal that names why."""
+"""Random configurations of small models: logits as transformers computes them, or a refusal with a reason."""
 
 import json
 import random

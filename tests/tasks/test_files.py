@@ -154,7 +154,10 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
     "content, reason",
     [
         (b'{"prompt": "a", "answer": "b"}\n\n{"prompt": \xff}\n', ":3 is not UTF-8: invalid start byte"),
-        (b'{"prompt": "a", "answer": "b"}\n{"prompt": "a"\n', ":2 is not JSON: "),
+        (
+            b'{"prompt": "a", "answer": "b"}\n{"prompt": "a"\n',
+            ":2 is not JSON: Expecting ',' delimiter at column 15",
+        ),
         (b"\n[1]\n", ":2 must be a JSON object, not a list"),
         (b"[" * 100_000, ":1 is not JSON: it is nested too deep"),
         (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ":1 is not JSON: Exceeds the limit"),

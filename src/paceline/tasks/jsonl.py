@@ -18,7 +18,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where = f"{path}:{number}"
             text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, where)
             if text.strip():
-                yield where, _parse(text, where)
+                yield where, _parse(text.rstrip(), where)
 
 
 def _decode(line: bytes, where: str) -> str:
@@ -42,7 +42,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not JSON: it is nested too deep") from None
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where} holds a half character, {error.object[error.start]!r}") from None
-    # Also raised for a number of more digits than Python reads.
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    # A number of more digits than Python reads.
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):

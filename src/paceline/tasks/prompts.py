@@ -49,6 +49,9 @@ class PromptEncoder:
         """Yields the text of each prompt; chats are rendered many at a time."""
         for start in range(0, len(problems), RENDERED_TOGETHER):
             batch = problems[start : start + RENDERED_TOGETHER]
+            if len(batch) == 1:
+                yield self._text(batch[0])
+                continue
             try:
                 asked = [self._messages(problem) for problem in batch]
                 chats = [messages for messages in asked if not isinstance(messages, str)]
