@@ -174,7 +174,7 @@ def test_samples_and_checkpoint_can_be_read(uninterrupted):
 def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, monkeypatch):
     from paceline.learning import checkpoint
 
-    real = checkpoint.save_file
+    real = checkpoint.save_tensors
     calls = []
 
     def fills_up(tensors, path, **kwargs):
@@ -183,9 +183,9 @@ def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, mo
             raise OSError(28, "No space left on device")
         real(tensors, path, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save_file", fills_up)
+    monkeypatch.setattr(checkpoint, "save_tensors", fills_up)
     with pytest.raises(TrainingFailed, match="No space left.*go on from the beginning.*--resume"):
         train(tiny_config(policy, tmp_path, "full"))
-    monkeypatch.setattr(checkpoint, "save_file", real)
+    monkeypatch.setattr(checkpoint, "save_tensors", real)
     train(tiny_config(policy, tmp_path, "full"), resume=tmp_path / "full")
     assert comparable_metrics(tmp_path / "full") == comparable_metrics(uninterrupted)

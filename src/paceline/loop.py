@@ -145,14 +145,14 @@ class Trainer:
     def run(self, interruption: Interruption) -> Result:
         """Trains until the recipe's last step or an interruption."""
         with self._opened:
-            self.console.start_of_run(
-                self.config.policy.path,
-                self.config.task.name,
-                f"{self.session.device_name}, {self.session.policy.dtype}",
-                self.directory.path,
-            )
-            self._hand_over_weights()
             with interruption.deferred():
+                self.console.start_of_run(
+                    self.config.policy.path,
+                    self.config.task.name,
+                    f"{self.session.device_name}, {self.session.policy.dtype}",
+                    self.directory.path,
+                )
+                self._hand_over_weights()
                 finished = self._make_steps(interruption)
             if finished and self.live:
                 self._compare_with_plain_decoding(interruption)

@@ -23,7 +23,7 @@ SIGNALS = tuple(
 )
 
 # Wrappers forward a signal that the whole process group got already: within so many seconds it is the same.
-REPEAT_SECONDS = 1.0
+REPEAT_SECONDS = 0.3
 
 # What `paceline train` returns. Any other code above 128 is 128 + the signal that ended it at once.
 EXIT_FINISHED = 0

@@ -102,8 +102,8 @@ def main(descriptor: int, parent: int, mark: str, memory_bytes: int) -> None:
     os.register_at_fork(after_in_child=channel.close)
     try:
         Server(channel, memory_bytes).serve()
-    except ConnectionError:
-        return
+    except ConnectionError:  # the parent is gone
+        end_descendants(mark)
 
 
 class Server:
