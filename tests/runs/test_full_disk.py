@@ -62,7 +62,10 @@ def test_files_that_cannot_grow(size, whole, train, start, tmp_path):
 
 
 def test_the_message_says_what_a_checkpoint_needs(train, tmp_path):
-    command = train("run", "checkpoint.every=4", prepare=lambda: setattr(checkpoint, "save_tensors", no_space))
+    def fill_the_disk() -> None:
+        checkpoint.save_tensors = no_space
+
+    command = train("run", "checkpoint.every=4", prepare=fill_the_disk)
     assert command.wait() == 1
     text = command.text()
     assert f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: [Errno 28]" in text
