@@ -104,6 +104,8 @@ def open_session(config: Config, learns: bool = False) -> Session:
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
+    if plan is not None:
+        policy.recompute = plan.recompute
     tokenizer = load_tokenizer(source.folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
     task = make_task(config.task, tokenizer, source.folder)

@@ -60,7 +60,7 @@ def warm_up_from_task(
     settings = replace(
         settings,
         micro_batch_tokens=config.learning.micro_batch_tokens,
-        activation_checkpointing=config.policy.activation_checkpointing,
+        activation_checkpointing=config.policy.activation_checkpointing is True,
     )
     with _starting_folder(policy, config, settings.seed) as folder:
         task = make_task(config.task, load_tokenizer(folder), folder)

@@ -3,10 +3,12 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels.training_launch import takes_kernels
 from paceline.learning.batch import MicroBatch
+from paceline.learning.head import HeadLogprobs
 from paceline.policy.decoder import Decoder
 
-# Logits per chunk: 64 MiB in float32.
+# Logits per chunk: 64 MiB in float32. (On a GPU `head.py` has its own.)
 CHUNK_ELEMENTS = 1 << 24
 
 # Differences of logprobs are clamped to this size before exp, in nats. exp(20) is 5e8: wide enough to mean
@@ -16,9 +18,17 @@ MAX_LOG_RATIO = 20.0
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` at each token's own temperature and `entropies_R`, which have no gradient."""
-    hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
-        batch.predictors_R
-    ]
+    hidden_TE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)
+    if takes_kernels(hidden_TE):
+        return HeadLogprobs.apply(
+            hidden_TE,
+            policy.head.weight,
+            batch.predictors_R,
+            batch.targets_R,
+            batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32)),
+            policy.recompute.logits,
+        )
+    hidden_RE = hidden_TE[batch.predictors_R]
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
     logprobs = []
     entropies = []

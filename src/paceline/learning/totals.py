@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from paceline.learning.logprobs import MAX_LOG_RATIO
 from paceline.learning.mismatch import Mismatch
@@ -13,13 +13,19 @@ class MicroBatchSums:
     """Sums over the loss tokens of a micro-batch."""
 
     loss: float  # weighted for its optimiser step as if nothing were rejected
-    tokens: int
+    tokens: float
     entropy: float
     clipped: float
     reference_kl: float
     approximate_kl: float
     largest_delta: float
     mismatch: Mismatch  # of the policy as it was in this forward pass
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "MicroBatchSums":
+        """Returns sums from numbers in the fields' order, those of the mismatch last and side by side."""
+        own = len(fields(cls)) - 1
+        return cls(*values[:own], Mismatch.of(values[own:]))
 
 
 @dataclass

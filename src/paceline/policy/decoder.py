@@ -16,13 +16,27 @@ token, S = T x K.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels.norm_training import fork_norm
+from paceline.kernels.rope_training import rotate_qk
+from paceline.kernels.swiglu_training import silu_multiply_forward
+from paceline.kernels.training_launch import takes_kernels
 from paceline.policy.config import DecoderConfig
+from paceline.policy.fused import (
+    RECOMPUTE_LABEL,
+    Recompute,
+    fused_norm,
+    fused_rotation,
+    fused_silu_multiply,
+    made_again,
+)
 from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rope_table, rotate
 
@@ -42,6 +56,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension."""
+        if takes_kernels(x) and x.ndim == 2:
+            return fused_norm(x, None, self.weight, self.eps)[0]
         wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -62,14 +78,35 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        rope_T2R: torch.Tensor,
+        layer: int,
+        attend: Attend,
+        recompute: bool = False,
+    ) -> torch.Tensor:
         """Returns the projected result of `attend`; `rope_T2R` is cos and sin of the tokens' positions."""
-        qkv = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x_TE)
+        if takes_kernels(qkv):
+            return self.output(self._fused(qkv, rope_T2R, layer, attend, recompute).flatten(1))
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out_THD = attend(layer, rotate(q, rope_T2R), rotate(k, rope_T2R), v)
         return self.output(out_THD.flatten(1))
+
+    def _fused(
+        self, qkv_TN: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend, recompute: bool
+    ) -> torch.Tensor:
+        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        epsilon = 0.0 if self.q_norm is None else self.q_norm.eps
+        settings = (rope_T2R, self.heads, self.kv_heads, *norms, epsilon)
+        q, k, v = fused_rotation(qkv_TN, *settings)
+        kept_TN = qkv_TN.detach()
+        with made_again((q, k), lambda: rotate_qk(kept_TN, *settings), recompute):
+            return attend(layer, q, k, v)
 
 
 class FeedForward(nn.Module):
@@ -80,10 +117,21 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TE: torch.Tensor, recompute: bool = False) -> torch.Tensor:
         """Returns down(silu(gate) * up)."""
-        gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return _swiglu(self.gate_up(x_TE), self.down, recompute)
+
+
+def _swiglu(
+    gate_up_T2F: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], recompute: bool
+) -> torch.Tensor:
+    if takes_kernels(gate_up_T2F):
+        inner_TF = fused_silu_multiply(gate_up_T2F)
+        kept_T2F = gate_up_T2F.detach()
+        with made_again((inner_TF,), lambda: (silu_multiply_forward(kept_T2F),), recompute):
+            return down(inner_TF)
+    gate, up = gate_up_T2F.chunk(2, dim=-1)
+    return down(F.silu(gate) * up)
 
 
 class ExpertFeedForward(nn.Module):
@@ -109,16 +157,16 @@ class ExpertFeedForward(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
         self.down = nn.Parameter(torch.empty(experts, size, inner))
 
-    def forward(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> torch.Tensor:
+    def forward(
+        self, x_TE: torch.Tensor, replay: RouterReplay | None = None, recompute: bool = False
+    ) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' results."""
         weights_TK, experts_TK = self.route(x_TE, replay)
         sorted_S, order_S = experts_TK.flatten().sort(stable=True)
         every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
         ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
-        gate, up = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X).chunk(
-            2, dim=-1
-        )
-        out_SE = _multiply_runs(F.silu(gate) * up, self.down, ends_X)
+        gate_up_S2F = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X)
+        out_SE = _swiglu(gate_up_S2F, lambda inner_SF: _multiply_runs(inner_SF, self.down, ends_X), recompute)
         out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
         return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
 
@@ -178,11 +226,29 @@ class DecoderLayer(nn.Module):
         layer: int,
         attend: Attend,
         replay: RouterReplay | None = None,
+        recompute: bool = False,
     ) -> torch.Tensor:
-        """Returns the residual stream after this layer."""
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
+        """Returns the residual stream after this layer.
+
+        With `recompute` the backward pass makes again what lies between products, where that has kernels.
+        """
         replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
-        return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
+        if not takes_kernels(x_TE):
+            x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
+            return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
+        normed_TE, x_TE = fused_norm(x_TE, None, self.attention_norm.weight, self.attention_norm.eps)
+        with made_again((normed_TE,), _remaker(x_TE, self.attention_norm), recompute):
+            attended_TE = self.attention(normed_TE, rope_T2R, layer, attend, recompute)
+        norm = self.feed_forward_norm
+        normed_TE, x_TE = fused_norm(attended_TE, x_TE, norm.weight, norm.eps)
+        with made_again((normed_TE,), _remaker(x_TE, norm), recompute):
+            return x_TE + self.feed_forward(normed_TE, *replayed, recompute=recompute)
+
+
+def _remaker(total_TE: torch.Tensor, norm: RMSNorm) -> Callable[[], tuple[torch.Tensor]]:
+    """Returns what computes norm(total) again; it holds on to `total` alone."""
+    kept_TE = total_TE.detach()
+    return lambda: (fork_norm(kept_TE, None, norm.weight, norm.eps)[0],)
 
 
 class Capture:
@@ -231,7 +297,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.rope_table = rope_table(config.rope, config.head_dim, config.max_positions).to(device)
-        self.activation_checkpointing = False
+        self.recompute = Recompute()
 
     def initialise(self, seed: int) -> "Decoder":
         """Fills all parameters with fresh ones and returns the decoder."""
@@ -276,10 +342,20 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if capture is not None:
                 capture.offer(index, x_TE)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TE = checkpoint(layer, x_TE, rope_T2R, index, attend, replay, use_reentrant=False)
+            if index < self.recompute.layers and torch.is_grad_enabled():
+                x_TE = checkpoint(
+                    layer,
+                    x_TE,
+                    rope_T2R,
+                    index,
+                    attend,
+                    replay,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), record_function(RECOMPUTE_LABEL)),
+                )
             else:
-                x_TE = layer(x_TE, rope_T2R, index, attend, replay)
+                x_TE = layer(x_TE, rope_T2R, index, attend, replay, self.recompute.between)
         return self.norm(x_TE)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
