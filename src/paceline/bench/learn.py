@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.bench.learn_parts import LearnParts, profile_parts
+from paceline.bench.learn_parts import LearnProfile, profile_update
 from paceline.bench.spread import Spread
 from paceline.config import Config
 from paceline.learning.learner import Learner
@@ -87,7 +87,7 @@ class LearnPoint:
     mfu: float | None  # None: the device's peak is not known
     peak_bytes: int  # allocated by torch
     recomputed: str  # by the backward pass
-    parts: LearnParts
+    profile: LearnProfile
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,7 +124,7 @@ def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> Lear
         mfu=operations / seconds.median / peak if peak else None,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         recomputed=str(learner.policy.recompute),
-        parts=profile_parts(lambda: learner.update(groups), device),
+        profile=profile_update(lambda: learner.update(groups), device),
     )
 
 

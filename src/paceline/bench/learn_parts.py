@@ -6,6 +6,7 @@ products, attention, and all that lies between. `host` is the time in which the 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ RANGES = (
 # Parts of kernels' names, with what they are.
 ATTENTION_NAMES = ("flash", "fmha", "sdpa", "attention")
 PRODUCT_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")
+# Kernels that a profile names.
+KERNELS_LISTED = 16
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,18 @@ class LearnParts:
     host: float = 0.0
 
 
-def profile_parts(update: Callable[[], object], device: torch.device) -> LearnParts:
+@dataclass(frozen=True)
+class LearnProfile:
+    """An update's time by part, and by the kernels that took most of it."""
+
+    parts: LearnParts = LearnParts()
+    kernels: tuple[tuple[str, int, float], ...] = ()  # name, launches, seconds
+
+
+def profile_update(update: Callable[[], object], device: torch.device) -> LearnProfile:
     """Profiles one update, which takes longer for it; on a CPU it is not made."""
     if device.type != "cuda":
-        return LearnParts()
+        return LearnProfile()
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         start = time.perf_counter()
@@ -47,11 +58,16 @@ def profile_parts(update: Callable[[], object], device: torch.device) -> LearnPa
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
     totals = dict.fromkeys(LearnParts.__dataclass_fields__, 0.0)
+    launches: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     for event in profiler.events():
         for kernel in event.kernels:
             totals[_part(event, kernel.name)] += kernel.duration / 1e6
+            launches[kernel.name] += 1
+            times[kernel.name] += kernel.duration / 1e6
     totals["host"] = max(0.0, seconds - sum(totals.values()))
-    return LearnParts(**totals)
+    largest = tuple((name, launches[name], spent) for name, spent in times.most_common(KERNELS_LISTED))
+    return LearnProfile(LearnParts(**totals), largest)
 
 
 def _part(event: object, kernel: str) -> str:

@@ -298,7 +298,9 @@ def learn(
     model: ModelOption = "builtin",
     overrides: Annotated[
         Optional[list[str]],
-        typer.Argument(help="section.key=value, such as policy.lora.rank=32 policy.activation_checkpointing=true"),
+        typer.Argument(
+            help="section.key=value, such as policy.lora.rank=32 policy.activation_checkpointing=true"
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(help="groups of responses, each to a prompt of its own", min=1)] = 8,
     samples: Annotated[int, typer.Option(help="responses to each prompt", min=1)] = 8,

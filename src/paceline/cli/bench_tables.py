@@ -148,10 +148,9 @@ def learn_lines(p: "LearnPoint") -> Iterator[str]:
         "(6 x parameters x tokens + 6 x layers x heads x head dimension x sum of squared lengths)"
     )
     yield (
-        f"first update {p.first_seconds:.1f} s; peak {p.peak_bytes / 1e9:.1f} GB; "
-        f"recomputed: {p.recomputed}"
+        f"first update {p.first_seconds:.1f} s; peak {p.peak_bytes / 1e9:.1f} GB; recomputed: {p.recomputed}"
     )
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in vars(p.parts).items())
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in vars(p.profile.parts).items())
     yield f"seconds by part: {parts}"
 
 

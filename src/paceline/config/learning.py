@@ -70,6 +70,11 @@ class LearningConfig(Section):
     micro_batch_tokens: int = Field(
         2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out"
     )
+    deterministic: bool = Field(
+        True,
+        description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give the "
+        "same weights; false is faster",
+    )
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="correction for samples of a policy that is not the learner's"
     )

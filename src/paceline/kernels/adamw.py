@@ -69,7 +69,7 @@ def adamw_reference(
         parameter.copy_(master)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _adamw_kernel(
     parameter_ptr,
     master_ptr,

@@ -38,7 +38,7 @@ def logprob_rows_reference(
     return logprobs_R, entropies_R
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
 def _logprob_rows_kernel(
     logits_ptr,
     targets_ptr,

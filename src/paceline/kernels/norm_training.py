@@ -184,7 +184,5 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the gradients of `total` (that which reached it directly included) and of the weight."""
     if total_MK.is_cuda or total_MK.is_meta:
-        return rms_norm_backward_triton(
-            d_normed_MK, d_total_MK, total_MK, weight_K, epsilon, needs_weight
-        )
+        return rms_norm_backward_triton(d_normed_MK, d_total_MK, total_MK, weight_K, epsilon, needs_weight)
     return rms_norm_backward_reference(d_normed_MK, d_total_MK, total_MK, weight_K, epsilon)

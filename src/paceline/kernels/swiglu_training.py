@@ -1,6 +1,6 @@
 """The gradient of silu(gate) * up, for learning; forward is the rollout's own kernel (swiglu.py).
 
-    s = 1 / (1 + exp(-gate))      d_up = d gate s      d_gate = d up s (1 + gate (1 - s))
+s = 1 / (1 + exp(-gate))      d_up = d gate s      d_gate = d up s (1 + gate (1 - s))
 """
 
 import torch

@@ -21,7 +21,7 @@ def takes_kernels(x: torch.Tensor) -> bool:
 
 def plain_options(num_warps: int, num_stages: int = 1) -> dict:
     """Returns the options of one plain launch."""
-    return {} if INTERPRETED else dict(num_warps=num_warps, num_stages=num_stages)
+    return {} if INTERPRETED else dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
 def reduction_programs(rows: int, device: torch.device) -> int:

@@ -44,9 +44,7 @@ class HeadLogprobs(torch.autograd.Function):
                 into_CV = difference_RV[part]
             elif direction_RE is not None:
                 into_CV = hidden_TE.new_empty(logits_CV.shape)
-            logprobs_C, entropies_C = logprob_rows(
-                logits_CV, targets_R[part], temperatures_R[part], into_CV
-            )
+            logprobs_C, entropies_C = logprob_rows(logits_CV, targets_R[part], temperatures_R[part], into_CV)
             if direction_RE is not None:
                 torch.mm(into_CV, weight_VE, out=direction_RE[part])
             logprobs.append(logprobs_C)

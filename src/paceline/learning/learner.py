@@ -164,6 +164,7 @@ class Learner:
         weights are divided by.
         """
         batch.attention.observe = self.observe_attention
+        batch.attention.deterministic = self.config.deterministic
         logprobs_R, entropies_R = token_logprobs(self.policy, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
@@ -230,9 +231,7 @@ class Learner:
         ]
         answered = [sequence for own in sequences_by_group for sequence in own if sequence.loss_mask]
         found: dict[int, list[float]] = {}
-        for part, logprobs in self._over_micro_batches(
-            answered, self._reference_logprobs, totals
-        ):
+        for part, logprobs in self._over_micro_batches(answered, self._reference_logprobs, totals):
             for sequence, values in _split(part, logprobs.tolist()):
                 found[id(sequence)] = [
                     old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)

@@ -74,7 +74,9 @@ class MasterAdamW:
     def _norms(self) -> list[torch.Tensor]:
         """Returns the norm of each gradient in its master's type."""
         found = [
-            (p.grad, m.dtype) for m, (_, p) in zip(self.masters, self.named, strict=True) if p.grad is not None
+            (p.grad, m.dtype)
+            for m, (_, p) in zip(self.masters, self.named, strict=True)
+            if p.grad is not None
         ]
         if found and found[0][0].is_cuda and all(dtype == torch.float32 for _, dtype in found):
             return list(torch._foreach_norm([gradient for gradient, _ in found], 2, dtype=torch.float32))

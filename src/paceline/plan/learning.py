@@ -90,9 +90,7 @@ def learner_bytes(
 
         policy.recompute = choose_recompute(policy.config.num_layers, room, functools.cache(pass_bytes))
     activations, peak = _watch_micro_batch(learner, micro_batch_tokens)
-    return replace(
-        state, activations=activations, backward=peak - activations, recompute=policy.recompute
-    )
+    return replace(state, activations=activations, backward=peak - activations, recompute=policy.recompute)
 
 
 def _state_bytes(learner: Learner) -> LearnerBytes:

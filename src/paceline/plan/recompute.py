@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from paceline.policy.fused import EVERYTHING, Recompute
 
 
-def choose_recompute(
-    num_layers: int, room_bytes: int, pass_bytes: Callable[[Recompute], int]
-) -> Recompute:
+def choose_recompute(num_layers: int, room_bytes: int, pass_bytes: Callable[[Recompute], int]) -> Recompute:
     """Returns the first of these that fits, each slower than the one before:
 
     nothing, what lies between products, the fewest whole layers, everything (whether it fits or not).
@@ -27,9 +25,7 @@ def choose_recompute(
     return EVERYTHING
 
 
-def _layers_to_try(
-    num_layers: int, room_bytes: int, pass_bytes: Callable[[Recompute], int]
-) -> Iterator[int]:
+def _layers_to_try(num_layers: int, room_bytes: int, pass_bytes: Callable[[Recompute], int]) -> Iterator[int]:
     none, every = pass_bytes(Recompute()), pass_bytes(Recompute(num_layers))
     if every > room_bytes:
         return

@@ -62,7 +62,9 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     if not learns:
         return [changes for changes in (own_pool, (fewer_rows,)) if changes]
     checkpointing = (
-        () if config.policy.activation_checkpointing is not False else (("policy.activation_checkpointing", True),)
+        ()
+        if config.policy.activation_checkpointing is not False
+        else (("policy.activation_checkpointing", True),)
     )
     smallest = max(
         64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch
