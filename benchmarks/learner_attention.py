@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/learner_attention.py [--flex]
 
-One micro-batch of `paceline bench learn` (16,384 tokens, longest 6,192) at Qwen3-4B's and 8B's heads (32 query,
-8 key and value heads of 128). Errors are ||difference|| / ||float64|| of output and gradients on short
+One micro-batch of `paceline bench learn` (16,384 tokens, longest 6,192) at Qwen3-4B's and 8B's heads (32
+query, 8 key and value heads of 128). Errors are ||difference|| / ||float64|| of output and gradients on short
 sequences; `repeats` says whether three backward passes gave the same bits.
 """
 

@@ -42,7 +42,7 @@ KEPT = {
 def make_policy(family: str, lora: LoraConfig | None, dtype: torch.dtype) -> Decoder:
     policy = Decoder(SHAPES[family]).initialise(0).to(dtype)
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in policy.named_parameters():
+    for parameter in policy.parameters():
         if parameter.ndim == 1:  # norms of ones would hide a wrong gradient
             parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(dtype))
     if lora is not None:

@@ -1,11 +1,11 @@
-"""`paceline bench learn`: one update of the learner, by tokens per second, share of the peak, memory and parts.
+"""`paceline bench learn`: updates by tokens per second, share of the peak, memory and where the time goes.
 
 The policy has random weights in a named shape or those of a folder; responses are random tokens of given
 lengths, each group of them to one prompt, with made-up rewards and the logprobs of a uniform policy. What is
 timed is `Learner.update`, from groups to new weights, with everything the host does in it.
 
     MFU = (6 x parameters x tokens + attention) / seconds / peak
-    attention = 6 x layers x heads x head dimension x sum of squared lengths        (causal, forward and backward)
+    attention = 6 x layers x heads x head dimension x sum of squared lengths    (causal, all passes)
 
 Parameters are those a token passes (the experts chosen for it), embeddings once. With LoRA it is the same
 formula, as if everything were trained.

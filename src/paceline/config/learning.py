@@ -72,8 +72,8 @@ class LearningConfig(Section):
     )
     deterministic: bool = Field(
         True,
-        description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give the "
-        "same weights; false is faster",
+        description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give "
+        "the same weights; false is faster",
     )
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="correction for samples of a policy that is not the learner's"

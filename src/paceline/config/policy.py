@@ -43,7 +43,7 @@ class PolicyConfig(Section):
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description="recompute layers in the backward pass: less memory, more time; auto: as few of them as the "
-        "GPU's memory asks for, on a CPU none",
+        description="recompute layers in the backward pass: less memory, more time; auto: as few of them as "
+        "the GPU's memory asks for, on a CPU none",
     )
     lora: LoraConfig = Field(LoraConfig(), description="low-rank adapters")

@@ -2,8 +2,8 @@
 
     qkv[t] = [ q heads | k heads | v heads ]      q and k: norm, rotation; v stays where it is
 
-Forward rounds as the rollout's kernel does (rope_kv.py): once, after the rotation. Backward, with halves (a, b)
-of a head:
+Forward rounds as the rollout's kernel does (rope_kv.py): once, after the rotation. Backward, with halves
+(a, b) of a head:
 
     rotation    d_a = d_a' cos + d_b' sin        d_b = d_b' cos - d_a' sin
     norm        as in norm_training.py, over the head's columns

@@ -15,7 +15,7 @@ META_PROCESSORS = 132
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
-    """Tells whether learning computes with kernels on such tensors: 16-bit ones on a GPU, or planned for one."""
+    """Tells whether learning runs kernels on such tensors: 16-bit ones on a GPU, or planned for one."""
     return (x.is_cuda or x.is_meta) and x.dtype in (torch.bfloat16, torch.float16)
 
 

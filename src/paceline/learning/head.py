@@ -4,7 +4,7 @@ Logits exist for a chunk of rows at a time. What the backward pass needs of them
 policy's type (kernels/logprob_rows.py), is
 
     the head is trained      kept for all rows, or computed again chunk by chunk where memory is short
-    the head is frozen       multiplied by the head at once: the gradient's direction, as wide as a hidden state
+    the head is frozen       multiplied by the head at once: the gradient's direction, a hidden state wide
 
 so that the backward pass has two products, or none.
 """
@@ -21,12 +21,23 @@ CHUNK_ELEMENTS = 1 << 27
 ROW_MULTIPLE = 128
 
 
-class HeadLogprobs(torch.autograd.Function):
-    """Takes hidden states, the head, which rows predict which tokens at which temperature, `recompute`.
+def head_logprobs(
+    hidden_TE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    predictors_R: torch.Tensor,
+    targets_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    recompute: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `logprobs_R` of the targets and `entropies_R`, which have no gradient.
 
-    Returns `logprobs_R` and `entropies_R`, which have no gradient.
+    `predictors_R` are the rows of `hidden_TE` that predict them; with `recompute` the backward pass computes
+    logits again.
     """
+    return _HeadLogprobs.apply(hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute)
 
+
+class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

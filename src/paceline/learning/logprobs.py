@@ -5,7 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.kernels.training_launch import takes_kernels
 from paceline.learning.batch import MicroBatch
-from paceline.learning.head import HeadLogprobs
+from paceline.learning.head import head_logprobs
 from paceline.policy.decoder import Decoder
 
 # Logits per chunk: 64 MiB in float32. (On a GPU `head.py` has its own.)
@@ -20,7 +20,7 @@ def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, to
     """Returns `logprobs_R` at each token's own temperature and `entropies_R`, which have no gradient."""
     hidden_TE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)
     if takes_kernels(hidden_TE):
-        return HeadLogprobs.apply(
+        return head_logprobs(
             hidden_TE,
             policy.head.weight,
             batch.predictors_R,

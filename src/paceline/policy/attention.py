@@ -2,9 +2,9 @@
 
     tokens    [ a0 a1 a2 | b0 b1 | c0 c1 c2 c3 ]        boundaries [0, 3, 5, 9]
 
-On a GPU the variable-length flash kernel takes this as it is, grouped heads included. Elsewhere the sequences are laid out
-right-padded for the attention alone; the causal mask already keeps the padding, which comes last, out of
-every real token's view.
+On a GPU the variable-length flash kernel takes this as it is, grouped heads included. Elsewhere the sequences
+are laid out right-padded for the attention alone; the causal mask already keeps the padding, which comes
+last, out of every real token's view.
 """
 
 from collections.abc import Callable, Iterator

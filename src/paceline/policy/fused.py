@@ -1,8 +1,8 @@
 """What lies between the products of a layer, as learning computes it with kernels, and what it keeps of it.
 
 Each operation has its kernels in `kernels/*_training.py`; here they become differentiable. What they make is
-cheap to make again, so a layer may keep only what products and attention returned (`Recompute`): a product that
-would keep its normed or activated input keeps a way to compute it instead.
+cheap to make again, so a layer may keep only what products and attention returned (`Recompute`): a product
+that would keep its normed or activated input keeps a way to compute it instead.
 
         kept           made again in the backward pass
         total      ──▶ normed ──▶ [qkv] ──▶ ...
@@ -109,7 +109,7 @@ class _SiluMultiply(torch.autograd.Function):
 def fused_norm(
     x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm(x + residual), x + residual); use the second in place of x, so that gradients meet there."""
+    """Returns (norm(x + residual), x + residual); the second takes x's place: gradients meet there."""
     return _ForkNorm.apply(x_TE, residual_TE, weight_E, epsilon)
 
 
