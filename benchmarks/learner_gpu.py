@@ -26,6 +26,7 @@ RUNS = {
     "4b-free": ("qwen3-4b", ["learning.deterministic=false"]),
     "4b-fp8": ("qwen3-4b", ["learning.precision=fp8"]),
     "1.7b": ("qwen3-1.7b", []),
+    "1.7b-exact": ("qwen3-1.7b", ["learning.numerics=exact", "rollout.deterministic=true"]),
     "8b-lora": ("qwen3-8b", ["policy.lora.rank=32"]),
 }
 
@@ -52,6 +53,9 @@ def checks():
             t.test_gradients_are_the_cpus(family, lora)
     with part("recomputation"):
         t.test_recomputation_changes_no_gradient("qwen3")
+    for family in ("llama", "qwen3", "qwen3_moe"):
+        with part(f"exact numerics {family}"):
+            t.test_exact_numerics_give_the_rollouts_logprobs(family)
     with part("repeatable update"):
         t.test_updates_repeat()
 

@@ -1,11 +1,11 @@
 """transformers on the workload of `paceline bench learn`, for its column of docs/benchmarks/learning.md.
 
-    PYTHONPATH=src python benchmarks/peer_learner.py --shape qwen3-4b --attention flex_attention --checkpointing
+    PYTHONPATH=src python benchmarks/peer_learner.py --shape qwen3-4b --checkpointing
 
 A Qwen3 of the same size with random bf16 weights, the same 64 responses in the same micro-batches, packed in
 one row with `position_ids` that start again at every sequence. The loss is GRPO's, over response tokens, the
-head in chunks that are computed again in the backward pass. Optimiser: torch's fused AdamW on the bf16 weights,
-which is less work than Paceline's float32 masters. Liger's kernels are used where they are installed.
+head in chunks that are computed again in the backward pass. Optimiser: torch's fused AdamW on the bf16
+weights, which is less work than Paceline's float32 masters. Liger's kernels are used where they are installed.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -126,8 +127,7 @@ def main() -> None:
     }
     print(json.dumps(figures))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(figures, file, indent=2)
+        Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ FP32 = {
 FLOATS = {"epsilon", "step_size", "second_root", "first_share", "beta2", "second_share", "keep"}
 HEADS = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HEADS=8, HALF=64)
 CASES = {
-    "norm": (norm_training._fork_norm_kernel, dict(K=2560, BLOCK_K=4096, ADD_RESIDUAL=True), 8),
     "norm backward": (
         norm_training._norm_backward_kernel,
         dict(K=2560, BLOCK_K=4096, ADD_TOTAL=True, WEIGHT=True),

@@ -70,6 +70,16 @@ class LearningConfig(Section):
     micro_batch_tokens: int = Field(
         2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out"
     )
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="exact: the forward pass runs the rollout's own kernels, so that on the same weights its "
+        "logprobs are the rollout's, bit for bit; on a GPU with rollout.deterministic",
+    )
+    skip_zero_advantages: bool = Field(
+        True,
+        description="responses whose advantage is zero do not pass through the policy, where the update is "
+        "the same without them (docs/algorithms.md); `policy/` and `mismatch/` are then means over the others",
+    )
     deterministic: bool = Field(
         True,
         description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give "

@@ -95,6 +95,22 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _exact_rollouts(self) -> "Config":
+        if self.learning.numerics != "exact":
+            return self
+        for key, value, allowed in (
+            ("precision", self.rollout.precision.value, "base"),
+            ("backend", self.rollout.backend, "native"),
+        ):
+            if value != allowed:
+                raise ValueError(
+                    "learning.numerics = exact computes what the native engine computes in the policy's own "
+                    f"type, and rollout.{key} is {value}: set rollout.{key}={allowed}, or "
+                    "learning.numerics=fast"
+                )
+        return self
+
 
 # Keys that may differ between a run and its resumption; any other would make the two halves incomparable.
 RESUME_MAY_CHANGE = (

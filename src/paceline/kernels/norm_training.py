@@ -13,7 +13,7 @@ a fixed order.
 
 import torch
 
-from paceline.kernels.norm import rms_norm_block, rms_norm_reference
+from paceline.kernels.norm import rms_norm, rms_norm_residual
 from paceline.kernels.training_launch import plain_options, reduction_programs
 from paceline.kernels.triton_support import next_power_of_2, tl, triton
 
@@ -35,33 +35,6 @@ def rms_norm_backward_reference(
     if d_total_MK is not None:
         d_MK = d_MK + d_total_MK.to(wide)
     return d_MK.to(total_MK.dtype), (d_normed * h).sum(0).to(weight_K.dtype)
-
-
-@triton.jit
-def _fork_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    total_ptr,
-    epsilon,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr,
-):
-    """One program per row."""
-    column = tl.arange(0, BLOCK_K)
-    offset = tl.program_id(0).to(tl.int64) * K + column
-    mask = column < K
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    if ADD_RESIDUAL:
-        x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + offset, x, mask=mask)
-        x = x.to(tl.float32)
-    normed = rms_norm_block(x, weight, epsilon, K)
-    tl.store(normed_ptr + offset, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -99,30 +72,6 @@ def _norm_backward_kernel(
             d_weight += d_normed * h
     if WEIGHT:
         tl.store(partial_ptr + tl.program_id(0) * K + column, d_weight, mask=mask)
-
-
-def fork_norm_triton(
-    x_MK: torch.Tensor, residual_MK: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches the kernel of `fork_norm`."""
-    num_rows, width = x_MK.shape
-    normed_MK = torch.empty_like(x_MK)
-    total_MK = x_MK if residual_MK is None else torch.empty_like(x_MK)
-    if not x_MK.is_meta:
-        block = next_power_of_2(width)
-        _fork_norm_kernel[(num_rows,)](
-            x_MK,
-            residual_MK,
-            weight_K,
-            normed_MK,
-            total_MK,
-            epsilon,
-            K=width,
-            BLOCK_K=block,
-            ADD_RESIDUAL=residual_MK is not None,
-            **plain_options(num_warps=_warps(block)),
-        )
-    return normed_MK, total_MK
 
 
 def rms_norm_backward_triton(
@@ -167,11 +116,15 @@ def _warps(block: int) -> int:
 def fork_norm(
     x_MK: torch.Tensor, residual_MK: torch.Tensor | None, weight_K: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm(x + residual), x + residual); without a residual the second is x itself."""
-    if x_MK.is_cuda or x_MK.is_meta:
-        return fork_norm_triton(x_MK, residual_MK, weight_K, epsilon)
-    total_MK = x_MK if residual_MK is None else x_MK + residual_MK
-    return rms_norm_reference(total_MK, weight_K, epsilon), total_MK
+    """Returns (norm(x + residual), x + residual); without a residual the second is x itself.
+
+    Its kernel is the rollout's (norm.py).
+    """
+    if x_MK.is_meta:
+        return torch.empty_like(x_MK), x_MK if residual_MK is None else torch.empty_like(x_MK)
+    if residual_MK is None:
+        return rms_norm(x_MK, weight_K, epsilon), x_MK
+    return rms_norm_residual(x_MK, residual_MK, weight_K, epsilon)
 
 
 def rms_norm_backward(

@@ -19,11 +19,12 @@ from typing import TypeVar
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.learning.algorithms import make_algorithm
 from paceline.learning.algorithms.base import Advantage, LogRatios, TokenLoss, token_weights
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack, split_by_tokens, training_sequence
 from paceline.learning.correction import apply_correction, compute_correction
+from paceline.learning.exact import exact_logprobs
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
@@ -32,7 +33,7 @@ from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
-from paceline.types import Group
+from paceline.types import Group, Precision
 
 T = TypeVar("T")
 
@@ -49,6 +50,14 @@ class Learner:
         self.policy = policy
         self.config = config.learning
         self.max_tokens = config.rollout.max_tokens
+        exact = self.config.numerics == "exact"
+        if exact and policy.device.type == "cuda" and not config.rollout.deterministic:
+            raise ConfigError(
+                "learning.numerics = exact: on a GPU only rollout.deterministic=true computes what can be "
+                "computed again bit for bit; set it, or learning.numerics=fast"
+            )
+        self.token_logprobs = exact_logprobs if exact else token_logprobs
+        self.low_precision = config.rollout.precision is not Precision.BASE
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
@@ -79,7 +88,7 @@ class Learner:
         sequences_by_group = [_sequences(group, own) for group, own in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
         if not signal or self._needs_old_logprobs():
-            sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals)
+            sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals, signal)
             mean_weight = self._mean_weight(totals.mismatch)
             check(totals.mismatch)
         if not signal:
@@ -117,7 +126,9 @@ class Learner:
         def backward(batch: MicroBatch) -> torch.Tensor:
             return self._backward(batch, total_tokens, len(sequences), mean_weight)
 
-        measured = [result for _, result in self._over_micro_batches(sequences, backward, totals)]
+        taught = self._that_teach(sequences)
+        totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
+        measured = [result for _, result in self._over_micro_batches(taught, backward, totals)]
         # The first time that the host waits for the device since the update began.
         sums = [MicroBatchSums.of(values) for values in torch.stack(measured).tolist()]
         mismatch = sum_mismatches(s.mismatch for s in sums)
@@ -145,6 +156,26 @@ class Learner:
         merge_adapters(self.policy)
         totals.add_update(sums, scale, norm, learning_rate)
 
+    def _that_teach(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """Returns the sequences that must pass through the policy: those whose advantage is not zero.
+
+        The others would add zeros to the gradient, if nothing but the advantage made one and nothing but the
+        number of tokens went into a mean; and only low-precision rollouts must all be looked at.
+        """
+        correction = self.config.correction
+        everyone_counts = (
+            not self.config.skip_zero_advantages
+            or self.reference is not None
+            or correction.normalise
+            or correction.reject != "none"
+            or correction.veto > 0
+            or self.low_precision
+            or self.observe_attention is not None
+        )
+        if everyone_counts:
+            return sequences
+        return [s for s in sequences if s.advantage or any(s.penalties)] or sequences
+
     def _rejection_scale(self, mismatch: Mismatch, total_tokens: int, total_sequences: int) -> float:
         """Returns the factor that makes the loss a mean over what was kept.
 
@@ -165,7 +196,7 @@ class Learner:
         """
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = token_logprobs(self.policy, batch)
+        logprobs_R, entropies_R = self.token_logprobs(self.policy, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
@@ -183,18 +214,22 @@ class Learner:
 
     @torch.no_grad()
     def _old_logprobs_pass(
-        self, sequences_by_group: list[list[TrainingSequence]], totals: UpdateTotals
+        self, sequences_by_group: list[list[TrainingSequence]], totals: UpdateTotals, signal: bool
     ) -> tuple[list[list[TrainingSequence]], Mismatch]:
-        """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step."""
+        """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step.
+
+        Those that nobody will learn from stay without where there is any `signal`.
+        """
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs_R = token_logprobs(self.policy, batch)[0]
+            logprobs_R = self.token_logprobs(self.policy, batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
             return logprobs_R, mismatch_values(
                 batch, correction, logprobs_R, self.config.correction.weight != "none"
             )
 
         sequences = [sequence for own in sequences_by_group for sequence in own]
+        sequences = self._that_teach(sequences) if signal else sequences
         results = self._over_micro_batches(sequences, compute, totals)
         found: dict[int, tuple[float, ...]] = {}
         for part, (logprobs_R, _) in results:
@@ -202,7 +237,7 @@ class Learner:
                 found[id(sequence)] = tuple(values)
         if self.config.correction.mode == "decoupled":
             sequences_by_group = [
-                [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in own]
+                [replace(sequence, learner_logprobs=found.get(id(sequence), ())) for sequence in own]
                 for own in sequences_by_group
             ]
         return sequences_by_group, sum_mismatches(Mismatch.of(values.tolist()) for _, (_, values) in results)

@@ -42,6 +42,7 @@ class UpdateTotals:
     learning_rate: float = 0.0
     gradient_norms: list[float] = field(default_factory=list)
     halvings: int = 0
+    idle_tokens: int = 0  # in the loss, but not passed through the policy: their advantages are zero
     rollout_reference_kl: float = 0.0  # where the KL is in the reward: of the policy that sampled
 
     def add_update(
@@ -100,6 +101,7 @@ class UpdateTotals:
             ),
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
+            "policy/zero_advantage_share": self.idle_tokens / max(1, self.idle_tokens + tokens),
             "memory/micro_batch_halvings": float(self.halvings),
             **self.mismatch_metrics(),
         }

@@ -85,7 +85,9 @@ def learner_bytes(
         room = room_bytes - state.held - state.gradients
 
         def pass_bytes(recompute: Recompute) -> int:
-            policy.recompute = recompute
+            # Exact numerics keep what lies between products.
+            between = recompute.between and config.learning.numerics == "fast"
+            policy.recompute = replace(recompute, between=between)
             return _watch_micro_batch(learner, micro_batch_tokens)[1]
 
         policy.recompute = choose_recompute(policy.config.num_layers, room, functools.cache(pass_bytes))

@@ -43,6 +43,10 @@ class PackedAttention:
         """Returns causal attention within each sequence, `[T, H, D]`."""
         if self.observe is not None:
             self.observe(layer, q_THD, k_THD, v_THD)
+        return self.attend(q_THD, k_THD, v_THD)
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+        """Returns causal attention within each sequence, `[T, H, D]`, unobserved."""
         if takes_kernels(q_THD):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))

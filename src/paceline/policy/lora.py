@@ -29,7 +29,7 @@ Adapters are float32 (float64 for a float64 policy), so they need no masters. Fo
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.files import errors_name, read_json
 from paceline.policy.huggingface import Slice, layout
 
+# Takes x, a weight and a bias or None; returns x times weight transposed, plus bias.
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 # What PEFT puts before the name of a projection.
 PEFT_PREFIX = "base_model.model."
 # PEFT's settings that this file does not support, with the value that turns each off: a folder that uses one
@@ -95,14 +97,14 @@ class AdaptedLinear(nn.Module):
         self.adapted = True
         self.register_buffer("base", linear.weight.detach().clone(), persistent=False)
 
-    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TI: torch.Tensor, multiply: Multiply = F.linear) -> torch.Tensor:
         """Multiplies by the merged weight, or by the base while adapters are off."""
         if not self.adapted:
-            return F.linear(x_TI, self.base, self.bias)
+            return multiply(x_TI, self.base, self.bias)
         adapters = tuple(self.adapters.values())
         spans = tuple((adapter.start, adapter.stop) for adapter in adapters)
         factors = (factor for adapter in adapters for factor in (adapter.A, adapter.B))
-        return _MergedLinear.apply(x_TI, self.weight, self.bias, self.scale, spans, *factors)
+        return _MergedLinear.apply(x_TI, self.weight, self.bias, multiply, self.scale, spans, *factors)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -118,10 +120,12 @@ class _MergedLinear(torch.autograd.Function):
     """The merged product, with gradients for the input and the factors (the formulas above)."""
 
     @staticmethod
-    def forward(ctx, x_TI, weight_OI, bias_O, scale: float, spans: tuple[tuple[int, int], ...], *factors):
+    def forward(
+        ctx, x_TI, weight_OI, bias_O, multiply, scale: float, spans: tuple[tuple[int, int], ...], *factors
+    ):
         ctx.save_for_backward(x_TI, weight_OI, *factors)
         ctx.scale, ctx.spans = scale, spans
-        return F.linear(x_TI, weight_OI, bias_O)
+        return multiply(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx, grad_TO):
@@ -133,7 +137,7 @@ class _MergedLinear(torch.autograd.Function):
             b_gradient = part_TO.t() @ (x_TI @ a_RI.to(x_TI.dtype).t())
             gradients += [ctx.scale * a_gradient.to(a_RI.dtype), ctx.scale * b_gradient.to(b_OR.dtype)]
         x_gradient = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
-        return x_gradient, None, None, None, None, *gradients
+        return x_gradient, None, None, None, None, None, *gradients
 
 
 def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:
