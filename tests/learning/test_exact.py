@@ -119,9 +119,8 @@ def test_an_update_reports_no_mismatch():
     groups = [
         Group(str(g), tuple(s for s in samples if s.completion.request.group == str(g))) for g in range(4)
     ]
-    metrics = Learner(
-        policy, make_config("learning.numerics=exact", "learning.micro_batch_tokens=128")
-    ).update(groups)
+    config = make_config("learning.numerics=exact", "learning.micro_batch_tokens=128")
+    metrics = Learner(policy, config).update(groups)
     assert metrics["mismatch/kl"] == 0.0 and metrics["mismatch/k3"] == 0.0
     assert metrics["policy/largest_logprob_delta"] == 0.0 and metrics["policy/gradient_norm"] > 0
     assert math.isfinite(metrics["policy/loss"])

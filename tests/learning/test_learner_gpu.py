@@ -131,9 +131,7 @@ def test_exact_numerics_give_the_rollouts_logprobs(family):
     prompts = [tuple(rng.randrange(1000) for _ in range(n)) for n in (1, 17, 64, 200)]
     engine.submit(
         [
-            Request(
-                str(i), prompts[i % 4], i, SamplingParams(1.0, max_tokens=rng.randint(1, 200)), str(i % 4)
-            )
+            Request(str(i), prompts[i % 4], i, SamplingParams(max_tokens=rng.randint(1, 200)), str(i % 4))
             for i in range(96)
         ]
     )
