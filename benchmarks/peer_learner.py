@@ -5,7 +5,7 @@
 A Qwen3 of the same size with random bf16 weights, the same 64 responses in the same micro-batches, packed in
 one row with `position_ids` that start again at every sequence. The loss is GRPO's, over response tokens, the
 head in chunks that are computed again in the backward pass. Optimiser: torch's fused AdamW on the bf16
-weights, which is less work than Paceline's float32 masters. Liger's kernels are used where they are installed.
+weights, which is less work than Paceline's float32 masters. Liger's kernels are used where installed.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from paceline.kernels import logprob_rows, norm_training, rope_training, swiglu_
 from paceline.learning import head, logprobs
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.logprobs import token_logprobs
-from paceline.policy import decoder
+from paceline.policy import decoder, feed_forward
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
@@ -26,7 +26,7 @@ EXPERTS = dict(
 SHAPES = {
     "llama": DecoderConfig("llama", 50, 32, 48, 2, 4, 2, 8, 64, tie_embeddings=True),
     "qwen2": DecoderConfig("qwen2", 50, 32, 48, 2, 4, 4, 8, 64, qkv_bias=True),
-    "qwen3": DecoderConfig("qwen3", 50, 24, 40, 2, 6, 3, 12, 64, qk_norm=True),
+    "qwen3": DecoderConfig("qwen3", 50, 24, 40, 2, 4, 2, 12, 64, qk_norm=True),
     "qwen3_moe": DecoderConfig("qwen3_moe", 50, 32, 48, 2, 4, 2, 8, 64, qk_norm=True, **EXPERTS),
 }
 LORA = LoraConfig(rank=4, alpha=8, targets=["q_proj", "v_proj", "o_proj"])
@@ -79,7 +79,7 @@ def kernel_path(monkeypatch):
     """Takes the GPU's path on the CPU, but for the flash kernel."""
 
     def switch_on(interpreted: bool) -> None:
-        for module in (decoder, logprobs):
+        for module in (decoder, feed_forward, logprobs):
             monkeypatch.setattr(module, "takes_kernels", lambda x: True)
         monkeypatch.setattr(head, "CHUNK_ELEMENTS", 10 * 50)
         if interpreted:
@@ -112,7 +112,14 @@ def test_gradients_in_float64(family, lora, kept, kernel_path):
     assert_close(results(policy), oracle, 1e-9)
 
 
-@pytest.mark.parametrize("family, lora", [("llama", None), ("qwen3", LORA), ("qwen3_moe", None)])
+@pytest.mark.parametrize(
+    "family, lora",
+    [
+        ("qwen3", None),
+        pytest.param("llama", LORA, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", None, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_interpreted_kernels(family, lora, kernel_path):
     oracle = results(make_policy(family, lora, torch.float64))
     kernel_path(interpreted=True)

@@ -100,14 +100,14 @@ class Config(Section):
         if self.learning.numerics != "exact":
             return self
         for key, value, allowed in (
-            ("precision", self.rollout.precision.value, "base"),
+            ("precision", self.rollout.precision.value, self.learning.precision),
             ("backend", self.rollout.backend, "native"),
         ):
             if value != allowed:
                 raise ValueError(
-                    "learning.numerics = exact computes what the native engine computes in the policy's own "
-                    f"type, and rollout.{key} is {value}: set rollout.{key}={allowed}, or "
-                    "learning.numerics=fast"
+                    "learning.numerics = exact computes what the native engine does in the same precision "
+                    f"(learning.precision is {self.learning.precision}), and rollout.{key} is {value}: "
+                    f"set rollout.{key}={allowed}, or learning.numerics=fast"
                 )
         return self
 

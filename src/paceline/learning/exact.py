@@ -17,8 +17,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from paceline.kernels.linear import linear
-from paceline.kernels.moe import run_experts
-from paceline.kernels.moe_routing import route
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.rope_training import rotate_qk, rotate_qk_backward
@@ -27,10 +25,14 @@ from paceline.learning.batch import MicroBatch
 from paceline.learning.head import chunks
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.attention import PackedAttention
-from paceline.policy.decoder import Attention, Decoder, ExpertFeedForward, FeedForward
+from paceline.policy.decoder import Attention, Decoder
+from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
 from paceline.policy.fused import fused_norm, fused_silu_multiply
-from paceline.policy.lora import AdaptedLinear
+from paceline.policy.products import Fp8Product, PlainProduct
 from paceline.policy.replay import RouterReplay
+
+EXACT = PlainProduct(deterministic=True)
+EXACT_FP8 = Fp8Product(deterministic=True)
 
 
 @dataclass(frozen=True)
@@ -139,63 +141,11 @@ def _feed_forward(
 ) -> torch.Tensor:
     if isinstance(module, FeedForward):
         return _linear(module.down, fused_silu_multiply(_linear(module.gate_up, x_TE)))
-    with torch.no_grad():
-        weights_TK, experts_TK = route(x_TE, module.router.weight, module.experts_per_token, module.normalise)
-        value_TE = run_experts(x_TE, weights_TK, experts_TK, module.gate_up, module.down)
-    if replay is not None:  # which the rollout chose itself; this counts where that is not so
-        replay.choose(module.place, experts_TK)
-    return _WithValue.apply(module(x_TE, _Chosen(experts_TK)), value_TE)
+    return module.multiplied(x_TE, EXACT if module.product is None else EXACT_FP8, replay)
 
 
 def _linear(module: torch.nn.Module, x_TI: torch.Tensor) -> torch.Tensor:
-    if isinstance(module, AdaptedLinear):
-        return module(x_TI, multiply=_multiply)
-    return _Linear.apply(x_TI, module.weight, module.bias)
-
-
-def _multiply(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    out_TO = linear(x_TI.contiguous(), weight_OI, deterministic=True)
-    return out_TO if bias_O is None else out_TO + bias_O
-
-
-class _Chosen(RouterReplay):
-    """Routes every token to given experts."""
-
-    def __init__(self, experts_TK: torch.Tensor) -> None:
-        super().__init__(experts_TK.unsqueeze(1))
-
-    def choose(self, layer: int, own_TK: torch.Tensor) -> torch.Tensor:
-        """Returns the experts given."""
-        return self.recorded_TLK[:, 0].to(own_TK.dtype)
-
-
-class _WithValue(torch.autograd.Function):
-    """The gradient of the first input, the value of the second."""
-
-    @staticmethod
-    def forward(ctx, x, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TI, weight_OI, bias_O):
-        ctx.save_for_backward(x_TI, weight_OI)
-        return _multiply(x_TI, weight_OI, bias_O)
-
-    @staticmethod
-    def backward(ctx, d_TO):
-        x_TI, weight_OI = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            d_TO @ weight_OI if needs_x else None,
-            d_TO.t() @ x_TI if needs_weight else None,
-            d_TO.sum(0) if needs_bias else None,
-        )
+    return module(x_TI, EXACT if module.product is None else EXACT_FP8)
 
 
 class _Attend(torch.autograd.Function):

@@ -33,6 +33,7 @@ from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
+from paceline.precision.products import use_fp8
 from paceline.types import Group, Precision
 
 T = TypeVar("T")
@@ -66,6 +67,8 @@ class Learner:
         if config.policy.activation_checkpointing != "auto":  # which the plan has decided
             policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
         updates = config.run.steps * self.config.epochs * self.config.minibatches
+        if self.config.precision == "fp8":
+            use_fp8(policy, config.rollout.base_precision_layers)
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference

@@ -19,26 +19,26 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from paceline.kernels.norm_training import fork_norm
 from paceline.kernels.rope_training import rotate_qk
-from paceline.kernels.swiglu_training import silu_multiply_forward
 from paceline.kernels.training_launch import takes_kernels
 from paceline.policy.config import DecoderConfig
+from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
 from paceline.policy.fused import (
     RECOMPUTE_LABEL,
     Recompute,
     fused_norm,
     fused_rotation,
-    fused_silu_multiply,
     made_again,
 )
+from paceline.policy.products import Projection
 from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rope_table, rotate
+from paceline.policy.wide_linear import wide_linear
 
 # Takes the layer, q_THD, k_THD and v_THD, normed and rotated; returns the attended heads `[T, H, D]`.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -71,10 +71,10 @@ class Attention(nn.Module):
         self.heads = config.num_heads
         self.kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(
+        self.qkv = Projection(
             config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
         )
-        self.output = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.output = Projection(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -107,102 +107,6 @@ class Attention(nn.Module):
         kept_TN = qkv_TN.detach()
         with made_again((q, k), lambda: rotate_qk(kept_TN, *settings), recompute):
             return attend(layer, q, k, v)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU with one fused gate and up projection."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x_TE: torch.Tensor, recompute: bool = False) -> torch.Tensor:
-        """Returns down(silu(gate) * up)."""
-        return _swiglu(self.gate_up(x_TE), self.down, recompute)
-
-
-def _swiglu(
-    gate_up_T2F: torch.Tensor, down: Callable[[torch.Tensor], torch.Tensor], recompute: bool
-) -> torch.Tensor:
-    if takes_kernels(gate_up_T2F):
-        inner_TF = fused_silu_multiply(gate_up_T2F)
-        kept_T2F = gate_up_T2F.detach()
-        with made_again((inner_TF,), lambda: (silu_multiply_forward(kept_T2F),), recompute):
-            return down(inner_TF)
-    gate, up = gate_up_T2F.chunk(2, dim=-1)
-    return down(F.silu(gate) * up)
-
-
-class ExpertFeedForward(nn.Module):
-    """A mixture of experts: a router sends each token to K of X feed-forwards and adds up what they return.
-
-        tokens            a     b     c            rows sorted by expert   [ b0 | a1 c0 | a0 b1 c1 ]
-        chosen experts    3 1   0 3   1 3          experts                   0    1       3
-
-    Each expert multiplies its run of rows. Scores stay in float32: rounded to bf16 they would tie, and a tie
-    decides which expert runs. The chosen weights are rounded to the model's type, as transformers does.
-    """
-
-    def __init__(self, config: DecoderConfig, place: int) -> None:
-        super().__init__()
-        # The index among the layers with experts.
-        self.place = place
-        experts = config.num_experts
-        size = config.hidden_size
-        inner = config.expert_intermediate_size
-        self.experts_per_token = config.num_experts_per_token
-        self.normalise = config.normalise_expert_weights
-        self.router = nn.Linear(size, experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
-        self.down = nn.Parameter(torch.empty(experts, size, inner))
-
-    def forward(
-        self, x_TE: torch.Tensor, replay: RouterReplay | None = None, recompute: bool = False
-    ) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results."""
-        weights_TK, experts_TK = self.route(x_TE, replay)
-        sorted_S, order_S = experts_TK.flatten().sort(stable=True)
-        every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
-        ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
-        gate_up_S2F = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X)
-        out_SE = _swiglu(gate_up_S2F, lambda inner_SF: _multiply_runs(inner_SF, self.down, ends_X), recompute)
-        out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
-        return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
-
-    def route(
-        self, x_TE: torch.Tensor, replay: RouterReplay | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weights and numbers of each token's experts, `[T, K]`.
-
-        With `replay` the experts are the recorded ones; their weights are this router's own scores either
-        way, and gradients flow through them.
-        """
-        scores_TX = wide_linear(x_TE, self.router.weight)
-        experts_TK = scores_TX.topk(self.experts_per_token).indices
-        if replay is not None:
-            experts_TK = replay.choose(self.place, experts_TK)
-        weights_TK = scores_TX.softmax(-1).gather(-1, experts_TK)
-        if self.normalise:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK.to(x_TE.dtype), experts_TK
-
-
-def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
-    """Rows up to `ends_X[0]` times expert 0's matrix, up to `ends_X[1]` times expert 1's, and so on."""
-    if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
-        return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
-    if rows_SK.is_meta:
-        lengths = _even_runs(len(rows_SK), len(ends_X))
-    else:
-        lengths = ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
-    runs = zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)
-    return torch.cat([F.linear(run, weight_NK) for run, weight_NK in runs])
-
-
-def _even_runs(rows: int, experts: int) -> list[int]:
-    """The lengths of runs where there is no data to say which expert gets how many rows."""
-    return [rows // experts + (i < rows % experts) for i in range(experts)]
 
 
 class DecoderLayer(nn.Module):
@@ -361,28 +265,3 @@ class Decoder(nn.Module):
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Returns float32 scores (float64 for a float64 model), in the learner and in every engine."""
         return wide_linear(hidden_TE, self.head.weight)
-
-
-def wide_linear(x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-    """Returns x times weight transposed in float32 (float64 for a float64 model)."""
-    if weight_VE.dtype in (torch.float32, torch.float64):
-        return F.linear(x_TE, weight_VE)
-    return _WideLinear.apply(x_TE, weight_VE)
-
-
-class _WideLinear(torch.autograd.Function):
-    """bf16 x bf16 -> float32 without rounding to bf16; on a GPU without a float32 copy of the weight."""
-
-    @staticmethod
-    def forward(ctx, x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_TE, weight_VE)
-        if x_TE.is_cuda or x_TE.is_meta:
-            return torch.mm(x_TE, weight_VE.t(), out_dtype=torch.float32)
-        return x_TE.float() @ weight_VE.float().t()
-
-    @staticmethod
-    def backward(ctx, grad_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TE, weight_VE = ctx.saved_tensors
-        grad_TV = grad_TV.to(x_TE.dtype)
-        needs_x, needs_weight = ctx.needs_input_grad
-        return grad_TV @ weight_VE if needs_x else None, grad_TV.t() @ x_TE if needs_weight else None
