@@ -18,6 +18,8 @@ from paceline.kernels.triton_support import tl, triton
 
 # Logits that a program holds at a time.
 BLOCK = 4096
+# Below every score, and finite: a lane may see no column at all.
+FLOOR = tl.constexpr(-1e30)
 
 
 def logprob_rows_reference(
@@ -29,9 +31,10 @@ def logprob_rows_reference(
     """The reference of `logprob_rows`."""
     scaled_RV = logits_RV / temperatures_R[:, None]
     normaliser_R = scaled_RV.logsumexp(-1)
-    probabilities_RV = (scaled_RV - normaliser_R[:, None]).exp()
-    entropies_R = normaliser_R - (probabilities_RV * scaled_RV).sum(-1)
-    logprobs_R = scaled_RV.gather(1, targets_R[:, None]).squeeze(1) - normaliser_R
+    all_logprobs_RV = scaled_RV - normaliser_R[:, None]
+    probabilities_RV = all_logprobs_RV.exp()
+    entropies_R = -(probabilities_RV * all_logprobs_RV).sum(-1)
+    logprobs_R = all_logprobs_RV.gather(1, targets_R[:, None]).squeeze(1)
     if difference_RV is not None:
         ones_R1 = torch.ones_like(targets_R, dtype=scaled_RV.dtype)[:, None]
         difference_RV.copy_(probabilities_RV.scatter_add(1, targets_R[:, None], -ones_R1))
@@ -56,22 +59,30 @@ def _logprob_rows_kernel(
     target = tl.load(targets_ptr + row)
     logits_ptr += row * width
     column = tl.arange(0, BLOCK)
-    largest = tl.full((), -float("inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((), tl.float32)
+    # Every lane keeps sums of its own columns and rescales them itself: programs wait for each other once.
+    largest = tl.full((BLOCK,), FLOOR, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         mask = start + column < width
         scaled = tl.load(logits_ptr + start + column, mask=mask, other=-float("inf")) / temperature
-        larger = tl.maximum(largest, tl.max(scaled, axis=0))
+        larger = tl.maximum(largest, scaled)
         shrink = tl.exp(largest - larger)
         share = tl.exp(scaled - larger)
-        total = total * shrink + tl.sum(share, axis=0)
-        weighted = weighted * shrink + tl.sum(share * tl.where(mask, scaled, 0.0), axis=0)
+        # The sum of exp(s - m) (s - m) follows the maximum m: nothing large cancels in the entropy.
+        weighted = (weighted + total * (largest - larger)) * shrink + share * tl.where(
+            mask, scaled - larger, 0.0
+        )
+        total = total * shrink + share
         largest = larger
-    normaliser = largest + tl.log(total)
+    maximum = tl.max(largest, axis=0)
+    shrink = tl.exp(largest - maximum)
+    weighted = (weighted + total * (largest - maximum)) * shrink
+    row_total = tl.sum(total * shrink, axis=0)
+    normaliser = maximum + tl.log(row_total)
     chosen = tl.load(logits_ptr + target) / temperature
     tl.store(logprobs_ptr + row, chosen - normaliser)
-    tl.store(entropies_ptr + row, normaliser - weighted / total)
+    tl.store(entropies_ptr + row, tl.log(row_total) - tl.sum(weighted, axis=0) / row_total)
     if DIFFERENCE:
         difference_ptr += row * width
         for start in range(0, width, BLOCK):
