@@ -82,8 +82,9 @@ def test_kernels_are_counted_once_to_the_part_that_launched_them():
 
 
 def test_it_runs_on_a_cpu(tmp_path):
-    command = "bench learn --prompts 2 --samples 2 --lengths fixed:8 --prompt 4 --repeats 1 --json".split()
-    result = CliRunner().invoke(app, [*command, str(tmp_path / "f.json"), "policy.lora.rank=4"])
+    sizes = ["--prompts", "2", "--samples", "2", "--lengths", "fixed:8", "--prompt", "4", "--repeats", "1"]
+    command = ["bench", "learn", *sizes, "--json", str(tmp_path / "f.json"), "policy.lora.rank=4"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["point"]["tokens"] == 48 and figures["point"]["tokens_per_second"] > 0
