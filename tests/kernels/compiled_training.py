@@ -13,11 +13,18 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from paceline.kernels import adamw, logprob_rows, norm_training, rope_training, swiglu_training  # noqa: E402
+from paceline.kernels import (  # noqa: E402
+    adamw,
+    adamw_8bit,
+    logprob_rows,
+    norm_training,
+    rope_training,
+    swiglu_training,
+)
 
 FP32 = {
     "partial_ptr", "rope_ptr", "logits_ptr", "temperatures_ptr", "logprobs_ptr", "entropies_ptr",
-    "master_ptr", "first_ptr", "second_ptr", "scale_ptr",
+    "master_ptr", "first_ptr", "second_ptr", "scale_ptr", "first_scales_ptr", "second_scales_ptr",
 }  # fmt: skip
 FLOATS = {"epsilon", "step_size", "second_root", "first_share", "beta2", "second_share", "keep"}
 HEADS = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HEADS=8, HALF=64)
@@ -31,6 +38,11 @@ CASES = {
     "rotation backward": (rope_training._rotate_backward_kernel, dict(QK_NORM=True, **HEADS), 2),
     "SwiGLU backward": (swiglu_training._silu_multiply_backward_kernel, dict(BLOCK=1024), 4),
     "logprobs": (logprob_rows._logprob_rows_kernel, dict(DIFFERENCE=True, BLOCK=4096), 8),
+    "AdamW, 8 bits": (
+        adamw_8bit._adamw_8bit_kernel,
+        dict(HAS_GRADIENT=True, HAS_COPY=True, GROUPS=16),
+        4,
+    ),
     "AdamW": (adamw._adamw_kernel, dict(HAS_GRADIENT=True, HAS_COPY=True, BLOCK=2048), 4),
 }
 
@@ -46,6 +58,8 @@ def kind(name: str) -> str:
 def compiled(kernel, constants: dict, warps: int, capability: int):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kind(name) for name in names}
+    if "first_scales_ptr" in names:  # moments of eight bits
+        signature |= {"first_ptr": "*fp8e4nv", "second_ptr": "*fp8e4nv"}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")
     }

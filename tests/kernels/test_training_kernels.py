@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels.adamw import AdamWStep, adamw_reference, adamw_triton
+from paceline.kernels.adamw_8bit import EightBit, _store_reference, adamw_8bit_reference, adamw_8bit_triton
 from paceline.kernels.logprob_rows import logprob_rows_reference, logprob_rows_triton
 from paceline.kernels.norm import rms_norm_reference
 from paceline.kernels.norm_training import rms_norm_backward_reference, rms_norm_backward_triton
@@ -119,3 +120,37 @@ def test_adamw(dtype, has_gradient):
         # The interpreter cuts where a GPU rounds.
         torch.testing.assert_close(parameter.float(), own[0], rtol=2**-7, atol=1e-6)
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("has_gradient", [True, False], ids=["gradient", "none"])
+def test_adamw_with_moments_of_eight_bits(has_gradient):
+    """Both round at random in the same way: after some steps the same numbers are kept."""
+    results = []
+    for run in (adamw_8bit_triton, adamw_8bit_reference):
+        torch.manual_seed(1)
+        master = torch.randn(7, 100)
+        first, second = (EightBit.zeros(700, master.device) for _ in range(2))
+        for number in range(1, 4):
+            gradient = torch.randn(7, 100) * torch.logspace(-6, 0, 7)[:, None] if has_gradient else None
+            step = AdamWStep(number, learning_rate=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1)
+            run(master, master, first, second, gradient, torch.tensor(0.7), step)
+        results.append((master, first.wide(), second.wide()))
+    (ours, *our_moments), (theirs, *their_moments) = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    for a, b in zip(our_moments, their_moments, strict=True):
+        # Where a quotient is rounded differently, one may go up and the other down.
+        assert ((a - b).abs() > 1e-6 * b.abs().max()).float().mean() < 0.01
+
+
+def test_random_rounding_keeps_the_mean_and_never_makes_a_root_zero():
+    x = torch.full((1 << 12,), 1.05)
+    x[::128] = 400.0  # makes every other number of its group small
+    kept = torch.zeros(1 << 12)
+    for number in range(200):
+        out = EightBit.zeros(1 << 12, x.device)
+        _store_reference(out, x.view(-1, 128), number, 0)
+        kept += out.wide().flatten() / 200
+    assert float(kept[1:128].mean()) == pytest.approx(1.05, rel=0.01)
+    out = EightBit.zeros(128, x.device)
+    _store_reference(out, torch.cat((torch.tensor([1.0]), torch.full((127,), 1e-12))).view(1, 128), 1, 1)
+    assert (out.wide() > 0).all()

@@ -30,12 +30,13 @@ def test_a_nan_gradient_leaves_weights_and_moments_alone():
     groups = make_groups()
     learner = Learner(policy, make_config())
     learner.update(groups)
-    before = [p.clone() for p in policy.parameters()] + [m.clone() for m in learner.optimiser.second_moments]
+    before = [p.clone() for p in policy.parameters()]
+    before += [state.second.clone() for state in learner.optimiser.states]
     poisoned = groups[0].samples[0]
     object.__setattr__(poisoned.completion, "logprobs", (math.nan,) * len(poisoned.completion.tokens))
     metrics = learner.update(groups)
     assert metrics["policy/skipped"] == 1.0 and math.isnan(metrics["policy/gradient_norm"])
-    after = [*policy.parameters(), *learner.optimiser.second_moments]
+    after = [*policy.parameters(), *(state.second for state in learner.optimiser.states)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

@@ -40,6 +40,11 @@ class LearningConfig(Section):
         0.2, gt=0, lt=1, description="the probability ratio is clipped to [1 - clip_low, 1 + clip_high]"
     )
     clip_high: float = Field(0.2, gt=0, description="see clip_low")
+    optimiser_state: Literal["device", "8bit", "host"] = Field(
+        "device",
+        description="AdamW's state; device: float32 masters and moments; 8bit: moments of eight bits; "
+        "host: all of it in host memory, copied through at every step",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0,

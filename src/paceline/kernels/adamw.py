@@ -43,9 +43,10 @@ class AdamWStep:
         """The root of the second moment's correction for its start at zero."""
         return math.sqrt(1 - self.beta2**self.number)
 
-    def keep(self, matrix: bool) -> float:
-        """The share of the weights that decay leaves; it is for matrices only."""
-        return 1 - self.learning_rate * self.weight_decay if matrix else 1.0
+    @property
+    def keep(self) -> float:
+        """The share of the weights that decay leaves."""
+        return 1 - self.learning_rate * self.weight_decay
 
 
 def adamw_reference(
@@ -62,8 +63,8 @@ def adamw_reference(
     first.lerp_(scaled, 1 - step.beta1)
     second.mul_(step.beta2).addcmul_(scaled, scaled, value=1 - step.beta2)
     denominator = second.sqrt().div_(step.second_root).add_(ADAM_EPSILON)
-    if step.weight_decay and master.ndim > 1:
-        master.mul_(step.keep(matrix=True))
+    if step.weight_decay:
+        master.mul_(step.keep)
     master.addcdiv_(first, denominator, value=-step.step_size)
     if master.data_ptr() != parameter.data_ptr():
         parameter.copy_(master)
@@ -131,7 +132,7 @@ def adamw_triton(
         1 - step.beta1,
         step.beta2,
         1 - step.beta2,
-        step.keep(master.ndim > 1),
+        step.keep,
         ADAM_EPSILON,
         HAS_GRADIENT=gradient is not None,
         HAS_COPY=master.data_ptr() != parameter.data_ptr(),

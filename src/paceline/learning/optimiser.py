@@ -9,12 +9,14 @@ A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memo
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch.profiler import record_function
 
 from paceline.config import LearningConfig
-from paceline.kernels.adamw import AdamWStep, adamw
+from paceline.kernels.adamw import AdamWStep
+from paceline.learning.optimiser_state import make_state
 
 # Marks a step in a profile.
 OPTIMISER_LABEL = "paceline::optimiser"
@@ -32,9 +34,7 @@ class MasterAdamW:
         self.named = [(name, p) for name, p in parameters if p.requires_grad]
         self.config = config
         self.total_steps = total_steps
-        self.masters = [p.detach() if _is_wide(p) else p.detach().float() for _, p in self.named]
-        self.first_moments = [torch.zeros_like(m) for m in self.masters]
-        self.second_moments = [torch.zeros_like(m) for m in self.masters]
+        self.states = [make_state(config.optimiser_state, p) for _, p in self.named]
         self.steps = 0
 
     @property
@@ -64,18 +64,21 @@ class MasterAdamW:
 
     def _step(self, scale: float) -> float:
         norms = self._norms()
-        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else self._zero()
         if torch.isfinite(norm):
             clip = torch.clamp(self.config.max_grad_norm / (norm + NORM_EPSILON), max=1.0)
             self._adamw(scale * clip)
         self.discard_gradients()
         return float(norm)
 
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), device=self.named[0][1].device if self.named else None)
+
     def _norms(self) -> list[torch.Tensor]:
         """Returns the norm of each gradient in its master's type."""
         found = [
-            (p.grad, m.dtype)
-            for m, (_, p) in zip(self.masters, self.named, strict=True)
+            (p.grad, state.master.dtype)
+            for state, (_, p) in zip(self.states, self.named, strict=True)
             if p.grad is not None
         ]
         if found and found[0][0].is_cuda and all(dtype == torch.float32 for _, dtype in found):
@@ -88,25 +91,22 @@ class MasterAdamW:
             parameter.grad = None
 
     def _adamw(self, scale: torch.Tensor) -> None:
-        """Takes a step with `scale` times the gradients."""
+        """Takes a step with `scale` times the gradients; weight decay is for matrices only."""
         config = self.config
         lr = self.learning_rate
         self.steps += 1
-        step = AdamWStep(self.steps, lr, config.beta1, config.beta2, config.weight_decay)
-        for (_, parameter), master, first, second in zip(
-            self.named, self.masters, self.first_moments, self.second_moments, strict=True
-        ):
-            adamw(parameter, master, first, second, parameter.grad, scale, step)
+        for_matrices = AdamWStep(self.steps, lr, config.beta1, config.beta2, config.weight_decay)
+        for_vectors = replace(for_matrices, weight_decay=0.0)
+        for (_, parameter), state in zip(self.named, self.states, strict=True):
+            state.step(parameter, scale, for_matrices if parameter.ndim > 1 else for_vectors)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns moments and masters by name, masters only where they are not the parameters themselves."""
         tensors: dict[str, torch.Tensor] = {}
-        for (name, parameter), master, first, second in zip(
-            self.named, self.masters, self.first_moments, self.second_moments, strict=True
-        ):
-            tensors |= {f"first.{name}": first, f"second.{name}": second}
-            if master.data_ptr() != parameter.data_ptr():
-                tensors[f"master.{name}"] = master
+        for (name, parameter), state in zip(self.named, self.states, strict=True):
+            tensors |= {f"{kind}.{name}": tensor for kind, tensor in state.moments().items()}
+            if state.master.data_ptr() != parameter.data_ptr():
+                tensors[f"master.{name}"] = state.master
         return tensors
 
     @torch.no_grad()
@@ -115,7 +115,3 @@ class MasterAdamW:
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
         self.steps = steps
-
-
-def _is_wide(parameter: torch.Tensor) -> bool:
-    return parameter.dtype in (torch.float32, torch.float64)

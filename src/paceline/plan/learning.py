@@ -16,6 +16,8 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
+from paceline.learning.optimiser import MasterAdamW
+from paceline.learning.optimiser_state import PIECE_ELEMENTS, STREAMS, HostState
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.plan.recompute import choose_recompute
 from paceline.policy.config import DecoderConfig
@@ -43,6 +45,7 @@ class LearnerBytes:
     moments: int = 0
     reference: int = 0
     gradients: int = 0
+    staging: int = 0  # pieces of a state in host memory while a step runs, when activations are gone
     activations: int = 0  # what the forward pass leaves for the backward pass
     backward: int = 0  # what the backward pass takes on top: logits, the gradients in flight
     recompute: Recompute = Recompute()  # what the backward pass computes again
@@ -98,11 +101,25 @@ def learner_bytes(
 def _state_bytes(learner: Learner) -> LearnerBytes:
     optimiser, parameters = learner.optimiser, list(learner.policy.parameters())
     own_reference = learner.reference is not None and learner.reference is not learner.policy
+    masters, moments, staging = optimiser_bytes(optimiser, parameters)
     return LearnerBytes(
-        masters=total_bytes(optimiser.masters, besides=parameters),
-        moments=total_bytes([*optimiser.first_moments, *optimiser.second_moments]),
+        masters=masters,
+        moments=moments,
+        staging=staging,
         reference=total_bytes(learner.reference.parameters()) if own_reference else 0,
         gradients=total_bytes(parameter for _, parameter in optimiser.named),
+    )
+
+
+def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) -> tuple[int, int, int]:
+    """Returns what masters and moments take on the device, and what a step takes of it."""
+    own = [state for state in optimiser.states if not isinstance(state, HostState)]
+    hosted = [state for state in optimiser.states if isinstance(state, HostState)]
+    largest = max((min(PIECE_ELEMENTS, state.first.numel()) for state in hosted), default=0)
+    return (
+        total_bytes((state.master for state in own), besides=parameters),
+        total_bytes(tensor for state in own for tensor in state.moments().values()),
+        3 * torch.float32.itemsize * STREAMS * largest,
     )
 
 

@@ -14,7 +14,7 @@ from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
 from paceline.drafting.online import MAX_TOKENS, OnlineDrafter, make_online
 from paceline.drafting.training import teacher_states
 from paceline.learning.batch import MicroBatch, pack
-from paceline.plan.learning import META, one_response_sequence, total_bytes
+from paceline.plan.learning import META, one_response_sequence, optimiser_bytes, total_bytes
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.decoder import Decoder
 
@@ -39,10 +39,9 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(head.parameters())
     gradients = total_bytes(parameters)
+    masters, moments, _ = optimiser_bytes(optimiser, parameters)
     return OnlineBytes(
-        optimiser=total_bytes(
-            [*optimiser.masters, *optimiser.first_moments, *optimiser.second_moments], besides=parameters
-        ),
+        optimiser=masters + moments,
         training=gradients + _watch_pass(policy, online),
     )
 

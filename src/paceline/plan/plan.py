@@ -103,13 +103,15 @@ def make_plan(
     learner = LearnerBytes()
     if learns:
         learner = learner_bytes(policy, config, lengths.micro_batch, usable_bytes(machine) - always)
-    beyond = max(0, online.training - learner.gradients - learner.activations - learner.backward)
+    # The step comes when activations are gone: only what goes beyond those counts.
+    update = max(learner.backward, learner.staging - learner.activations)
+    beyond = max(0, online.training - learner.gradients - learner.activations - update)
     parts = [
         Part("weights", held.weights, "always", "policy.path"),
         Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
         Part("LoRA adapters", held.adapters, "always", "policy.lora.rank"),
-        Part("float32 masters", learner.masters, "always", "policy.lora.rank"),
-        Part("Adam moments", learner.moments, "always", "policy.lora.rank"),
+        Part("float32 masters", learner.masters, "always", "learning.optimiser_state"),
+        Part("Adam moments", learner.moments, "always", "learning.optimiser_state"),
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
@@ -117,7 +119,7 @@ def make_plan(
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
-        Part("backward pass", learner.backward, "learning", "learning.micro_batch_tokens"),
+        Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
         Part("drafter's training", beyond, "learning", "rollout.speculation.online.when"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
