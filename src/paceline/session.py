@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from paceline.backend import Backend
 from paceline.config import Config, ConfigError
-from paceline.device import learning_mode, prepare_device
+from paceline.device import learning_threads, prepare_device
 from paceline.drafting.factory import DrafterFactory
 from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
@@ -89,7 +89,7 @@ class Session:
     @contextmanager
     def learning(self, needs_memory: bool = True) -> Iterator[None]:
         """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool."""
-        with learning_mode(self.config), self.backend.training(), self._learning_memory(needs_memory):
+        with learning_threads(self.config), self.backend.training(), self._learning_memory(needs_memory):
             yield
 
     @contextmanager
@@ -119,6 +119,8 @@ def open_session(config: Config, learns: bool = False) -> Session:
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
+    if plan is not None:
+        policy.recompute = plan.recompute
     tokenizer = load_tokenizer(source.folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
     task = make_task(config.task, tokenizer, source.folder)

@@ -42,3 +42,9 @@ def test_products_over_an_e4m3_cache_run_alike():
     assert len(results) == 6
     for kernel, products in results.items():
         assert products == results["prefill, 128"] and "asynchronous" not in products, (kernel, results)
+
+
+@pytest.mark.parametrize("capability", [89, pytest.param(90, marks=pytest.mark.slow)])
+def test_kernels_of_learning_compile_without_spilling(capability):
+    results = printed_by("tests.kernels.compiled_training", str(capability))
+    assert len(results) == 7 and not any(results.values()), results

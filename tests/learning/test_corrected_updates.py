@@ -254,8 +254,7 @@ def snapshot(learner: Learner) -> list[torch.Tensor]:
         x.clone()
         for x in (
             *learner.policy.parameters(),
-            *learner.optimiser.first_moments,
-            *learner.optimiser.second_moments,
+            *(tensor for state in learner.optimiser.states for tensor in state.moments().values()),
         )
     ]
 

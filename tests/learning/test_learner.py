@@ -16,7 +16,7 @@ def test_entropy_and_chunking(monkeypatch):
     sequences = [training_sequence(sample.completion) for group in make_groups() for sample in group.samples]
     batch = micro_batches(sequences, 4096, torch.device("cpu"))[0]
     whole = token_logprobs(policy, batch)
-    monkeypatch.setattr("paceline.learning.logprobs.CHUNK_ELEMENTS", {"cpu": 31 * 5})
+    monkeypatch.setattr("paceline.learning.logprobs.CHUNK_ELEMENTS", 31 * 5)
     chunked = token_logprobs(policy, batch)
     torch.testing.assert_close(whole, chunked)
     hidden = policy(batch.tokens_T, batch.attention.positions_T, batch.attention)[batch.predictors_R]
@@ -30,12 +30,13 @@ def test_a_nan_gradient_leaves_weights_and_moments_alone():
     groups = make_groups()
     learner = Learner(policy, make_config())
     learner.update(groups)
-    before = [p.clone() for p in policy.parameters()] + [m.clone() for m in learner.optimiser.second_moments]
+    before = [p.clone() for p in policy.parameters()]
+    before += [state.second.clone() for state in learner.optimiser.states]
     poisoned = groups[0].samples[0]
     object.__setattr__(poisoned.completion, "logprobs", (math.nan,) * len(poisoned.completion.tokens))
     metrics = learner.update(groups)
     assert metrics["policy/skipped"] == 1.0 and math.isnan(metrics["policy/gradient_norm"])
-    after = [*policy.parameters(), *learner.optimiser.second_moments]
+    after = [*policy.parameters(), *(state.second for state in learner.optimiser.states)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

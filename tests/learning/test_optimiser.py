@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from paceline.config import LearningConfig
-from paceline.learning import optimiser as optimiser_module
-from paceline.learning.optimiser import MasterAdamW, cut_into_pieces
-from paceline.plan.memory_tracker import MemoryTracker
+from paceline.learning.optimiser import MasterAdamW
 
 
 def test_equals_torch_adamw():
@@ -64,42 +62,3 @@ def test_cosine_ends_at_zero():
     assert optimiser.learning_rate == pytest.approx(1 + math.cos(math.pi / 2))
     optimiser.steps = 8
     assert optimiser.learning_rate == pytest.approx(0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_change_nothing_but_memory(dtype, monkeypatch):
-    """Pieces of seven elements give the same bits as all at once, and need far less memory."""
-    results = []
-    peaks = []
-    for limit in (1 << 20, 7):
-        monkeypatch.setattr(optimiser_module, "PIECE_ELEMENTS", limit)
-        generator = torch.Generator().manual_seed(0)
-        shapes = {"large": (40, 60), "small": (5,), "tiny": (1,), "unused": (3, 2)}
-        named = [
-            (name, torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
-            for name, shape in shapes.items()
-        ]
-        optimiser = MasterAdamW(named, LearningConfig(lr=0.01, weight_decay=0.1, max_grad_norm=0.5), 10)
-        for _ in range(3):
-            for name, parameter in named:
-                parameter.grad = (
-                    None if name == "unused" else torch.randn(parameter.shape, generator=generator).to(dtype)
-                )
-            known = [
-                *(p for _, p in named),
-                *(p.grad for _, p in named if p.grad is not None),
-                *optimiser.state().values(),
-            ]
-            with MemoryTracker([*known, *optimiser.masters]) as memory:
-                optimiser.step()
-        results.append([*(p for _, p in named), *optimiser.state().values()])
-        peaks.append(memory.peak)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert peaks[0] > 2400 * 4 and peaks[1] < 1000
-
-
-def test_pieces_cover_everything_once():
-    groups = cut_into_pieces([10, 0, 3, 25, 1], 8)
-    assert [sum(p.stop - p.start for p in group) for group in groups] == [8, 8, 8, 8, 7]
-    covered = [(p.index, i) for group in groups for p in group for i in range(p.start, p.stop)]
-    assert covered == [(index, i) for index, size in enumerate([10, 0, 3, 25, 1]) for i in range(size)]

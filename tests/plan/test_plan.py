@@ -117,7 +117,8 @@ def test_a_pool_too_small_for_one_request_is_the_pools_fault():
 
 def test_suggestions_fit():
     needed = megabytes_without_pool()
-    machine, config = Machine("test", int(0.95 * needed * 1e6), taken_bytes=0), config_of()
+    machine = Machine("test", int(0.95 * needed * 1e6), taken_bytes=0)
+    config = config_of("policy.activation_checkpointing=false")
     plan = make_plan(config, SHAPE, torch.bfloat16, machine)
     fitting = suggestions(config, SHAPE, torch.bfloat16, machine)
     assert plan.problem and fitting and all(not suggestion.plan.problem for suggestion in fitting)

@@ -67,6 +67,7 @@ def bench_memory(config: Config, shape: DecoderConfig, dtype: torch.dtype, steps
     policy = Decoder(shape, dtype, "cuda").initialise(0)
     if config.policy.lora.rank:
         add_adapters(policy, config.policy.lora, config.run.seed)
+    policy.recompute = plan.recompute
     engine = make_engine(policy, config.rollout, plan.kv_tokens, tokenizer=None)
     learner = Learner(policy, config)
     peaks, halvings, seconds = _run_steps(engine, learner, config, plan.sleeps, steps)

@@ -306,6 +306,45 @@ def step(
 
 
 @app.command()
+def learn(
+    model: ModelOption = "builtin",
+    overrides: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            help="section.key=value, such as policy.lora.rank=32 policy.activation_checkpointing=true"
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="groups of responses, each to a prompt of its own", min=1)] = 8,
+    samples: Annotated[int, typer.Option(help="responses to each prompt", min=1)] = 8,
+    prompt: PromptOption = 192,
+    lengths: LengthsOption = "lognormal:1196,1.0,16,6000",
+    micro_batch_tokens: Annotated[
+        int, typer.Option(help="tokens per forward and backward pass", min=64)
+    ] = 16384,
+    repeats: Annotated[int, typer.Option(help="updates that are timed, after a first one", min=1)] = 3,
+    json_file: JsonOption = None,
+) -> None:
+    """Times the learner's update: tokens per second, share of the peak, memory, and where the time goes.
+
+    Random tokens and rewards; by default 64 long-tailed responses to 8 prompts, 84,039 tokens in all.
+    """
+    from paceline.bench.learn import LearnWorkload, bench_learn, make_learner
+    from paceline.bench.lengths import Lengths
+    from paceline.bench.setup import bench_policy, describe
+    from paceline.config import load_config
+
+    device = _device()
+    given = list(overrides or [])
+    config = load_config(None, [f"learning.micro_batch_tokens={micro_batch_tokens}", *given])
+    policy = bench_policy(model, device)
+    workload = LearnWorkload(prompt, samples, Lengths.parse(lengths, prompts * samples).values)
+    point = bench_learn(make_learner(policy, config), workload.groups(policy.config.vocab_size), repeats)
+    _say(tables.learn_lines(point))
+    how = {"model": model, "overrides": given, "lengths": lengths, "micro_batch_tokens": micro_batch_tokens}
+    _write(json_file, {**how, **describe(device), "point": point.record()})
+
+
+@app.command()
 def kernels(
     model: Annotated[
         str, typer.Option(help="a folder or a named shape such as qwen3-8b: whose layers are measured")

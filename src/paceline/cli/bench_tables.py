@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from paceline.bench.decode import DecodePoint
     from paceline.bench.kernels.case import KernelPoint
     from paceline.bench.kernels.limits import DeviceLimits
+    from paceline.bench.learn import LearnPoint
     from paceline.bench.memory import MemoryPoint
     from paceline.bench.pacing import PacingPoint, PacingResult
     from paceline.bench.rollout import RolloutPoint
@@ -136,6 +137,21 @@ def memory_lines(p: "MemoryPoint") -> Iterator[str]:
         f"{p.outside_torch / 1e9:.2f} outside torch; {p.graphs} graphs"
     )
     yield f"last update {p.update_seconds:.2f} s; micro-batches halved {p.micro_batch_halvings} times"
+
+
+def learn_lines(p: "LearnPoint") -> Iterator[str]:
+    """Yields what `bench learn` found."""
+    share = "" if p.mfu is None else f", MFU {p.mfu:.1%}"
+    yield f"{p.sequences} sequences, {p.tokens} tokens, longest {p.longest}"
+    yield (
+        f"{p.seconds} s, {p.tokens_per_second:.0f} tok/s{share} "
+        "(6 x parameters x tokens + 6 x layers x heads x head dimension x sum of squared lengths)"
+    )
+    yield (
+        f"first update {p.first_seconds:.1f} s; peak {p.peak_bytes / 1e9:.1f} GB; recomputed: {p.recomputed}"
+    )
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in vars(p.profile.parts).items())
+    yield f"seconds by part: {parts}"
 
 
 def step_lines(figures: "StepFigures") -> Iterator[str]:

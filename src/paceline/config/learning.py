@@ -40,6 +40,11 @@ class LearningConfig(Section):
         0.2, gt=0, lt=1, description="the probability ratio is clipped to [1 - clip_low, 1 + clip_high]"
     )
     clip_high: float = Field(0.2, gt=0, description="see clip_low")
+    optimiser_state: Literal["device", "8bit", "host"] = Field(
+        "device",
+        description="AdamW's state; device: float32 masters and moments; 8bit: moments of eight bits; "
+        "host: all of it in host memory, copied through at every step",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0,
@@ -69,6 +74,26 @@ class LearningConfig(Section):
     )
     micro_batch_tokens: int = Field(
         2048, ge=64, description="tokens per forward and backward pass; halved when memory runs out"
+    )
+    precision: Literal["base", "fp8"] = Field(
+        "base",
+        description="products with the layers' projections, forward and backward; fp8: blockwise, quantised "
+        "as rollout.precision=fp8 does (rollout.base_precision_layers stay out)",
+    )
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="exact: the forward pass runs the rollout's own kernels, so that on the same weights its "
+        "logprobs are the rollout's, bit for bit; on a GPU with rollout.deterministic",
+    )
+    skip_zero_advantages: bool = Field(
+        True,
+        description="responses whose advantage is zero do not pass through the policy, where the update is "
+        "the same without them (docs/algorithms.md); metrics are then means over the others",
+    )
+    deterministic: bool = Field(
+        True,
+        description="on a GPU: attention adds gradients up in a fixed order, so that the same samples give "
+        "the same weights; false is faster",
     )
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="correction for samples of a policy that is not the learner's"

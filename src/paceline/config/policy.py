@@ -41,7 +41,9 @@ class PolicyConfig(Section):
         description="for measuring: computes the folder's function at the cost of a named shape, "
         "such as 8b; see `paceline models widen`",
     )
-    activation_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, more time"
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="recompute layers in the backward pass: less memory, more time; auto: as few of them as "
+        "the GPU's memory asks for, on a CPU none",
     )
     lora: LoraConfig = Field(LoraConfig(), description="low-rank adapters")

@@ -111,6 +111,22 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _exact_rollouts(self) -> "Config":
+        if self.learning.numerics != "exact":
+            return self
+        for key, value, allowed in (
+            ("precision", self.rollout.precision.value, self.learning.precision),
+            ("backend", self.rollout.backend, "native"),
+        ):
+            if value != allowed:
+                raise ValueError(
+                    "learning.numerics = exact computes what the native engine does in the same precision "
+                    f"(learning.precision is {self.learning.precision}), and rollout.{key} is {value}: "
+                    f"set rollout.{key}={allowed}, or learning.numerics=fast"
+                )
+        return self
+
 
 # Keys that may differ between a run and its resumption; any other would make the two halves incomparable.
 RESUME_MAY_CHANGE = (

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.policy.attention import PackedAttention
+from paceline.policy.attention import PackedAttention, deterministic_flash
 
 # Scores that a block of queries holds at once, where there is no flash kernel: 64 MiB in float32.
 BLOCK_SCORES = 1 << 24
@@ -102,19 +102,20 @@ class FlashPrefix:
         lse_RH: torch.Tensor,
     ) -> Gradients:
         """See `Prefix`."""
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_RHD.contiguous(),
-            q_RHD,
-            k_THD[self.keys_K],
-            v_THD[self.keys_K],
-            out_RHD,
-            lse_RH.t().contiguous(),
-            *self.shape,
-            0.0,
-            True,
-            *self.random,
-            scale=q_RHD.shape[-1] ** -0.5,
-        )
+        with deterministic_flash(True):
+            grads = torch.ops.aten._flash_attention_backward(
+                grad_RHD.contiguous(),
+                q_RHD,
+                k_THD[self.keys_K],
+                v_THD[self.keys_K],
+                out_RHD,
+                lse_RH.t().contiguous(),
+                *self.shape,
+                0.0,
+                True,
+                *self.random,
+                scale=q_RHD.shape[-1] ** -0.5,
+            )
         grad_q_RHD = torch.where(self.sees_R1.unsqueeze(-1), grads[0], 0.0)
         grad_k, grad_v = (torch.zeros_like(k_THD).index_copy(0, self.keys_K, grad) for grad in grads[1:])
         return grad_q_RHD, grad_k, grad_v

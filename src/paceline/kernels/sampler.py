@@ -156,9 +156,13 @@ def _sample_combine_kernel(
 
 
 def sample_triton(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    seed_R: torch.Tensor,
+    position_R: torch.Tensor,
+    values_R: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches `sample`'s kernels."""
+    """Launches `sample`'s kernels; the logprob is that of the scaled logit `values_R`, where it is given."""
     num_rows, vocab_size = logits_RV.shape
     num_chunks = cdiv(vocab_size, CHUNK)
     device = logits_RV.device
@@ -181,6 +185,8 @@ def sample_triton(
         CHUNK=CHUNK,
         **launch_options(num_warps=8),
     )
+    if values_R is not None:
+        value.copy_(values_R[:, None].expand_as(value))
     _sample_combine_kernel[(num_rows,)](
         score,
         token,
@@ -207,6 +213,31 @@ def sample(
     """
     run = sample_triton if logits_RV.is_cuda else sample_reference
     return run(logits_RV, temperature_R, seed_R, position_R)
+
+
+def target_logprobs_reference(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
+) -> torch.Tensor:
+    """The reference of `target_logprobs`."""
+    scaled_RV = scaled_logits(logits_RV, temperature_R)
+    return scaled_RV.gather(-1, targets_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
+
+
+def target_logprobs_triton(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
+) -> torch.Tensor:
+    """Launches `sample`'s kernels with any noise, and asks for the logprob of another token."""
+    chosen_R1 = scaled_logits(logits_RV.gather(-1, targets_R.unsqueeze(-1)), temperature_R)
+    any_R = torch.zeros_like(targets_R)
+    return sample_triton(logits_RV, temperature_R, any_R, any_R, chosen_R1.squeeze(-1))[1]
+
+
+def target_logprobs(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor, targets_R: torch.Tensor
+) -> torch.Tensor:
+    """Returns the logprobs of given tokens: the bits that `sample` returns where it samples them."""
+    run = target_logprobs_triton if logits_RV.is_cuda else target_logprobs_reference
+    return run(logits_RV, temperature_R, targets_R)
 
 
 def sample_truncated(

@@ -19,19 +19,22 @@ from typing import TypeVar
 
 import torch
 
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.learning.algorithms import make_algorithm
-from paceline.learning.algorithms.base import Advantage, LogRatios, token_weights
+from paceline.learning.algorithms.base import Advantage, LogRatios, TokenLoss, token_weights
 from paceline.learning.batch import MicroBatch, TrainingSequence, pack, split_by_tokens, training_sequence
 from paceline.learning.correction import apply_correction, compute_correction
+from paceline.learning.exact import exact_logprobs
 from paceline.learning.logprobs import token_logprobs
-from paceline.learning.mismatch import Mismatch, MismatchCheck, measure_mismatch, sum_mismatches
+from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
+from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
-from paceline.types import Group
+from paceline.precision.products import use_fp8
+from paceline.types import Group, Precision
 
 T = TypeVar("T")
 
@@ -48,13 +51,24 @@ class Learner:
         self.policy = policy
         self.config = config.learning
         self.max_tokens = config.rollout.max_tokens
+        exact = self.config.numerics == "exact"
+        if exact and policy.device.type == "cuda" and not config.rollout.deterministic:
+            raise ConfigError(
+                "learning.numerics = exact: on a GPU only rollout.deterministic=true computes what can be "
+                "computed again bit for bit; set it, or learning.numerics=fast"
+            )
+        self.token_logprobs = exact_logprobs if exact else token_logprobs
+        self.low_precision = config.rollout.precision is not Precision.BASE
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
         self.warn = warn
         # Sees the q, k and v of every training forward pass.
         self.observe_attention: AttentionObserver | None = None
-        policy.activation_checkpointing = config.policy.activation_checkpointing
+        if config.policy.activation_checkpointing != "auto":  # which the plan has decided
+            policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
         updates = config.run.steps * self.config.epochs * self.config.minibatches
+        if self.config.precision == "fp8":
+            use_fp8(policy, config.rollout.base_precision_layers)
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
@@ -77,7 +91,7 @@ class Learner:
         sequences_by_group = [_sequences(group, own) for group, own in zip(groups, advantages, strict=True)]
         mean_weight = 1.0
         if not signal or self._needs_old_logprobs():
-            sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals)
+            sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals, signal)
             mean_weight = self._mean_weight(totals.mismatch)
             check(totals.mismatch)
         if not signal:
@@ -112,10 +126,14 @@ class Learner:
             totals.add_skipped_update(learning_rate)
             return
 
-        def backward(batch: MicroBatch) -> MicroBatchSums:
+        def backward(batch: MicroBatch) -> torch.Tensor:
             return self._backward(batch, total_tokens, len(sequences), mean_weight)
 
-        sums = [result for _, result in self._over_micro_batches(sequences, backward, totals)]
+        taught = self._that_teach(sequences)
+        totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
+        measured = [result for _, result in self._over_micro_batches(taught, backward, totals)]
+        # The first time that the host waits for the device since the update began.
+        sums = [MicroBatchSums.of(values) for values in torch.stack(measured).tolist()]
         mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
             if totals.mismatch is None:
@@ -141,6 +159,26 @@ class Learner:
         merge_adapters(self.policy)
         totals.add_update(sums, scale, norm, learning_rate)
 
+    def _that_teach(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """Returns the sequences that must pass through the policy: those whose advantage is not zero.
+
+        The others would add zeros to the gradient, if nothing but the advantage made one and nothing but the
+        number of tokens went into a mean; and only low-precision rollouts must all be looked at.
+        """
+        correction = self.config.correction
+        everyone_counts = (
+            not self.config.skip_zero_advantages
+            or self.reference is not None
+            or correction.normalise
+            or correction.reject != "none"
+            or correction.veto > 0
+            or self.low_precision
+            or self.observe_attention is not None
+        )
+        if everyone_counts:
+            return sequences
+        return [s for s in sequences if s.advantage or any(s.penalties)] or sequences
+
     def _rejection_scale(self, mismatch: Mismatch, total_tokens: int, total_sequences: int) -> float:
         """Returns the factor that makes the loss a mean over what was kept.
 
@@ -152,18 +190,20 @@ class Learner:
 
     def _backward(
         self, batch: MicroBatch, total_tokens: int, total_sequences: int, mean_weight: float
-    ) -> MicroBatchSums:
+    ) -> torch.Tensor:
         """Adds a micro-batch's share of the update's gradients, and returns what the metrics need of it.
 
+        That is the numbers of `MicroBatchSums`, float64 on the policy's device: nothing here waits for it.
         `total_tokens` and `total_sequences` are those of the whole update, `mean_weight` is what correction
         weights are divided by.
         """
         batch.attention.observe = self.observe_attention
-        logprobs_R, entropies_R = token_logprobs(self.policy, batch)
+        batch.attention.deterministic = self.config.deterministic
+        logprobs_R, entropies_R = self.token_logprobs(self.policy, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
-        mismatch = measure_mismatch(batch, correction, learner_R, self.config.correction.weight != "none")
+        mismatch = mismatch_values(batch, correction, learner_R, self.config.correction.weight != "none")
         corrected_batch = apply_correction(self.config.correction, batch, correction, learner_R, mean_weight)
         kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
@@ -173,43 +213,37 @@ class Learner:
         )
         loss = (token_loss.loss_R * weights_R.to(logprobs_R.dtype)).sum()
         loss.backward()
-        delta_R = (logprobs_R.detach() - batch.rollout_logprobs_R)[batch.mask_R]
-        return MicroBatchSums(
-            loss=loss.item(),
-            tokens=int(batch.mask_R.sum()),
-            entropy=float(entropies_R[batch.mask_R].sum()),
-            clipped=float(token_loss.clipped_R[corrected_batch.mask_R].sum()),
-            reference_kl=float(token_loss.reference_kl_R[batch.mask_R].sum()),
-            approximate_kl=float((delta_R.exp() - 1 - delta_R).sum()),
-            largest_delta=float(delta_R.abs().max()) if len(delta_R) else 0.0,
-            mismatch=mismatch,
-        )
+        return torch.cat((_sums(batch, corrected_batch, loss, logprobs_R, entropies_R, token_loss), mismatch))
 
     @torch.no_grad()
     def _old_logprobs_pass(
-        self, sequences_by_group: list[list[TrainingSequence]], totals: UpdateTotals
+        self, sequences_by_group: list[list[TrainingSequence]], totals: UpdateTotals, signal: bool
     ) -> tuple[list[list[TrainingSequence]], Mismatch]:
-        """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step."""
+        """Returns the sequences with the learner's own logprobs, and the mismatch of the whole step.
 
-        def compute(batch: MicroBatch) -> tuple[list[float], Mismatch]:
-            logprobs_R = token_logprobs(self.policy, batch)[0]
+        Those that nobody will learn from stay without where there is any `signal`.
+        """
+
+        def compute(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs_R = self.token_logprobs(self.policy, batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
-            return logprobs_R.tolist(), measure_mismatch(
+            return logprobs_R, mismatch_values(
                 batch, correction, logprobs_R, self.config.correction.weight != "none"
             )
 
         sequences = [sequence for own in sequences_by_group for sequence in own]
+        sequences = self._that_teach(sequences) if signal else sequences
         results = self._over_micro_batches(sequences, compute, totals)
         found: dict[int, tuple[float, ...]] = {}
-        for part, (logprobs, _) in results:
-            for sequence, values in _split(part, logprobs):
+        for part, (logprobs_R, _) in results:
+            for sequence, values in _split(part, logprobs_R.tolist()):
                 found[id(sequence)] = tuple(values)
         if self.config.correction.mode == "decoupled":
             sequences_by_group = [
-                [replace(sequence, learner_logprobs=found[id(sequence)]) for sequence in own]
+                [replace(sequence, learner_logprobs=found.get(id(sequence), ())) for sequence in own]
                 for own in sequences_by_group
             ]
-        return sequences_by_group, sum_mismatches(mismatch for _, (_, mismatch) in results)
+        return sequences_by_group, sum_mismatches(Mismatch.of(values.tolist()) for _, (_, values) in results)
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
         """Returns what normalising divides by; 1 where it is off or would divide by nothing."""
@@ -235,10 +269,8 @@ class Learner:
         ]
         answered = [sequence for own in sequences_by_group for sequence in own if sequence.loss_mask]
         found: dict[int, list[float]] = {}
-        for part, logprobs in self._over_micro_batches(
-            answered, lambda batch: self._reference_logprobs(batch).tolist(), totals
-        ):
-            for sequence, values in _split(part, logprobs):
+        for part, logprobs in self._over_micro_batches(answered, self._reference_logprobs, totals):
+            for sequence, values in _split(part, logprobs.tolist()):
                 found[id(sequence)] = [
                     old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)
                 ]
@@ -252,7 +284,9 @@ class Learner:
         while True:
             parts = split_by_tokens(sequences, self.token_budget)
             try:
-                return [(part, compute(pack(part, self.policy.device))) for part in parts]
+                # All of them are packed before the first is computed: copies to a GPU would wait for it.
+                batches = [pack(part, self.policy.device) for part in parts]
+                return [(part, compute(batch)) for part, batch in zip(parts, batches, strict=True)]
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # not the error: its traceback holds on to the tensors that must go
             self.optimiser.discard_gradients()
@@ -275,6 +309,34 @@ class Learner:
             "and the optimiser step starts over; "
             f"set learning.micro_batch_tokens={self.token_budget} to begin there"
         )
+
+
+def _sums(
+    batch: MicroBatch,
+    corrected_batch: MicroBatch,
+    loss: torch.Tensor,
+    logprobs_R: torch.Tensor,
+    entropies_R: torch.Tensor,
+    token_loss: TokenLoss,
+) -> torch.Tensor:
+    """Returns the fields of `MicroBatchSums` before the mismatch, in their order."""
+    mask_R = batch.mask_R
+    zero = logprobs_R.new_zeros(())
+    delta_R = torch.where(mask_R, logprobs_R.detach() - batch.rollout_logprobs_R, zero)
+
+    def over_loss(values_R: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_R, values_R, torch.zeros_like(values_R)).sum()
+
+    values = (
+        loss.detach(),
+        mask_R.sum(),
+        over_loss(entropies_R),
+        (token_loss.clipped_R & corrected_batch.mask_R).sum(),
+        over_loss(token_loss.reference_kl_R),
+        (delta_R.exp() - 1 - delta_R).sum(),
+        delta_R.abs().max() if len(delta_R) else zero,
+    )
+    return torch.stack([value.double() for value in values])
 
 
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:

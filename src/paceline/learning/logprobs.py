@@ -3,11 +3,13 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels.training_launch import takes_kernels
 from paceline.learning.batch import MicroBatch
+from paceline.learning.head import head_logprobs
 from paceline.policy.decoder import Decoder
 
-# Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
+# Logits per chunk: 64 MiB in float32. (On a GPU `head.py` has its own.)
+CHUNK_ELEMENTS = 1 << 24
 
 # Differences of logprobs are clamped to this size before exp, in nats. exp(20) is 5e8: wide enough to mean
 # "hopeless", narrow enough to be squared and summed.
@@ -16,10 +18,18 @@ MAX_LOG_RATIO = 20.0
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` at each token's own temperature and `entropies_R`, which have no gradient."""
-    hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
-        batch.predictors_R
-    ]
-    chunk = max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
+    hidden_TE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)
+    if takes_kernels(hidden_TE):
+        return head_logprobs(
+            hidden_TE,
+            policy.head.weight,
+            batch.predictors_R,
+            batch.targets_R,
+            batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32)),
+            policy.recompute.logits,
+        )
+    hidden_RE = hidden_TE[batch.predictors_R]
+    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
     logprobs = []
     entropies = []
     for part in zip(

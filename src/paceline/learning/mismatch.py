@@ -5,7 +5,7 @@ micro-batches: all fields are sums, except the largest difference.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -38,6 +38,11 @@ class Mismatch:
     routed: float = 0.0  # (token, MoE layer) pairs whose routing was replayed
     rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mismatch":
+        """Returns a mismatch from what `mismatch_values` measured, brought to the host."""
+        return cls(*values)
 
     def __add__(self, other: "Mismatch") -> "Mismatch":
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -81,11 +86,12 @@ class Mismatch:
 MismatchCheck = Callable[[Mismatch], None]
 
 
-def measure_mismatch(
+def mismatch_values(
     batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
-) -> Mismatch:
-    """Measures a micro-batch, given as it was before its correction.
+) -> torch.Tensor:
+    """Measures a micro-batch, given as it was before its correction, without waiting for a GPU.
 
+    Returns the fields of `Mismatch` in their order, float64 on the batch's device; `Mismatch.of` takes them.
     With `weighted` the effective sample size is that of the recipe's weights, else that of the ratios.
     """
     mask_R = batch.mask_R
@@ -97,6 +103,7 @@ def measure_mismatch(
     difference_R = (learner_logprobs_R.detach().double().exp() - batch.rollout_logprobs_R.exp()).abs()
     weight_B = batch.sequence_sums(torch.where(mask_R, correction.weights_R, 0.0)) / tokens_B.clamp(min=1)
     kept_B = batch.sequence_sums(correction.kept_R.double())
+    zero = delta_R.new_zeros(())
     values = {
         "tokens": mask_R.sum(),
         "sequences": some_B.sum(),
@@ -114,15 +121,21 @@ def measure_mismatch(
         "masked": (mask_R & ~correction.counted_R).sum(),
         "rejected_tokens": (mask_R & ~correction.kept_R).sum(),
         "rejected_sequences": (some_B & (kept_B == 0)).sum(),
-        "routed": torch.zeros(()) if batch.replay is None else batch.replay.routed,
-        "rerouted": torch.zeros(()) if batch.replay is None else batch.replay.rerouted,
+        "routed": zero if batch.replay is None else batch.replay.routed,
+        "rerouted": zero if batch.replay is None else batch.replay.rerouted,
         "largest_probability_difference": torch.where(mask_R, difference_R, 0.0).max()
         if len(mask_R)
-        else torch.zeros(()),
+        else zero,
     }
-    stacked = torch.stack([value.double().to(delta_R.device) for value in values.values()])
-    numbers = stacked.tolist()  # one transfer from the GPU
-    return Mismatch(**dict(zip(values, numbers, strict=True)))
+    ordered = [values[field.name] for field in fields(Mismatch)]
+    return torch.stack([value.double().to(delta_R.device) for value in ordered])
+
+
+def measure_mismatch(
+    batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
+) -> Mismatch:
+    """Returns what `mismatch_values` measures, brought to the host."""
+    return Mismatch.of(mismatch_values(batch, correction, learner_logprobs_R, weighted).tolist())
 
 
 def sum_mismatches(parts: Iterable[Mismatch]) -> Mismatch:

@@ -4,36 +4,25 @@ Parameters that are float32 (or wider) are their own masters. Others get a float
 optimised; the result is rounded back into the parameter's own storage, so that all who share that storage see
 the new weights.
 
-A step goes through the parameters in pieces of bounded size. For all of an 8B model at once, float32
-gradients and denominators would take 65 GB beside the 131 GB of weights, masters, moments and bf16 gradients;
-in pieces they take half a gigabyte.
+A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memory of its own.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
+from torch.profiler import record_function
 
 from paceline.config import LearningConfig
+from paceline.kernels.adamw import AdamWStep
+from paceline.learning.optimiser_state import make_state
 
-# Elements that a step works on at a time: 256 MiB of float32 gradients, and as much for the denominators.
-PIECE_ELEMENTS = 1 << 26
-
-# Added to the root of the second moment.
-ADAM_EPSILON = 1e-8
+# Marks a step in a profile.
+OPTIMISER_LABEL = "paceline::optimiser"
 
 # Added to the gradient norm before dividing by it.
 NORM_EPSILON = 1e-6
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `[start, stop)` of a parameter, flattened."""
-
-    index: int
-    start: int
-    stop: int
 
 
 class MasterAdamW:
@@ -45,11 +34,8 @@ class MasterAdamW:
         self.named = [(name, p) for name, p in parameters if p.requires_grad]
         self.config = config
         self.total_steps = total_steps
-        self.masters = [p.detach() if _is_wide(p) else p.detach().float() for _, p in self.named]
-        self.first_moments = [torch.zeros_like(m) for m in self.masters]
-        self.second_moments = [torch.zeros_like(m) for m in self.masters]
+        self.states = [make_state(config.optimiser_state, p) for _, p in self.named]
         self.steps = 0
-        self._pieces = cut_into_pieces([m.numel() for m in self.masters], PIECE_ELEMENTS)
 
     @property
     def learning_rate(self) -> float:
@@ -73,20 +59,31 @@ class MasterAdamW:
         Returns the gradient norm before clipping. A norm that is not finite leaves weights and moments as
         they were: the caller reports the skipped step.
         """
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=m.dtype)
-            for m, (_, p) in zip(self.masters, self.named, strict=True)
-            if p.grad is not None
-        ]
-        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        with record_function(OPTIMISER_LABEL):
+            return self._step(scale)
+
+    def _step(self, scale: float) -> float:
+        norms = self._norms()
+        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else self._zero()
         if torch.isfinite(norm):
             clip = torch.clamp(self.config.max_grad_norm / (norm + NORM_EPSILON), max=1.0)
             self._adamw(scale * clip)
-            for master, (_, parameter) in zip(self.masters, self.named, strict=True):
-                if master.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(master)
         self.discard_gradients()
         return float(norm)
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), device=self.named[0][1].device if self.named else None)
+
+    def _norms(self) -> list[torch.Tensor]:
+        """Returns the norm of each gradient in its master's type."""
+        found = [
+            (p.grad, state.master.dtype)
+            for state, (_, p) in zip(self.states, self.named, strict=True)
+            if p.grad is not None
+        ]
+        if found and found[0][0].is_cuda and all(dtype == torch.float32 for _, dtype in found):
+            return list(torch._foreach_norm([gradient for gradient, _ in found], 2, dtype=torch.float32))
+        return [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient, dtype in found]
 
     def discard_gradients(self) -> None:
         """Releases the gradients."""
@@ -94,54 +91,22 @@ class MasterAdamW:
             parameter.grad = None
 
     def _adamw(self, scale: torch.Tensor) -> None:
-        """Takes a step with `scale` times the gradients.
-
-        Weight decay is decoupled (arXiv 1711.05101, algorithm 2) and on matrices only.
-        """
+        """Takes a step with `scale` times the gradients; weight decay is for matrices only."""
+        config = self.config
         lr = self.learning_rate
-        beta1 = self.config.beta1
-        beta2 = self.config.beta2
         self.steps += 1
-        for pieces in self._pieces:
-            masters, first, second = (
-                self._flat(tensors, pieces)
-                for tensors in (self.masters, self.first_moments, self.second_moments)
-            )
-            gradients = [self._gradient(piece) for piece in pieces]
-            torch._foreach_mul_(gradients, scale)
-            torch._foreach_lerp_(first, gradients, 1 - beta1)
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-            denominators = torch._foreach_sqrt(second)
-            torch._foreach_div_(denominators, math.sqrt(1 - beta2**self.steps))
-            torch._foreach_add_(denominators, ADAM_EPSILON)
-            matrices = [
-                m for m, piece in zip(masters, pieces, strict=True) if self.masters[piece.index].ndim > 1
-            ]
-            if self.config.weight_decay and matrices:
-                torch._foreach_mul_(matrices, 1 - lr * self.config.weight_decay)
-            torch._foreach_addcdiv_(masters, first, denominators, -lr / (1 - beta1**self.steps))
-
-    def _flat(self, tensors: list[torch.Tensor], pieces: list[Piece]) -> list[torch.Tensor]:
-        return [tensors[piece.index].view(-1)[piece.start : piece.stop] for piece in pieces]
-
-    def _gradient(self, piece: Piece) -> torch.Tensor:
-        """Returns a piece of a gradient in the master's type; zeros for a parameter that has none."""
-        master = self.masters[piece.index]
-        _, parameter = self.named[piece.index]
-        if parameter.grad is None:
-            return master.new_zeros(piece.stop - piece.start)
-        return parameter.grad.reshape(-1)[piece.start : piece.stop].to(master.dtype)
+        for_matrices = AdamWStep(self.steps, lr, config.beta1, config.beta2, config.weight_decay)
+        for_vectors = replace(for_matrices, weight_decay=0.0)
+        for (_, parameter), state in zip(self.named, self.states, strict=True):
+            state.step(parameter, scale, for_matrices if parameter.ndim > 1 else for_vectors)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns moments and masters by name, masters only where they are not the parameters themselves."""
         tensors: dict[str, torch.Tensor] = {}
-        for (name, parameter), master, first, second in zip(
-            self.named, self.masters, self.first_moments, self.second_moments, strict=True
-        ):
-            tensors |= {f"first.{name}": first, f"second.{name}": second}
-            if master.data_ptr() != parameter.data_ptr():
-                tensors[f"master.{name}"] = master
+        for (name, parameter), state in zip(self.named, self.states, strict=True):
+            tensors |= {f"{kind}.{name}": tensor for kind, tensor in state.moments().items()}
+            if state.master.data_ptr() != parameter.data_ptr():
+                tensors[f"master.{name}"] = state.master
         return tensors
 
     @torch.no_grad()
@@ -150,27 +115,3 @@ class MasterAdamW:
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])
         self.steps = steps
-
-
-def cut_into_pieces(sizes: list[int], limit: int) -> list[list[Piece]]:
-    """Returns groups of pieces with at most `limit` elements together, in order.
-
-    A large parameter is cut, small ones share a group.
-    """
-    groups: list[list[Piece]] = [[]]
-    room = limit
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if room == 0:
-                groups.append([])
-                room = limit
-            stop = min(size, start + room)
-            groups[-1].append(Piece(index, start, stop))
-            room -= stop - start
-            start = stop
-    return [group for group in groups if group]
-
-
-def _is_wide(parameter: torch.Tensor) -> bool:
-    return parameter.dtype in (torch.float32, torch.float64)

@@ -34,7 +34,7 @@ def train_supervised(
 
     `batches` yields one optimiser step's examples at a time. They are packed into micro-batches by tokens, so
     that the longest example, not the batch, decides what memory is needed. Weights below float32 are
-    optimised through float32 masters, and `policy.activation_checkpointing` is kept as it is.
+    optimised through float32 masters, and `policy.recompute` is kept as it is.
     """
     optimiser = MasterAdamW(policy.named_parameters(), config, total_steps)
     for step, examples in enumerate(batches, start=1):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from paceline.learning.logprobs import MAX_LOG_RATIO
 from paceline.learning.mismatch import Mismatch
@@ -13,13 +13,19 @@ class MicroBatchSums:
     """Sums over the loss tokens of a micro-batch."""
 
     loss: float  # weighted for its optimiser step as if nothing were rejected
-    tokens: int
+    tokens: float
     entropy: float
     clipped: float
     reference_kl: float
     approximate_kl: float
     largest_delta: float
     mismatch: Mismatch  # of the policy as it was in this forward pass
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "MicroBatchSums":
+        """Returns sums from numbers in the fields' order, those of the mismatch last and side by side."""
+        own = len(fields(cls)) - 1
+        return cls(*values[:own], Mismatch.of(values[own:]))
 
 
 @dataclass
@@ -36,6 +42,7 @@ class UpdateTotals:
     learning_rate: float = 0.0
     gradient_norms: list[float] = field(default_factory=list)
     halvings: int = 0
+    idle_tokens: int = 0  # in the loss, but not passed through the policy: their advantages are zero
     rollout_reference_kl: float = 0.0  # where the KL is in the reward: of the policy that sampled
 
     def add_update(
@@ -94,6 +101,7 @@ class UpdateTotals:
             ),
             "policy/gradient_norm": sum(self.gradient_norms) / max(1, len(self.gradient_norms)),
             "policy/learning_rate": self.learning_rate,
+            "policy/zero_advantage_share": self.idle_tokens / max(1, self.idle_tokens + tokens),
             "memory/micro_batch_halvings": float(self.halvings),
             **self.mismatch_metrics(),
         }

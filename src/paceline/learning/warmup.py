@@ -16,6 +16,7 @@ from paceline.config import LearningConfig, TaskConfig
 from paceline.learning.supervised import Example, train_supervised
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.huggingface import DTYPES, save_policy
 from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks import running_sums
@@ -195,7 +196,7 @@ def _train(
             random.Random(f"{settings.seed}/{epoch}").shuffle(order)
             yield from (order[i : i + settings.batch_size] for i in range(0, len(order), settings.batch_size))
 
-    policy.activation_checkpointing = settings.activation_checkpointing
+    policy.recompute = EVERYTHING if settings.activation_checkpointing else Recompute()
     learning = LearningConfig(
         lr=settings.lr,
         lr_schedule="cosine",

@@ -5,8 +5,9 @@ the tensors that the run's own classes make, and a micro-batch of the largest si
 forward and backward with shapes alone.
 """
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,10 +16,13 @@ from paceline.learning.batch import MicroBatch, TrainingSequence, pack
 from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.learner import Learner
 from paceline.learning.logprobs import token_logprobs
-from paceline.learning.optimiser import PIECE_ELEMENTS
+from paceline.learning.optimiser import MasterAdamW
+from paceline.learning.optimiser_state import PIECE_ELEMENTS, STREAMS, HostState
 from paceline.plan.memory_tracker import MemoryTracker
+from paceline.plan.recompute import choose_recompute
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.fused import Recompute
 from paceline.policy.lora import adapters_off, add_adapters
 
 META = torch.device("meta")
@@ -37,13 +41,19 @@ class PolicyBytes:
 class LearnerBytes:
     """What a learner takes beside its policy, in bytes."""
 
-    masters: int
-    moments: int
-    reference: int
-    gradients: int
-    activations: int  # what the forward pass leaves for the backward pass
-    backward: int  # what the backward pass takes on top: logits, the gradients in flight
-    optimiser_step: int  # what a step takes beside gradients, when activations are gone
+    masters: int = 0
+    moments: int = 0
+    reference: int = 0
+    gradients: int = 0
+    staging: int = 0  # pieces of a state in host memory while a step runs, when activations are gone
+    activations: int = 0  # what the forward pass leaves for the backward pass
+    backward: int = 0  # what the backward pass takes on top: logits, the gradients in flight
+    recompute: Recompute = Recompute()  # what the backward pass computes again
+
+    @property
+    def held(self) -> int:
+        """What stays from one update to the next."""
+        return self.masters + self.moments + self.reference
 
 
 def meta_policy(shape: DecoderConfig, config: Config, dtype: torch.dtype) -> Decoder:
@@ -64,21 +74,52 @@ def policy_bytes(policy: Decoder) -> PolicyBytes:
     )
 
 
-def learner_bytes(policy: Decoder, config: Config, micro_batch_tokens: int) -> LearnerBytes:
-    """Returns what learning takes with micro-batches of so many tokens."""
+def learner_bytes(
+    policy: Decoder, config: Config, micro_batch_tokens: int, room_bytes: int | None = None
+) -> LearnerBytes:
+    """Returns what learning takes with micro-batches of so many tokens.
+
+    `room_bytes` is what there is for all of it; where the recipe leaves it to the plan, it decides how much
+    is recomputed.
+    """
     learner = Learner(policy, config)
-    optimiser, parameters = learner.optimiser, list(policy.parameters())
-    own_reference = learner.reference is not None and learner.reference is not policy
+    state = _state_bytes(learner)
+    if config.policy.activation_checkpointing == "auto" and room_bytes is not None:
+        room = room_bytes - state.held - state.gradients
+
+        def pass_bytes(recompute: Recompute) -> int:
+            # Exact numerics keep what lies between products.
+            between = recompute.between and config.learning.numerics == "fast"
+            policy.recompute = replace(recompute, between=between)
+            return _watch_micro_batch(learner, micro_batch_tokens)[1]
+
+        policy.recompute = choose_recompute(policy.config.num_layers, room, functools.cache(pass_bytes))
     activations, peak = _watch_micro_batch(learner, micro_batch_tokens)
-    widest = max((master.itemsize for master in optimiser.masters), default=4)
+    return replace(state, activations=activations, backward=peak - activations, recompute=policy.recompute)
+
+
+def _state_bytes(learner: Learner) -> LearnerBytes:
+    optimiser, parameters = learner.optimiser, list(learner.policy.parameters())
+    own_reference = learner.reference is not None and learner.reference is not learner.policy
+    masters, moments, staging = optimiser_bytes(optimiser, parameters)
     return LearnerBytes(
-        masters=total_bytes(optimiser.masters, besides=parameters),
-        moments=total_bytes([*optimiser.first_moments, *optimiser.second_moments]),
+        masters=masters,
+        moments=moments,
+        staging=staging,
         reference=total_bytes(learner.reference.parameters()) if own_reference else 0,
         gradients=total_bytes(parameter for _, parameter in optimiser.named),
-        activations=activations,
-        backward=peak - activations,
-        optimiser_step=2 * widest * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters)),
+    )
+
+
+def optimiser_bytes(optimiser: MasterAdamW, parameters: Iterable[torch.Tensor]) -> tuple[int, int, int]:
+    """Returns what masters and moments take on the device, and what a step takes of it."""
+    own = [state for state in optimiser.states if not isinstance(state, HostState)]
+    hosted = [state for state in optimiser.states if isinstance(state, HostState)]
+    largest = max((min(PIECE_ELEMENTS, state.first.numel()) for state in hosted), default=0)
+    return (
+        total_bytes((state.master for state in own), besides=parameters),
+        total_bytes(tensor for state in own for tensor in state.moments().values()),
+        3 * torch.float32.itemsize * STREAMS * largest,
     )
 
 

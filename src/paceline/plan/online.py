@@ -14,8 +14,7 @@ from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
 from paceline.drafting.online import MAX_TOKENS, OnlineDrafter, make_online
 from paceline.drafting.training import teacher_states
 from paceline.learning.batch import MicroBatch, pack
-from paceline.learning.optimiser import PIECE_ELEMENTS
-from paceline.plan.learning import META, one_response_sequence, total_bytes
+from paceline.plan.learning import META, one_response_sequence, optimiser_bytes, total_bytes
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.decoder import Decoder
 
@@ -25,7 +24,7 @@ class OnlineBytes:
     """Bytes that training a drafter takes on the device."""
 
     optimiser: int = 0  # masters and moments
-    training: int = 0  # gradients and what a pass holds, or what the optimiser step takes
+    training: int = 0  # gradients and what a pass holds
 
 
 def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHeads()) -> OnlineBytes:
@@ -40,16 +39,10 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(head.parameters())
     gradients = total_bytes(parameters)
-    step = (
-        2
-        * max(master.itemsize for master in optimiser.masters)
-        * min(PIECE_ELEMENTS, sum(master.numel() for master in optimiser.masters))
-    )
+    masters, moments, _ = optimiser_bytes(optimiser, parameters)
     return OnlineBytes(
-        optimiser=total_bytes(
-            [*optimiser.masters, *optimiser.first_moments, *optimiser.second_moments], besides=parameters
-        ),
-        training=gradients + max(_watch_pass(policy, online), step),
+        optimiser=masters + moments,
+        training=gradients + _watch_pass(policy, online),
     )
 
 

@@ -21,6 +21,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.online import OnlineBytes, online_bytes
 from paceline.plan.rollout import kv_pool_bytes, rollout_bytes
 from paceline.policy.config import DecoderConfig
+from paceline.policy.fused import Recompute
 
 # Share of the memory that is left free: fragments the allocator cannot use, and kernels' own workspaces.
 MARGIN = 0.03
@@ -47,6 +48,7 @@ class Plan:
     kv_tokens: int
     sleeps: bool  # the KV pool gives its memory to learning
     problem: str  # why it does not fit; empty: it does
+    recompute: Recompute = Recompute()  # what the learner's backward pass computes again
 
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of the parts with this name."""
@@ -59,7 +61,7 @@ class Plan:
     @property
     def usable_bytes(self) -> int:
         """The memory that a run may fill."""
-        return int(self.machine.total_bytes * (1 - MARGIN)) - self.machine.taken_bytes
+        return usable_bytes(self.machine)
 
     @property
     def rollout_peak(self) -> int:
@@ -77,6 +79,11 @@ class Plan:
         return max(self.rollout_peak, self.learning_peak)
 
 
+def usable_bytes(machine: Machine) -> int:
+    """Returns the memory that a run may fill."""
+    return int(machine.total_bytes * (1 - MARGIN)) - machine.taken_bytes
+
+
 def make_plan(
     config: Config,
     shape: DecoderConfig,
@@ -90,19 +97,21 @@ def make_plan(
     policy = meta_policy(shape, config, dtype)
     held = policy_bytes(policy)
     rollout = rollout_bytes(policy, config, heads)
-    learner = LearnerBytes(0, 0, 0, 0, 0, 0, 0)
-    if learns:
-        learner = learner_bytes(policy, config, lengths.micro_batch)
-    # The step's own needs come when activations are gone: only what goes beyond those counts.
-    update = max(learner.backward, learner.optimiser_step - learner.activations)
     online = online_bytes(policy, config, heads) if learns else OnlineBytes()
+    always = held.weights + held.base_copies + held.adapters
+    always += rollout.rows + rollout.drafter + rollout.graphs + online.optimiser
+    learner = LearnerBytes()
+    if learns:
+        learner = learner_bytes(policy, config, lengths.micro_batch, usable_bytes(machine) - always)
+    # The step comes when activations are gone: only what goes beyond those counts.
+    update = max(learner.backward, learner.staging - learner.activations)
     beyond = max(0, online.training - learner.gradients - learner.activations - update)
     parts = [
         Part("weights", held.weights, "always", "policy.path"),
         Part("LoRA base copy", held.base_copies, "always", "policy.lora.targets"),
         Part("LoRA adapters", held.adapters, "always", "policy.lora.rank"),
-        Part("float32 masters", learner.masters, "always", "policy.lora.rank"),
-        Part("Adam moments", learner.moments, "always", "policy.lora.rank"),
+        Part("float32 masters", learner.masters, "always", "learning.optimiser_state"),
+        Part("Adam moments", learner.moments, "always", "learning.optimiser_state"),
         Part("KL reference", learner.reference, "always", "learning.kl_coef"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
@@ -114,7 +123,8 @@ def make_plan(
         Part("drafter's training", beyond, "learning", "rollout.speculation.online.when"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
-    without_pool = Plan(machine, tuple(part for part in parts if part.num_bytes), 0, sleeps=False, problem="")
+    parts = [part for part in parts if part.num_bytes]
+    without_pool = Plan(machine, tuple(parts), 0, sleeps=False, problem="", recompute=learner.recompute)
     return _with_pool(without_pool, config, lengths, rollout.kv_token)
 
 
@@ -145,7 +155,7 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     pool = Part(
         "KV pool", kv_pool_bytes(per_token, tokens), "rollout" if sleeps else "always", "rollout.kv_tokens"
     )
-    return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem)
+    return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem, plan.recompute)
 
 
 def _too_large(plan: Plan) -> str:

@@ -62,7 +62,9 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     if not learns:
         return [changes for changes in (own_pool, (fewer_rows,)) if changes]
     checkpointing = (
-        () if config.policy.activation_checkpointing else (("policy.activation_checkpointing", True),)
+        ()
+        if config.policy.activation_checkpointing is not False
+        else (("policy.activation_checkpointing", True),)
     )
     smallest = max(
         64, Lengths.of(_changed(config, (("learning.micro_batch_tokens", 64),)), shape).micro_batch
@@ -70,6 +72,9 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     smaller = (
         () if smallest >= config.learning.micro_batch_tokens else (("learning.micro_batch_tokens", smallest),)
     )
+    on_device = config.learning.optimiser_state == "device"
+    eight_bit = (("learning.optimiser_state", "8bit"),) if on_device else ()
+    host = () if config.learning.optimiser_state == "host" else (("learning.optimiser_state", "host"),)
     lora = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
     tried = [
         own_pool,
@@ -79,6 +84,8 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
         checkpointing + smaller,
         lora,
         lora + checkpointing,
+        eight_bit,
+        host,
         lora + checkpointing + smaller,
     ]
     return list(dict.fromkeys(changes for changes in tried if changes))

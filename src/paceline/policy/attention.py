@@ -2,15 +2,18 @@
 
     tokens    [ a0 a1 a2 | b0 b1 | c0 c1 c2 c3 ]        boundaries [0, 3, 5, 9]
 
-On a GPU the variable-length flash kernel takes this as it is. Elsewhere the sequences are laid out
-right-padded for the attention alone; the causal mask already keeps the padding, which comes last, out of
-every real token's view.
+On a GPU the variable-length flash kernel takes this as it is, grouped heads included. Elsewhere the sequences
+are laid out right-padded for the attention alone; the causal mask already keeps the padding, which comes
+last, out of every real token's view.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+
+from paceline.kernels.training_launch import takes_kernels
 
 # Takes the layer, q_THD, k_THD and v_THD.
 AttentionObserver = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -21,6 +24,8 @@ class PackedAttention:
 
     # Sees each layer's q, k and v, normed and rotated.
     observe: AttentionObserver | None = None
+    # On a GPU: whether gradients are added up in a fixed order, so that the same inputs give the same bits.
+    deterministic: bool = True
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.lengths = lengths
@@ -39,7 +44,11 @@ class PackedAttention:
         """Returns causal attention within each sequence, `[T, H, D]`."""
         if self.observe is not None:
             self.observe(layer, q_THD, k_THD, v_THD)
-        if (q_THD.is_cuda or q_THD.is_meta) and q_THD.dtype in (torch.bfloat16, torch.float16):
+        return self.attend(q_THD, k_THD, v_THD)
+
+    def attend(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+        """Returns causal attention within each sequence, `[T, H, D]`, unobserved."""
+        if takes_kernels(q_THD):
             return self._varlen(q_THD, k_THD, v_THD)
         q, k, v = (self.pad(x) for x in (q_THD, k_THD, v_THD))
         out_BHLD = F.scaled_dot_product_attention(
@@ -58,12 +67,39 @@ class PackedAttention:
         return x_BHLD.transpose(1, 2).flatten(0, 1)[self.padded_index_T]
 
     def _varlen(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        from torch.nn.attention.varlen import varlen_attn
+        return _Flash.apply(q_THD, k_THD, v_THD, self.boundaries_B1, self.longest, self.deterministic)
 
-        # The kernel takes no grouped heads.
-        repeats = q_THD.shape[1] // k_THD.shape[1]
-        k_THD, v_THD = k_THD.repeat_interleave(repeats, 1), v_THD.repeat_interleave(repeats, 1)
-        bounds = self.boundaries_B1
-        return varlen_attn(
-            q_THD, k_THD, v_THD, bounds, bounds, self.longest, self.longest, window_size=(-1, 0)
+
+class _Flash(torch.autograd.Function):
+    """The variable-length flash kernel, which takes grouped heads as they are."""
+
+    @staticmethod
+    def forward(ctx, q_THD, k_THD, v_THD, bounds_B1, longest, deterministic):
+        out_THD, normalisers_HT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q_THD, k_THD, v_THD, bounds_B1, bounds_B1, longest, longest, 0.0, True, False
         )
+        ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD, normalisers_HT, bounds_B1, rng_state, unused)
+        ctx.longest, ctx.deterministic = longest, deterministic
+        return out_THD
+
+    @staticmethod
+    def backward(ctx, d_out_THD):
+        q_THD, k_THD, v_THD, out_THD, normalisers_HT, bounds_B1, rng_state, unused = ctx.saved_tensors
+        sizes = (bounds_B1, bounds_B1, ctx.longest, ctx.longest, 0.0, True, rng_state, unused)
+        with deterministic_flash(ctx.deterministic):
+            gradients = torch.ops.aten._flash_attention_backward(
+                d_out_THD.contiguous(), q_THD, k_THD, v_THD, out_THD, normalisers_HT, *sizes
+            )
+        return *gradients, None, None, None
+
+
+@contextmanager
+def deterministic_flash(wanted: bool) -> Iterator[None]:
+    """The flash kernel asks torch's own setting whether to add up in a fixed order."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

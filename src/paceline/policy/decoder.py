@@ -16,15 +16,29 @@ token, S = T x K.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from paceline.kernels.norm_training import fork_norm
+from paceline.kernels.rope_training import rotate_qk
+from paceline.kernels.training_launch import takes_kernels
 from paceline.policy.config import DecoderConfig
+from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
+from paceline.policy.fused import (
+    RECOMPUTE_LABEL,
+    Recompute,
+    fused_norm,
+    fused_rotation,
+    made_again,
+)
+from paceline.policy.products import Projection
 from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rope_table, rotate
+from paceline.policy.wide_linear import wide_linear
 
 # Takes the layer, q_THD, k_THD and v_THD, normed and rotated; returns the attended heads `[T, H, D]`.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -42,6 +56,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension."""
+        if takes_kernels(x) and x.ndim == 2:
+            return fused_norm(x, None, self.weight, self.eps)[0]
         wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
@@ -55,106 +71,42 @@ class Attention(nn.Module):
         self.heads = config.num_heads
         self.kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(
+        self.qkv = Projection(
             config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.qkv_bias
         )
-        self.output = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.output = Projection(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_TE: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        rope_T2R: torch.Tensor,
+        layer: int,
+        attend: Attend,
+        recompute: bool = False,
+    ) -> torch.Tensor:
         """Returns the projected result of `attend`; `rope_T2R` is cos and sin of the tokens' positions."""
-        qkv = self.qkv(x_TE).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x_TE)
+        if takes_kernels(qkv):
+            return self.output(self._fused(qkv, rope_T2R, layer, attend, recompute).flatten(1))
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out_THD = attend(layer, rotate(q, rope_T2R), rotate(k, rope_T2R), v)
         return self.output(out_THD.flatten(1))
 
-
-class FeedForward(nn.Module):
-    """SwiGLU with one fused gate and up projection."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """Returns down(silu(gate) * up)."""
-        gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
-
-
-class ExpertFeedForward(nn.Module):
-    """A mixture of experts: a router sends each token to K of X feed-forwards and adds up what they return.
-
-        tokens            a     b     c            rows sorted by expert   [ b0 | a1 c0 | a0 b1 c1 ]
-        chosen experts    3 1   0 3   1 3          experts                   0    1       3
-
-    Each expert multiplies its run of rows. Scores stay in float32: rounded to bf16 they would tie, and a tie
-    decides which expert runs. The chosen weights are rounded to the model's type, as transformers does.
-    """
-
-    def __init__(self, config: DecoderConfig, place: int) -> None:
-        super().__init__()
-        # The index among the layers with experts.
-        self.place = place
-        experts = config.num_experts
-        size = config.hidden_size
-        inner = config.expert_intermediate_size
-        self.experts_per_token = config.num_experts_per_token
-        self.normalise = config.normalise_expert_weights
-        self.router = nn.Linear(size, experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, size))
-        self.down = nn.Parameter(torch.empty(experts, size, inner))
-
-    def forward(self, x_TE: torch.Tensor, replay: RouterReplay | None = None) -> torch.Tensor:
-        """Returns the weighted sum of the chosen experts' results."""
-        weights_TK, experts_TK = self.route(x_TE, replay)
-        sorted_S, order_S = experts_TK.flatten().sort(stable=True)
-        every_expert_X = torch.arange(self.router.out_features, device=x_TE.device)
-        ends_X = torch.searchsorted(sorted_S, every_expert_X, right=True, out_int32=True)
-        gate, up = _multiply_runs(x_TE[order_S // self.experts_per_token], self.gate_up, ends_X).chunk(
-            2, dim=-1
-        )
-        out_SE = _multiply_runs(F.silu(gate) * up, self.down, ends_X)
-        out_TKE = out_SE[order_S.argsort()].unflatten(0, weights_TK.shape)
-        return torch.bmm(weights_TK.unsqueeze(1), out_TKE).squeeze(1)
-
-    def route(
-        self, x_TE: torch.Tensor, replay: RouterReplay | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the weights and numbers of each token's experts, `[T, K]`.
-
-        With `replay` the experts are the recorded ones; their weights are this router's own scores either
-        way, and gradients flow through them.
-        """
-        scores_TX = wide_linear(x_TE, self.router.weight)
-        experts_TK = scores_TX.topk(self.experts_per_token).indices
-        if replay is not None:
-            experts_TK = replay.choose(self.place, experts_TK)
-        weights_TK = scores_TX.softmax(-1).gather(-1, experts_TK)
-        if self.normalise:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK.to(x_TE.dtype), experts_TK
-
-
-def _multiply_runs(rows_SK: torch.Tensor, weight_XNK: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:
-    """Rows up to `ends_X[0]` times expert 0's matrix, up to `ends_X[1]` times expert 1's, and so on."""
-    if (rows_SK.is_cuda or rows_SK.is_meta) and rows_SK.dtype == torch.bfloat16:
-        return F.grouped_mm(rows_SK, weight_XNK.transpose(1, 2), offs=ends_X)
-    if rows_SK.is_meta:
-        lengths = _even_runs(len(rows_SK), len(ends_X))
-    else:
-        lengths = ends_X.diff(prepend=ends_X.new_zeros(1)).tolist()
-    runs = zip(rows_SK.split(lengths), weight_XNK.unbind(), strict=True)
-    return torch.cat([F.linear(run, weight_NK) for run, weight_NK in runs])
-
-
-def _even_runs(rows: int, experts: int) -> list[int]:
-    """The lengths of runs where there is no data to say which expert gets how many rows."""
-    return [rows // experts + (i < rows % experts) for i in range(experts)]
+    def _fused(
+        self, qkv_TN: torch.Tensor, rope_T2R: torch.Tensor, layer: int, attend: Attend, recompute: bool
+    ) -> torch.Tensor:
+        norms = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        epsilon = 0.0 if self.q_norm is None else self.q_norm.eps
+        settings = (rope_T2R, self.heads, self.kv_heads, *norms, epsilon)
+        q, k, v = fused_rotation(qkv_TN, *settings)
+        kept_TN = qkv_TN.detach()
+        with made_again((q, k), lambda: rotate_qk(kept_TN, *settings), recompute):
+            return attend(layer, q, k, v)
 
 
 class DecoderLayer(nn.Module):
@@ -178,11 +130,29 @@ class DecoderLayer(nn.Module):
         layer: int,
         attend: Attend,
         replay: RouterReplay | None = None,
+        recompute: bool = False,
     ) -> torch.Tensor:
-        """Returns the residual stream after this layer."""
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
+        """Returns the residual stream after this layer.
+
+        With `recompute` the backward pass makes again what lies between products, where that has kernels.
+        """
         replayed = (replay,) if isinstance(self.feed_forward, ExpertFeedForward) else ()
-        return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
+        if not takes_kernels(x_TE):
+            x_TE = x_TE + self.attention(self.attention_norm(x_TE), rope_T2R, layer, attend)
+            return x_TE + self.feed_forward(self.feed_forward_norm(x_TE), *replayed)
+        normed_TE, x_TE = fused_norm(x_TE, None, self.attention_norm.weight, self.attention_norm.eps)
+        with made_again((normed_TE,), _remaker(x_TE, self.attention_norm), recompute):
+            attended_TE = self.attention(normed_TE, rope_T2R, layer, attend, recompute)
+        norm = self.feed_forward_norm
+        normed_TE, x_TE = fused_norm(attended_TE, x_TE, norm.weight, norm.eps)
+        with made_again((normed_TE,), _remaker(x_TE, norm), recompute):
+            return x_TE + self.feed_forward(normed_TE, *replayed, recompute=recompute)
+
+
+def _remaker(total_TE: torch.Tensor, norm: RMSNorm) -> Callable[[], tuple[torch.Tensor]]:
+    """Returns what computes norm(total) again; it holds on to `total` alone."""
+    kept_TE = total_TE.detach()
+    return lambda: (fork_norm(kept_TE, None, norm.weight, norm.eps)[0],)
 
 
 class Capture:
@@ -231,7 +201,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.rope_table = rope_table(config.rope, config.head_dim, config.max_positions).to(device)
-        self.activation_checkpointing = False
+        self.recompute = Recompute()
 
     def initialise(self, seed: int) -> "Decoder":
         """Fills all parameters with fresh ones and returns the decoder."""
@@ -276,37 +246,22 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if capture is not None:
                 capture.offer(index, x_TE)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TE = checkpoint(layer, x_TE, rope_T2R, index, attend, replay, use_reentrant=False)
+            if index < self.recompute.layers and torch.is_grad_enabled():
+                x_TE = checkpoint(
+                    layer,
+                    x_TE,
+                    rope_T2R,
+                    index,
+                    attend,
+                    replay,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), record_function(RECOMPUTE_LABEL)),
+                )
             else:
-                x_TE = layer(x_TE, rope_T2R, index, attend, replay)
+                x_TE = layer(x_TE, rope_T2R, index, attend, replay, self.recompute.between)
         return self.norm(x_TE)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Returns float32 scores (float64 for a float64 model), in the learner and in every engine."""
         return wide_linear(hidden_TE, self.head.weight)
-
-
-def wide_linear(x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-    """Returns x times weight transposed in float32 (float64 for a float64 model)."""
-    if weight_VE.dtype in (torch.float32, torch.float64):
-        return F.linear(x_TE, weight_VE)
-    return _WideLinear.apply(x_TE, weight_VE)
-
-
-class _WideLinear(torch.autograd.Function):
-    """bf16 x bf16 -> float32 without rounding to bf16; on a GPU without a float32 copy of the weight."""
-
-    @staticmethod
-    def forward(ctx, x_TE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_TE, weight_VE)
-        if x_TE.is_cuda or x_TE.is_meta:
-            return torch.mm(x_TE, weight_VE.t(), out_dtype=torch.float32)
-        return x_TE.float() @ weight_VE.float().t()
-
-    @staticmethod
-    def backward(ctx, grad_TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TE, weight_VE = ctx.saved_tensors
-        grad_TV = grad_TV.to(x_TE.dtype)
-        needs_x, needs_weight = ctx.needs_input_grad
-        return grad_TV @ weight_VE if needs_x else None, grad_TV.t() @ x_TE if needs_weight else None

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -44,6 +43,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.files import errors_name, read_json
 from paceline.policy.huggingface import Slice, layout
 from paceline.policy.model_files import ADAPTER_FILES, replaced_files, save_tensors
+from paceline.policy.products import PLAIN, Product
 
 # What PEFT puts before the name of a projection.
 PEFT_PREFIX = "base_model.model."
@@ -101,18 +101,23 @@ class AdaptedLinear(nn.Module):
         self.rank = config.rank
         self.alpha = config.alpha
         self.scale = config.alpha / config.rank
+        self.product: Product | None = None
         # False: compute with the base.
         self.adapted = True
         self.register_buffer("base", linear.weight.detach().clone(), persistent=False)
 
-    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Multiplies by the merged weight, or by the base while adapters are off."""
+    def forward(self, x_TI: torch.Tensor, product: Product | None = None) -> torch.Tensor:
+        """Multiplies by the merged weight, or by the base while adapters are off.
+
+        `product` wins over the projection's own.
+        """
+        chosen = product or self.product or PLAIN
         if not self.adapted:
-            return F.linear(x_TI, self.base, self.bias)
+            return chosen.forward(x_TI, self.base, self.bias)
         adapters = tuple(self.adapters.values())
         spans = tuple((adapter.start, adapter.stop) for adapter in adapters)
         factors = (factor for adapter in adapters for factor in (adapter.A, adapter.B))
-        return _MergedLinear.apply(x_TI, self.weight, self.bias, self.scale, spans, *factors)
+        return _MergedLinear.apply(x_TI, self.weight, self.bias, chosen, self.scale, spans, *factors)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -128,10 +133,12 @@ class _MergedLinear(torch.autograd.Function):
     """The merged product, with gradients for the input and the factors (the formulas above)."""
 
     @staticmethod
-    def forward(ctx, x_TI, weight_OI, bias_O, scale: float, spans: tuple[tuple[int, int], ...], *factors):
+    def forward(
+        ctx, x_TI, weight_OI, bias_O, product, scale: float, spans: tuple[tuple[int, int], ...], *factors
+    ):
         ctx.save_for_backward(x_TI, weight_OI, *factors)
-        ctx.scale, ctx.spans = scale, spans
-        return F.linear(x_TI, weight_OI, bias_O)
+        ctx.scale, ctx.spans, ctx.product = scale, spans, product
+        return product.forward(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx, grad_TO):
@@ -142,8 +149,8 @@ class _MergedLinear(torch.autograd.Function):
             a_gradient = (part_TO @ b_OR.to(x_TI.dtype)).t() @ x_TI
             b_gradient = part_TO.t() @ (x_TI @ a_RI.to(x_TI.dtype).t())
             gradients += [ctx.scale * a_gradient.to(a_RI.dtype), ctx.scale * b_gradient.to(b_OR.dtype)]
-        x_gradient = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
-        return x_gradient, None, None, None, None, *gradients
+        x_gradient = ctx.product.backward(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        return x_gradient, None, None, None, None, None, *gradients
 
 
 def add_adapters(policy: Decoder, config: LoraConfig, seed: int) -> None:

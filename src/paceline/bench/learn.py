@@ -1,0 +1,175 @@
+"""`paceline bench learn`: updates by tokens per second, share of the peak, memory and where the time goes.
+
+The policy has random weights in a named shape or those of a folder; responses are random tokens of given
+lengths, each group of them to one prompt, with made-up rewards and the logprobs of a uniform policy. What is
+timed is `Learner.update`, from groups to new weights, with everything the host does in it.
+
+    MFU = (6 x parameters x tokens + attention) / seconds / peak
+    attention = 6 x layers x heads x head dimension x sum of squared lengths    (causal, all passes)
+
+Parameters are those a token passes (the experts chosen for it), embeddings once. With LoRA it is the same
+formula, as if everything were trained.
+"""
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.bench.learn_parts import LearnProfile, profile_update
+from paceline.bench.spread import Spread
+from paceline.config import Config
+from paceline.learning.learner import Learner
+from paceline.plan.learning import learner_bytes, meta_policy, policy_bytes
+from paceline.plan.machine import gpu_at_hand
+from paceline.plan.plan import usable_bytes
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.lora import add_adapters
+from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
+
+# Dense bf16 products by the vendor's datasheets, in operations per second.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+@dataclass(frozen=True)
+class LearnWorkload:
+    """What is learned from: `samples` responses to each prompt, all of given lengths in tokens."""
+
+    prompt_tokens: int
+    samples: int
+    response_lengths: tuple[int, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The length of every sequence, its prompt included."""
+        return [self.prompt_tokens + length for length in self.response_lengths]
+
+    def groups(self, vocab_size: int, seed: int = 0) -> list[Group]:
+        """Returns groups of random tokens and rewards, the same ones for a seed."""
+        rng = random.Random(seed)
+        lengths = iter(self.response_lengths)
+        groups = []
+        for number in range(len(self.response_lengths) // self.samples):
+            prompt = _random_tokens(rng, self.prompt_tokens, vocab_size)
+            members = [
+                _sample(rng, prompt, next(lengths), vocab_size, f"{number}/{i}") for i in range(self.samples)
+            ]
+            groups.append(Group(str(number), tuple(members)))
+        return groups
+
+
+def _random_tokens(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(vocab_size) for _ in range(count))
+
+
+def _sample(rng: random.Random, prompt: tuple[int, ...], length: int, vocab_size: int, name: str) -> Sample:
+    request = Request(name, prompt, rng.getrandbits(62), SamplingParams(max_tokens=length))
+    tokens = _random_tokens(rng, length, vocab_size)
+    logprobs = (-math.log(vocab_size),) * length
+    completion = Completion(request, tokens, logprobs, FinishReason.LENGTH, (Segment(0, length, 0),))
+    return Sample(completion, Score(rng.random(), correct=False))
+
+
+@dataclass(frozen=True)
+class LearnPoint:
+    """What updates took; sizes in bytes."""
+
+    tokens: int  # prompts included
+    sequences: int
+    longest: int
+    seconds: Spread
+    first_seconds: float  # of the first update, which compiles kernels
+    operations: float  # by the formula above
+    mfu: float | None  # None: the device's peak is not known
+    peak_bytes: int  # allocated by torch
+    recomputed: str  # by the backward pass
+    profile: LearnProfile
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens over the median time."""
+        return self.tokens / self.seconds.median
+
+    def record(self) -> dict:
+        """Returns the point as JSON takes it."""
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def bench_learn(learner: Learner, groups: Sequence[Group], repeats: int) -> LearnPoint:
+    """Times updates from the same groups after a first one, then profiles one more."""
+    shape = learner.policy.config
+    device = learner.policy.device
+    lengths = [
+        len(sample.completion.request.prompt) + len(sample.completion.tokens)
+        for group in groups
+        for sample in group.samples
+    ]
+    first = _timed(learner, groups, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = Spread.of([_timed(learner, groups, device) for _ in range(repeats)])
+    operations = model_operations(shape, lengths)
+    peak = _device_peak(device)
+    return LearnPoint(
+        tokens=sum(lengths),
+        sequences=len(lengths),
+        longest=max(lengths),
+        seconds=seconds,
+        first_seconds=first,
+        operations=operations,
+        mfu=operations / seconds.median / peak if peak else None,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        recomputed=str(learner.policy.recompute),
+        profile=profile_update(lambda: learner.update(groups), device),
+    )
+
+
+def make_learner(policy: Decoder, config: Config) -> Learner:
+    """Returns a learner for the policy, which recomputes what the plan of the GPU at hand says."""
+    machine = gpu_at_hand() if policy.device.type == "cuda" else None
+    if machine is not None:
+        planned = meta_policy(policy.config, config, policy.dtype)
+        held = policy_bytes(planned)
+        room = usable_bytes(machine) - held.weights - held.base_copies - held.adapters
+        # `gpu_at_hand` counts what torch holds already as free.
+        policy.recompute = learner_bytes(planned, config, config.learning.micro_batch_tokens, room).recompute
+    if config.policy.lora.rank:
+        add_adapters(policy, config.policy.lora, config.run.seed)
+    return Learner(policy, config)
+
+
+def model_operations(shape: DecoderConfig, lengths: Sequence[int]) -> float:
+    """Returns the operations of forward and backward by the formula above."""
+    attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sum(n * n for n in lengths)
+    return 6 * active_parameters(shape) * sum(lengths) + attention
+
+
+def active_parameters(shape: DecoderConfig) -> int:
+    """Returns the parameters that a token passes."""
+    idle = shape.num_experts - shape.num_experts_per_token if shape.num_experts else 0
+    expert = 3 * shape.hidden_size * shape.expert_intermediate_size if idle else 0
+    return shape.num_parameters - idle * expert * len(shape.expert_layers)
+
+
+def _device_peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAKS.items() if known in name), None)
+
+
+def _timed(learner: Learner, groups: Sequence[Group], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    learner.update(groups)
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,243 @@
+"""Exact numerics: a forward pass for learning that computes the rollout's bits, with gradients.
+
+Every operation runs the kernel that the engine runs in its deterministic mode, whose rows do not depend on
+what they are batched with: the same weights and tokens give the same logprobs, bit for bit, wherever the
+rollout cut a sequence into prompt, steps and drafts. So on-policy means on-policy.
+
+    embedding ─▶ norm ─▶ linear ─▶ QK-norm, RoPE, paged K and V ─▶ attention ─▶ linear ─▶ norm ─▶ ...
+
+Gradients are those of the same formulas at these values: products and attention in the backward pass need not
+be the rollout's, nobody samples from them. Experts run twice: once for the value, once for the gradient.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from paceline.kernels.linear import linear
+from paceline.kernels.prefill_attention import prefill_attention
+from paceline.kernels.rope_kv import rope_and_write_kv
+from paceline.kernels.rope_training import rotate_qk, rotate_qk_backward
+from paceline.kernels.sampler import target_logprobs
+from paceline.learning.batch import MicroBatch
+from paceline.learning.head import chunks
+from paceline.paged.cache import BLOCK_SIZE, blocks_for
+from paceline.policy.attention import PackedAttention
+from paceline.policy.decoder import Attention, Decoder
+from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
+from paceline.policy.fused import fused_norm, fused_silu_multiply
+from paceline.policy.products import Fp8Product, PlainProduct
+from paceline.policy.replay import RouterReplay
+
+EXACT = PlainProduct(deterministic=True)
+EXACT_FP8 = Fp8Product(deterministic=True)
+
+
+@dataclass(frozen=True)
+class _Paging:
+    """Where the tokens of packed sequences lie in blocks of their own."""
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    table_SB: torch.Tensor
+    context_S: torch.Tensor
+    num_blocks: int
+    attention: PackedAttention  # its sequences, and what the gradient is taken of
+
+    @staticmethod
+    def of(attention: PackedAttention) -> "_Paging":
+        device = attention.positions_T.device
+        bounds = attention.boundaries_B1.tolist()
+        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        table = torch.zeros(len(lengths), blocks_for(max(lengths)), dtype=torch.int32)
+        slots: list[torch.Tensor] = []
+        first = 0
+        for index, length in enumerate(lengths):
+            count = blocks_for(length)
+            table[index, :count] = torch.arange(first, first + count)
+            slots.append(torch.arange(length) + first * BLOCK_SIZE)
+            first += count
+        return _Paging(
+            attention.positions_T,
+            torch.cat(slots).to(device),
+            table.to(device),
+            torch.zeros(len(lengths), dtype=torch.int32, device=device),
+            first,
+            attention,
+        )
+
+
+def exact_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `logprobs_R` as the rollout computes them, and `entropies_R`, which have no gradient."""
+    hidden_RE = exact_hidden(policy, batch)[batch.predictors_R]
+    return _Head.apply(
+        hidden_RE, policy.head.weight, batch.targets_R, batch.temperatures_R.to(_wide(hidden_RE.dtype))
+    )
+
+
+def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
+    """Returns the hidden states after the last norm, `[T, E]`."""
+    paging = _Paging.of(batch.attention)
+    rope_T2R = policy.rope_table[paging.positions_T]
+    tables = tuple(policy.rope_table[:, i].contiguous() for i in (0, 1))
+    residual_TE = policy.embedding(batch.tokens_T)
+    pending_TE = None
+    settings = (rope_T2R, tables, paging, batch.replay)
+    for index in range(len(policy.layers)):
+        inputs = (policy, index, pending_TE, residual_TE, *settings)
+        if index < policy.recompute.layers and torch.is_grad_enabled():
+            pending_TE, residual_TE = checkpoint(_layer, *inputs, use_reentrant=False)
+        else:
+            pending_TE, residual_TE = _layer(*inputs)
+    return _norm(pending_TE, residual_TE, policy.norm)[0]
+
+
+def _layer(
+    policy: Decoder,
+    index: int,
+    pending_TE: torch.Tensor | None,
+    residual_TE: torch.Tensor,
+    rope_T2R: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    paging: _Paging,
+    replay: RouterReplay | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the feed-forward's result and the residual stream before it, which the next norm adds up."""
+    layer = policy.layers[index]
+    normed_TE, residual_TE = _norm(pending_TE, residual_TE, layer.attention_norm)
+    attended_TE = _attention(layer.attention, normed_TE, index, rope_T2R, tables, paging)
+    normed_TE, residual_TE = _norm(attended_TE, residual_TE, layer.feed_forward_norm)
+    return _feed_forward(layer.feed_forward, normed_TE, replay), residual_TE
+
+
+def _norm(
+    x_TE: torch.Tensor | None, residual_TE: torch.Tensor, norm: torch.nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x_TE is None:
+        return fused_norm(residual_TE, None, norm.weight, norm.eps)
+    return fused_norm(x_TE, residual_TE, norm.weight, norm.eps)
+
+
+def _attention(
+    module: Attention,
+    x_TE: torch.Tensor,
+    layer: int,
+    rope_T2R: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    paging: _Paging,
+) -> torch.Tensor:
+    norms = (None, None) if module.q_norm is None else (module.q_norm.weight, module.k_norm.weight)
+    epsilon = 1e-6 if module.q_norm is None else module.q_norm.eps
+    qkv_TN = _linear(module.qkv, x_TE)
+    heads = (module.heads, module.kv_heads)
+    out_THD = _Attend.apply(qkv_TN, *norms, epsilon, heads, layer, rope_T2R, tables, paging)
+    return _linear(module.output, out_THD.flatten(1))
+
+
+def _feed_forward(
+    module: FeedForward | ExpertFeedForward, x_TE: torch.Tensor, replay: RouterReplay | None
+) -> torch.Tensor:
+    if isinstance(module, FeedForward):
+        return _linear(module.down, fused_silu_multiply(_linear(module.gate_up, x_TE)))
+    return module.multiplied(x_TE, EXACT if module.product is None else EXACT_FP8, replay)
+
+
+def _linear(module: torch.nn.Module, x_TI: torch.Tensor) -> torch.Tensor:
+    return module(x_TI, EXACT if module.product is None else EXACT_FP8)
+
+
+class _Attend(torch.autograd.Function):
+    """QK-norm, RoPE and attention over blocks; the gradient is that of packed attention."""
+
+    @staticmethod
+    def forward(ctx, qkv_TN, q_norm_D, k_norm_D, epsilon, heads, layer, rope_T2R, tables, paging):
+        ctx.save_for_backward(qkv_TN, q_norm_D, k_norm_D, rope_T2R)
+        ctx.settings = (epsilon, heads, layer, paging)
+        num_heads, num_kv_heads = heads
+        head_dim = qkv_TN.shape[1] // (num_heads + 2 * num_kv_heads)
+        # Zeros: what is hidden from a query must still be finite.
+        caches = qkv_TN.new_zeros(2, paging.num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
+        q_THD = rope_and_write_kv(
+            qkv_TN.contiguous(),
+            paging.positions_T,
+            paging.slots_T,
+            *tables,
+            *caches,
+            num_heads,
+            q_norm_D,
+            k_norm_D,
+            epsilon,
+        )
+        _observe(layer, paging, q_THD, caches)
+        bounds = paging.attention.boundaries_B1
+        return prefill_attention(q_THD, *caches, paging.table_SB, bounds, paging.context_S)
+
+    @staticmethod
+    def backward(ctx, d_out_THD):
+        qkv_TN, q_norm_D, k_norm_D, rope_T2R = ctx.saved_tensors
+        epsilon, (heads, kv_heads), layer, paging = ctx.settings
+        q_THD, k_THD = rotate_qk(qkv_TN, rope_T2R, heads, kv_heads, q_norm_D, k_norm_D, epsilon)
+        v_THD = qkv_TN.unflatten(1, (heads + 2 * kv_heads, -1))[:, heads + kv_heads :]
+        leaves = [x.detach().requires_grad_() for x in (q_THD, k_THD, v_THD)]
+        with torch.enable_grad():
+            out_THD = paging.attention.attend(*leaves)
+        d_q, d_k, d_v = torch.autograd.grad(out_THD, leaves, d_out_THD)
+        d_qkv_TN, d_q_norm_D, d_k_norm_D = rotate_qk_backward(
+            *(d.contiguous() for d in (d_q, d_k, d_v)), qkv_TN, rope_T2R, q_norm_D, k_norm_D, epsilon
+        )
+        return d_qkv_TN, d_q_norm_D, d_k_norm_D, *(None,) * 6
+
+
+def _observe(layer: int, paging: _Paging, q_THD: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
+    observe = paging.attention.observe
+    if observe is not None:
+        k_THD, v_THD = (cache.flatten(0, 1)[paging.slots_T] for cache in caches)
+        observe(layer, q_THD, k_THD, v_THD)
+
+
+class _Head(torch.autograd.Function):
+    """The sampler's own logprobs of given tokens; logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden_RE, weight_VE, targets_R, temperatures_R):
+        ctx.save_for_backward(hidden_RE, weight_VE, targets_R, temperatures_R)
+        logprobs, entropies = [], []
+        for part in chunks(len(hidden_RE), len(weight_VE)):
+            logits_CV = _scores(hidden_RE[part], weight_VE)
+            logprobs.append(target_logprobs(logits_CV, temperatures_R[part], targets_R[part]))
+            entropies.append(_entropies(logits_CV / temperatures_R[part][:, None]))
+        logprobs_R, entropies_R = torch.cat(logprobs), torch.cat(entropies)
+        ctx.mark_non_differentiable(entropies_R)
+        return logprobs_R, entropies_R
+
+    @staticmethod
+    def backward(ctx, d_logprobs_R, _):
+        hidden_RE, weight_VE, targets_R, temperatures_R = ctx.saved_tensors
+        d_hidden_RE = torch.empty_like(hidden_RE)
+        needs_weight = ctx.needs_input_grad[1]
+        d_weight_VE = torch.zeros_like(weight_VE, dtype=d_logprobs_R.dtype) if needs_weight else None
+        factors_R1 = (d_logprobs_R / temperatures_R)[:, None]
+        for part in chunks(len(hidden_RE), len(weight_VE)):
+            logits_CV = _scores(hidden_RE[part], weight_VE)
+            d_logits_CV = -(logits_CV / temperatures_R[part][:, None]).softmax(-1)
+            d_logits_CV.scatter_add_(1, targets_R[part][:, None], torch.ones_like(factors_R1[part]))
+            d_logits_CV = (d_logits_CV * factors_R1[part]).to(hidden_RE.dtype)
+            d_hidden_RE[part] = d_logits_CV @ weight_VE
+            if needs_weight:
+                d_weight_VE += (d_logits_CV.t() @ hidden_RE[part]).to(d_weight_VE.dtype)
+        return d_hidden_RE, d_weight_VE.to(weight_VE.dtype) if needs_weight else None, None, None
+
+
+def _scores(hidden_RE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
+    return linear(hidden_RE.contiguous(), weight_VE, out_dtype=_wide(hidden_RE.dtype), deterministic=True)
+
+
+def _entropies(scaled_RV: torch.Tensor) -> torch.Tensor:
+    logprobs_RV = scaled_RV.log_softmax(-1)
+    return -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

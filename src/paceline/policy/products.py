@@ -1,0 +1,157 @@
+"""How the learner multiplies by a projection's weight: in the policy's type, as rollouts do, or in FP8.
+
+A product has two directions: y = x Wᵀ forward, and dx = dy W backward. The weight's own gradient, dyᵀ x, is
+always computed in the policy's type: its sum runs over tokens, where quantised factors of both sides would
+meet without a scale of their own.
+
+FP8 quantises with the rollout's own formats (kernels/fp8_format.py): weights in blocks of 128 x 128, rows in
+groups of 128 columns, sums in float32. A transposed weight has the same blocks, so both directions see the
+same numbers. Weights are quantised where they are used, which is cheap beside the product, and none can be
+stale.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.kernels.fp8_format import BlockMatrix
+from paceline.kernels.fp8_linear import fp8_linear
+from paceline.kernels.fp8_moe import fp8_run_experts
+from paceline.kernels.fp8_quantise import quantise_blocks, quantise_rows
+from paceline.kernels.linear import linear
+from paceline.kernels.moe import run_experts
+
+
+class Product(Protocol):
+    """Both directions of a product with a weight `[O, I]`, and the experts' feed-forward."""
+
+    def forward(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns x times weight transposed, plus bias."""
+
+    def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Returns d times weight."""
+
+    def experts(
+        self,
+        x_TE: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        gate_up_XFE: torch.Tensor,
+        down_XEF: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results."""
+
+
+class PlainProduct:
+    """Products in the policy's own type; `deterministic`: forward by the rollout's row-invariant kernel."""
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def forward(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns x times weight transposed, plus bias."""
+        if not self.deterministic:
+            return F.linear(x_TI, weight_OI, bias_O)
+        return _biased(linear(x_TI.contiguous(), weight_OI, deterministic=True), bias_O)
+
+    def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Returns d times weight."""
+        return d_TO @ weight_OI
+
+    def experts(
+        self,
+        x_TE: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        gate_up_XFE: torch.Tensor,
+        down_XEF: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results, as the rollout computes it."""
+        return run_experts(x_TE, weights_TK, experts_TK, gate_up_XFE, down_XEF)
+
+
+class Fp8Product:
+    """Products in FP8; `deterministic`: forward by the rollout's row-invariant kernel."""
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
+    def forward(
+        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns x times weight transposed, plus bias."""
+        if x_TI.is_meta:
+            return F.linear(x_TI, weight_OI, bias_O)
+        out_TO = fp8_linear(quantise_rows(x_TI.contiguous()), quantised(weight_OI), self.deterministic)
+        return _biased(out_TO, bias_O)
+
+    def backward(self, d_TO: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Returns d times weight."""
+        if d_TO.is_meta:
+            return d_TO @ weight_OI
+        d_TI = fp8_linear(quantise_rows(d_TO.contiguous()), quantised(weight_OI.t().contiguous()))
+        return d_TI[:, : weight_OI.shape[1]]
+
+    def experts(
+        self,
+        x_TE: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        gate_up_XFE: torch.Tensor,
+        down_XEF: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the chosen experts' results, as the rollout computes it."""
+        return fp8_run_experts(x_TE, weights_TK, experts_TK, quantised(gate_up_XFE), quantised(down_XEF))
+
+
+PLAIN = PlainProduct()
+
+
+def quantised(weight: torch.Tensor) -> BlockMatrix:
+    """Returns a contiguous weight `[O, I]` or `[X, O, I]` in blockwise FP8."""
+    out = BlockMatrix.poisoned(weight.shape, weight.device)
+    quantise_blocks(weight.detach(), out)
+    return out
+
+
+def _biased(out_TO: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    return out_TO if bias_O is None else out_TO + bias_O
+
+
+class Projection(nn.Linear):
+    """An `nn.Linear` whose product can be another one than torch's."""
+
+    # None: torch's own, differentiated by torch.
+    product: Product | None = None
+
+    def forward(self, x_TI: torch.Tensor, product: Product | None = None) -> torch.Tensor:
+        """Multiplies by the weight; `product` wins over the projection's own."""
+        chosen = product or self.product
+        if chosen is None:
+            return super().forward(x_TI)
+        return _Multiply.apply(x_TI, self.weight, self.bias, chosen)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TI, weight_OI, bias_O, product):
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.product = product
+        return product.forward(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx, d_TO):
+        x_TI, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            ctx.product.backward(d_TO, weight_OI) if needs_x else None,
+            d_TO.t() @ x_TI if needs_weight else None,
+            d_TO.sum(0) if needs_bias else None,
+            None,
+        )

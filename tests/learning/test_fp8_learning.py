@@ -1,0 +1,89 @@
+"""FP8 learning: the rollout's own quantisation forward, FP8 gradients within their rounding."""
+
+import pytest
+import torch
+
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.kernels.fp8_quantise import quantise_rows
+from paceline.learning.batch import pack, training_sequence
+from paceline.learning.exact import exact_logprobs
+from paceline.learning.learner import Learner
+from paceline.learning.logprobs import token_logprobs
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+from paceline.policy.products import Fp8Product, quantised
+from paceline.precision.products import use_fp8
+from paceline.types import Completion, Precision
+from tests.learning.samples import make_config
+from tests.learning.test_exact import make_requests, reported
+from tests.learning.test_fused import CASES, SHAPES, make_policy, results
+
+LARGE = DecoderConfig("qwen3", 50, 256, 384, 2, 4, 2, 64, 64, qk_norm=True)
+
+
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_a_product_is_that_of_the_quantised_numbers():
+    """Both directions, against float64 products of what the formats stand for; sizes are no whole blocks."""
+    torch.manual_seed(0)
+    x_TI, weight_OI, d_TO = torch.randn(7, 200), torch.randn(300, 200), torch.randn(7, 300)
+    rounded_OI = quantised(weight_OI).dequantise()[:, :200].double()
+    x, d = (quantise_rows(rows).dequantise().double() for rows in (x_TI, d_TO))
+    product = Fp8Product()
+    assert relative(product.forward(x_TI, weight_OI, None), x[:, :200] @ rounded_OI.t()) < 1e-6
+    assert relative(product.backward(d_TO, weight_OI), d[:, :300] @ rounded_OI) < 1e-6
+    assert 0.005 < relative(product.forward(x_TI, weight_OI, None), x_TI @ weight_OI.t()) < 0.06
+
+
+@pytest.mark.parametrize("family, lora", CASES)
+def test_gradients_are_near_the_exact_ones(family, lora):
+    """E4M3 keeps three bits of a fraction: single numbers are off by up to 6%."""
+    oracle = results(make_policy(family, lora, torch.float64))
+    policy = make_policy(family, lora, torch.float32)
+    use_fp8(policy)
+    ours = results(policy)
+    assert ours.keys() == oracle.keys()
+    stack = [torch.cat([found[name].flatten() for name in oracle if "." in name]) for found in (ours, oracle)]
+    assert 0.001 < relative(*stack) < (0.5 if family == "qwen3_moe" else 0.15)
+
+
+def test_outermost_layers_can_keep_their_type():
+    policy = Decoder(SHAPES["llama"])
+    with pytest.raises(ValueError, match="base_precision_layers"):
+        use_fp8(policy, base_layers=1)
+    shape = DecoderConfig("llama", 50, 32, 48, 3, 4, 2, 8, 64)
+    policy = Decoder(shape)
+    use_fp8(policy, base_layers=1)
+    assert [layer.attention.qkv.product is not None for layer in policy.layers] == [False, True, False]
+
+
+def roll_out(policy: Decoder) -> list[Completion]:
+    settings = EngineSettings(max_running=5, kv_tokens=512, max_length=64, precision=Precision.FP8)
+    engine = Engine(policy, settings)
+    engine.submit(make_requests(16))
+    return list(engine.completions())
+
+
+@pytest.mark.parametrize("family, lora", CASES)
+def test_exact_logprobs_are_those_of_fp8_rollouts(family, lora):
+    policy = make_policy(family, lora, torch.float32)
+    completions = roll_out(policy)
+    batch = pack([training_sequence(c) for c in completions], policy.device)
+    with torch.no_grad():
+        base = token_logprobs(policy, batch)[0].double()
+        use_fp8(policy)
+        fast = token_logprobs(policy, batch)[0].double()
+        exact = exact_logprobs(policy, batch)[0].double()
+    expected = reported(completions)
+    assert torch.equal(exact, expected)
+    assert float((fast - expected).abs().mean()) < 0.2 * float((base - expected).abs().mean())
+
+
+def test_a_recipe_switches_it_on():
+    learner = Learner(Decoder(LARGE).initialise(0), make_config("learning.precision=fp8"))
+    assert isinstance(learner.policy.layers[0].feed_forward.down.product, Fp8Product)
+    assert make_config(
+        "learning.precision=fp8", "rollout.precision=fp8", "learning.numerics=exact"
+    ).learning.numerics
