@@ -17,6 +17,9 @@ from paceline.runs.interruption import SIGNALS
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 
+# Otherwise the library warns in every child of a process that has used its threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 class ForkedCommand:
     """`paceline ARGUMENTS...` in a child of this process, with a reward that an untrained policy can earn."""

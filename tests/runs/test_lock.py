@@ -139,11 +139,14 @@ def test_export_moves_nothing_aside(tmp_path, start, whole):
 def test_a_child_does_not_keep_its_parents_lock(tmp_path):
     """flock is shared with forked children, and lasts as long as the last of them."""
     lock = RunLock(tmp_path)
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(writing, b"alive")
         time.sleep(60)
         os._exit(0)
     try:
+        os.read(reading, 5)
         lock.release()
         RunLock(tmp_path).release()
     finally:
