@@ -28,6 +28,9 @@ RUNS = {
     "1.7b": ("qwen3-1.7b", []),
     "1.7b-exact": ("qwen3-1.7b", ["learning.numerics=exact", "rollout.deterministic=true"]),
     "8b-lora": ("qwen3-8b", ["policy.lora.rank=32"]),
+    "8b-lora-fp8": ("qwen3-8b", ["policy.lora.rank=32", "learning.precision=fp8"]),
+    "8b-8bit": ("qwen3-8b", ["learning.optimiser_state=8bit"]),
+    "4b-host": ("qwen3-4b", ["learning.optimiser_state=host"]),
 }
 
 
@@ -56,6 +59,12 @@ def checks():
     for family in ("llama", "qwen3", "qwen3_moe"):
         with part(f"exact numerics {family}"):
             t.test_exact_numerics_give_the_rollouts_logprobs(family)
+    for kind in ("8bit", "host"):
+        with part(f"optimiser state: {kind}"):
+            t.test_optimiser_states_on_the_gpu(kind)
+    for family in ("qwen3", "qwen3_moe"):
+        with part(f"FP8 learning {family}"):
+            t.test_fp8_gradients_are_near(family)
     with part("repeatable update"):
         t.test_updates_repeat()
 

@@ -10,4 +10,5 @@ found = {n: getattr(importlib.import_module(n), '__version__', '?') for n in nam
 print(torch.__version__, torch.cuda.get_device_name(), 'cudnn', torch.backends.cudnn.version(), found)
 "
 timeout 45 python3 benchmarks/learner_attention.py 2>&1 | tail -12 | cut -c1-400
-timeout 160 python3 benchmarks/learner_gpu.py ${@:-checks 4b 1.7b 8b-lora} 2>&1 | grep -v Warning | cut -c1-600 | tail -80
+timeout 160 python3 benchmarks/learner_gpu.py ${@:-checks 4b 4b-fp8 1.7b 1.7b-exact} 2>&1 | grep -v Warning | cut -c1-600 | tail -80
+timeout 75 python3 benchmarks/peer_learner.py --shape qwen3-4b 2>&1 | tail -8 | cut -c1-600

@@ -198,7 +198,7 @@ def test_the_mismatch_is_taken_before_the_weights_move(correction):
 
 def test_without_signal_the_mismatch_is_still_measured(monkeypatch):
     groups = make_groups()
-    wanted = Learner(make_policy(), make_config()).update(groups)
+    wanted = Learner(make_policy(), make_config("learning.skip_zero_advantages=false")).update(groups)
     alike = [
         replace(g, samples=tuple(replace(s, score=replace(s.score, reward=1.0)) for s in g.samples))
         for g in groups

@@ -19,6 +19,7 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import add_adapters, merge_adapters
+from paceline.precision.products import use_fp8
 from paceline.types import Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -148,6 +149,42 @@ def test_exact_numerics_give_the_rollouts_logprobs(family):
     error = relative_error(gradients(policy, "cuda", exact_logprobs), gradients(policy, "cuda"))
     print(f"gradients {error:.4f}")
     assert error < (0.2 if family == "qwen3_moe" else 0.04)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fp8_gradients_are_near(family):
+    """Within E4M3's rounding of the policy's own type, and not equal to it."""
+    policy = on_gpu(make_policy(SHAPES[family]))
+    base = gradients(policy, "cuda")
+    use_fp8(policy)
+    error = relative_error(gradients(policy, "cuda"), base)
+    print(f"{family}: FP8 {error:.4f}")
+    assert 0.001 < error < (0.5 if family == "qwen3_moe" else 0.15)
+
+
+@pytest.mark.parametrize("kind", ["8bit", "host"])
+def test_optimiser_states_on_the_gpu(kind):
+    """Host memory gives the device's weights bit for bit; eight bits give the CPU reference's nearly."""
+    results = []
+    for chosen in ("device", kind):
+        policy = on_gpu(make_policy(SHAPES["qwen3"]))
+        config = load_config(None, ["learning.lr=1e-3", f"learning.optimiser_state={chosen}"])
+        learner = Learner(policy, config)
+        for seed in range(3):
+            learner.update(LearnWorkload(16, 4, (40, 90, 200, 7, 33, 128, 64, 300)).groups(1000, seed))
+        results.append(
+            torch.cat([parameter.detach().flatten().double() for parameter in policy.parameters()])
+        )
+    start = torch.cat(
+        [p.detach().flatten().double() for p in make_policy(SHAPES["qwen3"]).parameters()]
+    ).cuda()
+    error = float((results[1] - results[0]).norm() / (results[0] - start).norm())
+    print(f"{kind}: {error:.4f} of the update")
+    assert error == 0 if kind == "host" else error < 0.3
+
+
+def all_weights(policy: Decoder) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().double() for parameter in policy.parameters()])
 
 
 def on_gpu(policy: Decoder) -> Decoder:

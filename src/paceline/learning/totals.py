@@ -84,8 +84,8 @@ class UpdateTotals:
         """Returns the metrics of the update (docs/metrics.md)."""
         tokens = max(1, sum(sums.tokens for sums in self.micro_batches))
 
-        def mean(name: str) -> float:
-            return sum(getattr(sums, name) for sums in self.micro_batches) / tokens
+        def mean(name: str, over: float = tokens) -> float:
+            return sum(getattr(sums, name) for sums in self.micro_batches) / over
 
         return {
             "policy/skipped": float(self.skipped_updates == self.updates),
@@ -93,7 +93,7 @@ class UpdateTotals:
             "policy/nonfinite_updates": float(self.nonfinite_updates),
             "policy/loss": sum(self.losses) / max(1, self.updates),
             "policy/entropy": mean("entropy"),
-            "policy/clip_fraction": mean("clipped"),
+            "policy/clip_fraction": mean("clipped", tokens + self.idle_tokens),
             "policy/approximate_kl": mean("approximate_kl"),
             "policy/reference_kl": mean("reference_kl") + self.rollout_reference_kl,
             "policy/largest_logprob_delta": max(
