@@ -2,10 +2,11 @@
 #
 #   make train       trains the built-in policy; ARGS="run.steps=5" or any other recipe and overrides
 #   make test        the core suite: everything not marked slow (8 minutes on two ARM cores)
-#   make test-full   what is marked slow, with every optional package, and vLLM in an environment of its own
+#   make test-full   what is marked slow, with every optional package, vLLM in an environment of its own, and chromium
 #   make test-gpu    what is marked gpu; PART=1, PART=2, ... PART=$(PARTS) are shares of under eight minutes.
 #                    PYTEST="python -m pytest" runs it in an environment that exists and installs nothing.
 #   make lint        ruff, its formatter and mypy over all code
+#   make docs        the documentation as a site in site/; a link that leads nowhere fails
 #   make format      lets ruff rewrite what it can
 #   make clean       removes environments and build outputs
 #
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PYTEST ?= $(BIN)/python -m pytest
 CODE := src tests scripts $(wildcard bench benchmarks examples)
 
-.PHONY: train test test-full test-gpu lint format clean
+.PHONY: train test test-full test-gpu lint docs format clean
 
 # torch first and pinned: anything looser may pull gigabytes of CUDA packages.
 $(VENV)/.core: pyproject.toml constraints.txt
@@ -33,11 +34,15 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 $(VENV)/.full: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,browser]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 train: $(VENV)/.core
@@ -47,6 +52,7 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.full
+	sh scripts/browser.sh
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
@@ -61,9 +67,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(CODE)
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --quiet $(ARGS)
+
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
