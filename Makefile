@@ -68,7 +68,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy $(CODE)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
