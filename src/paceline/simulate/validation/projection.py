@@ -154,7 +154,7 @@ def _by_batch(cost: StepCost, best: int) -> str:
     ]
     count = len(PUBLISHED)
     series = [
-        Series(label, column, colour=i % count, dash=int(i // count == 1), line=i // count < 2)
+        Series(label, column, colour=i, dash=int(i // count == 1), line=i // count < 2)
         for i, (label, column) in enumerate(zip(labels, columns, strict=True))
     ]
     title = "Qwen3-235B-A22B on GB200, TP8, context 8,192"
