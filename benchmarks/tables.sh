@@ -54,19 +54,6 @@ eagle() { # trained on the small policy, measured with both widened to 8B cost
     rollout.speculation.eagle_path="$OUT/eagle" --batches 1,4,16,64 --tokens 1,2,3,5,7 \
     --verify shared-noise,rejection --rounds 2 --repeats 2 --json "$OUT/speculation.json"
 }
-step_table() { # NAME OVERRIDE...: RL steps stage by stage; run it again for the cells that are missing
-  name=$1
-  shift
-  $P bench step "${RECIPE:-chain-sum}" run.device=cuda policy.path="$SMOLLM" \
-    "rollout.speculation.drafters=[eagle]" rollout.speculation.eagle_path="${EAGLE:-$OUT/eagle}" "$@" \
-    --settings plain,history,eagle,paced,fp8+kv+paced --steps 5 --repeats 2 --budget "${BUDGET:-460}" \
-    --out "$OUT/$name" --json "$OUT/$name.json" --plot "$OUT/$name.svg"
-}
-steps() { step_table steps; }
-# At a larger model's cost. The small learning rate keeps the function near the small model's: updates reach
-# the padding.
-steps_4b() { step_table steps-4b policy.widen=4b learning.lr=1e-7; }
-steps_8b() { step_table steps-8b policy.widen=8b policy.lora.rank=32 learning.lr=1e-7; }
 certify() { # both ways to verify, fast and deterministic mode, under the pacer, and the FP8 policy
   for mode in "--verify shared-noise" "--verify rejection" "--verify shared-noise --deterministic" \
     "--pacing adaptive --deterministic" "rollout.precision=fp8+kv --deterministic"; do

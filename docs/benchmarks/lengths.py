@@ -34,13 +34,18 @@ def tail_of(lengths: list[int]) -> float:
     return 1 - running_at_most / max(lengths)
 
 
-def describe(steps: list[list[int]]) -> str:
-    """Returns quantiles, the shape of the logarithms, the tail, and a histogram."""
-    lengths = sorted(length for step in steps for length in step)
+def shape_of(lengths: list[int]) -> tuple[float, float]:
+    """Returns the standard deviation and the skew of the logarithms; a log-normal has a skew of 0."""
     logs = [math.log(length) for length in lengths]
     mean = statistics.fmean(logs)
     deviation = statistics.pstdev(logs)
-    skew = statistics.fmean(((x - mean) / deviation) ** 3 for x in logs)
+    return deviation, statistics.fmean(((x - mean) / deviation) ** 3 for x in logs)
+
+
+def describe(steps: list[list[int]]) -> str:
+    """Returns quantiles, the shape of the logarithms, the tail, and a histogram."""
+    lengths = sorted(length for step in steps for length in step)
+    deviation, skew = shape_of(lengths)
     quantiles = ", ".join(f"p{100 * q:g} {lengths[int(q * len(lengths))]}" for q in (0.1, 0.5, 0.9, 0.99))
     lines = [
         f"{len(lengths)} responses in {len(steps)} steps: mean {statistics.fmean(lengths):.0f}, {quantiles}, "

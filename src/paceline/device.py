@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.utils.deterministic
 
 from paceline.config import Config, ConfigError
 from paceline.types import Precision
@@ -31,6 +32,8 @@ def prepare_device(config: Config) -> torch.device:
     device = best_device() if wanted == "auto" else torch.device(wanted)
     if device.type == "cuda":
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
+        if config.rollout.deterministic:  # cuBLAS reads it when it starts, and torch insists on it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     prepare_torch(device)
     return device
 
@@ -57,10 +60,33 @@ def refuse_old_gpu(precision: str, key: str) -> None:
 
 
 @contextmanager
-def learning_threads(config: Config) -> Iterator[None]:
-    """Gives torch all cores within: learning's matrices are worth it, everything else runs on one."""
+def learning_mode(config: Config) -> Iterator[None]:
+    """Sets torch up for learning within: all cores, and repeatable updates where rollouts are, too.
+
+    A rollout's operations are too small to share, so everything else runs on one core.
+    """
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    try:
+        with repeatable_kernels(config.rollout.deterministic and torch.cuda.is_available()):
+            yield
+    finally:
+        torch.set_num_threads(1)
+
+
+@contextmanager
+def repeatable_kernels(wanted: bool) -> Iterator[None]:
+    """Makes torch's GPU kernels give the same bits for the same inputs within, if wanted.
+
+    Without it the backward pass of attention adds up in the order in which blocks happen to finish.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(before)

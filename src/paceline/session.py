@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from paceline.backend import Backend
 from paceline.config import Config, ConfigError
-from paceline.device import learning_threads, prepare_device
+from paceline.device import learning_mode, prepare_device
 from paceline.drafting.factory import DrafterFactory
 from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
@@ -74,7 +74,7 @@ class Session:
     @contextmanager
     def learning(self, needs_memory: bool = True) -> Iterator[None]:
         """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool."""
-        with learning_threads(self.config), self.backend.training(), self._learning_memory(needs_memory):
+        with learning_mode(self.config), self.backend.training(), self._learning_memory(needs_memory):
             yield
 
     @contextmanager

@@ -218,6 +218,15 @@ def test_sleep_and_wake_keep_requests(folders):
     assert bits({c.request.id: c for c in done}) == expected
 
 
+def test_closing_gives_the_cache_back(folders):
+    engine = make_engine(folders["llama"])
+    engine.submit(grouped_requests(2, 2, 8))
+    engine.close()
+    assert engine.cache.storages and all(s.tensor is None for s in engine.cache.storages.values())
+    assert not engine.scheduler.waiting
+    engine.close()  # once more is no mistake
+
+
 def test_truncated_sampling_equals_the_reference(folders):
     from paceline.engine.reference import ReferenceBackend
 

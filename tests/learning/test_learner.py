@@ -16,7 +16,7 @@ def test_entropy_and_chunking(monkeypatch):
     sequences = [training_sequence(sample.completion) for group in make_groups() for sample in group.samples]
     batch = micro_batches(sequences, 4096, torch.device("cpu"))[0]
     whole = token_logprobs(policy, batch)
-    monkeypatch.setattr("paceline.learning.logprobs.CHUNK_ELEMENTS", 31 * 5)
+    monkeypatch.setattr("paceline.learning.logprobs.CHUNK_ELEMENTS", {"cpu": 31 * 5})
     chunked = token_logprobs(policy, batch)
     torch.testing.assert_close(whole, chunked)
     hidden = policy(batch.tokens_T, batch.attention.positions_T, batch.attention)[batch.predictors_R]

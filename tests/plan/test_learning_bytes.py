@@ -30,7 +30,7 @@ CASES = [(name, "full") for name in SMALL_SHAPES] + [
 @pytest.fixture(autouse=True)
 def small_logit_chunks(monkeypatch):
     """Several chunks of logits for one micro-batch, as at real sizes."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 40 * 500)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 40 * 500, "meta": 40 * 500})
 
 
 @pytest.fixture(autouse=True)

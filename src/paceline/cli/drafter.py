@@ -64,7 +64,7 @@ def train(
 ) -> None:
     """Trains an eagle head on a policy's own responses."""
     from paceline.config import load_config
-    from paceline.device import learning_threads
+    from paceline.device import learning_mode
     from paceline.drafting.eagle_folder import save_eagle
     from paceline.drafting.offline import open_head, train_head
     from paceline.drafting.training import HeadTraining
@@ -84,7 +84,7 @@ def train(
     sequences = [training_sequence(completion) for completion in completions]
     typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
     settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
-    with learning_threads(session.config), step_progress("head", quiet) as show:
+    with learning_mode(session.config), step_progress("head", quiet) as show:
         train_head(session.policy, head, not start, sequences, settings, _progress(steps, show))
     save_eagle(head, out, wanted_dtype)
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")

@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli.progress import ShowStep
 from paceline.config import Config, ConfigError, load_config
-from paceline.device import learning_threads, prepare_device
+from paceline.device import learning_mode, prepare_device
 from paceline.learning.warmup import (
     Progress,
     WarmupSettings,
@@ -104,7 +104,7 @@ def _warm_up(out: Path, folder: Path, config: Config, train: Callable[[Decoder],
     device = prepare_device(config)
     policy = load_policy(folder, policy_dtype(config.policy, device), device)
     start = time.monotonic()
-    with learning_threads(config):
+    with learning_mode(config):
         totals = train(policy)
     seconds = time.monotonic() - start
     unfinished = out.with_name(f"{out.name}.unfinished")

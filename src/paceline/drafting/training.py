@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from paceline.config import LearningConfig
 from paceline.drafting.eagle_head import EagleHead
@@ -96,21 +95,26 @@ class HeadTrainer:
         `hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the
         batch's tokens.
         """
-        loss = torch.zeros((), device=batch.tokens_T.device)
-        sums = []
         hidden_RE = hidden_TE[batch.predictors_R]
-        states = unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll)
-        for step, x_RE in enumerate(states):
-            # The others are computed for nothing: they are few, and counting them would wait for the device.
-            used_R = drafted_tokens(batch, step)
-            compared = compare(self.policy, self.head, hidden_RE, x_RE, batch.temperatures_R)
-            cross_entropy, teacher_entropy, overlap = (
-                torch.where(used_R, values_R, 0.0).sum() for values_R in compared
-            )
-            loss = loss + self.settings.step_decay**step * cross_entropy
-            count = used_R.sum().to(overlap.dtype)
-            sums.append(torch.stack((count, cross_entropy.detach() - teacher_entropy, overlap)))
-        loss.backward()
+        states = list(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll))
+        # Logits fill the memory, so each chunk of rows goes back as far as the states before the next one.
+        leaves = [x_RE.detach().requires_grad_() for x_RE in states]
+        # The unused are computed for nothing: they are few, and counting them would wait for the device.
+        used_UR = [drafted_tokens(batch, step) for step in range(len(states))]
+        sums = [torch.zeros(3, device=batch.tokens_T.device) for _ in states]
+        for rows in _row_chunks(len(hidden_RE), rows_per_chunk(self.policy)):
+            temperatures_R = batch.temperatures_R[rows]
+            teacher_RD = teacher_probabilities(self.policy, self.head, hidden_RE[rows], temperatures_R)
+            for step, (leaf_RE, used_R) in enumerate(zip(leaves, used_UR, strict=True)):
+                compared = compare(self.head, leaf_RE[rows], teacher_RD, temperatures_R)
+                used = used_R[rows]
+                cross_entropy, teacher_entropy, overlap = (
+                    torch.where(used, values_R, 0.0).sum() for values_R in compared
+                )
+                (self.settings.step_decay**step * cross_entropy).backward()
+                divergence = cross_entropy.detach() - teacher_entropy
+                sums[step] = sums[step] + torch.stack((used.sum().to(overlap.dtype), divergence, overlap))
+        torch.autograd.backward(states, [leaf_RE.grad for leaf_RE in leaves])
         self.sums_U3 = self.sums_U3 + torch.stack(sums)
 
     def update(self) -> HeadStep:
@@ -146,44 +150,32 @@ def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
     return reached_R
 
 
-def compare(
-    policy: Decoder,
-    head: EagleHead,
-    hidden_RE: torch.Tensor,
-    x_RE: torch.Tensor,
-    temperatures_R: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each.
-
-    It never holds all logits at once.
-    """
-    chunk = rows_per_chunk(policy)
-    parts = []
-    for part in zip(*(tensor.split(chunk) for tensor in (hidden_RE, x_RE, temperatures_R)), strict=True):
-        if torch.is_grad_enabled() and len(x_RE) > chunk:
-            parts.append(checkpoint(_compare_chunk, policy, head, *part, use_reentrant=False))
-        else:
-            parts.append(_compare_chunk(policy, head, *part))
-    cross_entropy, entropy, overlap = zip(*parts, strict=True)
-    return torch.cat(cross_entropy), torch.cat(entropy), torch.cat(overlap)
-
-
 def rows_per_chunk(policy: Decoder) -> int:
     """Returns how many rows of logits are held at once."""
     return max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
 
 
-def _compare_chunk(
-    policy: Decoder,
-    head: EagleHead,
-    hidden_RE: torch.Tensor,
-    x_RE: torch.Tensor,
-    temperatures_R: torch.Tensor,
+def _row_chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+@torch.no_grad()
+def teacher_probabilities(
+    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, temperatures_R: torch.Tensor
+) -> torch.Tensor:
+    """Returns the policy's probabilities of the draft vocabulary, `[R, D]`; their sum is at most 1."""
+    logits_RV = policy.logits(hidden_RE)
+    return (logits_RV / temperatures_R[:, None].to(logits_RV.dtype)).softmax(-1)[:, head.draft_to_target]
+
+
+def compare(
+    head: EagleHead, x_RE: torch.Tensor, p_RD: torch.Tensor, temperatures_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        logits_RV = policy.logits(hidden_RE)
-        p_RD = (logits_RV / temperatures_R[:, None].to(logits_RV.dtype)).softmax(-1)[:, head.draft_to_target]
-        teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
+    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each.
+
+    `p_RD` are the policy's probabilities; within the draft vocabulary they teach as a distribution.
+    """
+    teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
     logits_RD = head.logits(x_RE)
     logq_RD = (logits_RD / temperatures_R[:, None].to(logits_RD.dtype)).log_softmax(-1)
     with torch.no_grad():

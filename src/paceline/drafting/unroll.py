@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from paceline.drafting.draft_attention import PrefixAndDiagonal, make_prefix
 from paceline.drafting.eagle_head import EagleHead
 from paceline.learning.batch import MicroBatch
 from paceline.policy.attention import PackedAttention
@@ -53,8 +54,9 @@ class DraftAttention:
     def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
         self.tokens = batch.attention
         self.rows = PackedAttention(list(batch.response_lengths), positions_R.device)
-        self.positions_B1L1 = self.rows.pad(positions_R[:, None, None])
-        self.true_keys_BHLD: torch.Tensor | None = None
+        self.positions_R = positions_R
+        self.true_keys_THD: torch.Tensor | None = None
+        self.true_values_THD: torch.Tensor | None = None
         self.own_keys: list[torch.Tensor] = []
         self.own_values: list[torch.Tensor] = []
 
@@ -62,25 +64,18 @@ class DraftAttention:
         """Returns the attention of this step's queries, and keeps the keys and values for the next ones."""
         repeats = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        if self.true_keys_BHLD is None:
-            self.true_keys_BHLD, self.true_values_BHLD = self.tokens.pad(wide_k), self.tokens.pad(wide_v)
+        if self.true_keys_THD is None:
+            self.true_keys_THD, self.true_values_THD = wide_k, wide_v
             return self.tokens(layer, q, k, v)
         self.own_keys.append(wide_k)
         self.own_values.append(wide_v)
-        return self._own_step(q, len(self.own_keys))
-
-    def _own_step(self, q_RHD: torch.Tensor, step: int) -> torch.Tensor:
+        step = len(self.own_keys)
         # Own entries lie on diagonals: of each step one key per query, found by shifting rows.
-        own_keys = [key.roll(step - i, 0) for i, key in enumerate(self.own_keys, start=1)]
-        own_values = [value.roll(step - i, 0) for i, value in enumerate(self.own_values, start=1)]
-        own_BHLS = self.rows.pad(torch.stack([(q_RHD * key).sum(-1) for key in own_keys], -1))
-        true_BHLL = self.rows.pad(q_RHD) @ self.true_keys_BHLD.transpose(-1, -2)
-        keys_L = torch.arange(self.tokens.longest, device=q_RHD.device)
-        true_BHLL = true_BHLL.masked_fill(keys_L > self.positions_B1L1 - step, -torch.inf)
-        wide = torch.promote_types(q_RHD.dtype, torch.float32)
-        scores = torch.cat((true_BHLL, own_BHLS), -1).to(wide) * q_RHD.shape[-1] ** -0.5
-        true_weights, own_weights = scores.softmax(-1).to(q_RHD.dtype).split((self.tokens.longest, step), -1)
-        out_RHD = self.rows.unpad(true_weights @ self.true_values_BHLD)
-        for weight_RH, value_RHD in zip(self.rows.unpad(own_weights).unbind(-1), own_values, strict=True):
-            out_RHD = out_RHD + weight_RH.unsqueeze(-1) * value_RHD
-        return out_RHD
+        own_keys = torch.stack([key.roll(step - i, 0) for i, key in enumerate(self.own_keys, start=1)])
+        own_values = torch.stack(
+            [value.roll(step - i, 0) for i, value in enumerate(self.own_values, start=1)]
+        )
+        prefix = make_prefix(self.tokens, self.rows, self.positions_R, step, q.dtype)
+        return PrefixAndDiagonal.apply(
+            prefix, q, self.true_keys_THD, self.true_values_THD, own_keys, own_values
+        )

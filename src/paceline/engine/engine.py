@@ -312,7 +312,7 @@ class Engine(Backend):
             self._rebuild_cache()
 
     def close(self) -> None:
-        self._preempt_all()
+        self.sleep()  # whoever goes on with the policy gets the memory
         self.scheduler.waiting.clear()
         self.scheduler.waiting_prompts.clear()
 

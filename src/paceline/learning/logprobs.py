@@ -6,8 +6,8 @@ from torch.utils.checkpoint import checkpoint
 from paceline.learning.batch import MicroBatch
 from paceline.policy.decoder import Decoder
 
-# Logits per chunk: 64 MiB in float32.
-CHUNK_ELEMENTS = 1 << 24
+# Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
 
 # Differences of logprobs are clamped to this size before exp, in nats. exp(20) is 5e8: wide enough to mean
 # "hopeless", narrow enough to be squared and summed.
@@ -19,7 +19,7 @@ def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, to
     hidden_RE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)[
         batch.predictors_R
     ]
-    chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
+    chunk = max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
     logprobs = []
     entropies = []
     for part in zip(

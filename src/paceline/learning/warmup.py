@@ -174,12 +174,13 @@ def warm_up_on_task(
 def demonstration_examples(task: Task, count: int, seed: int, end: int) -> list[Example]:
     """Returns a task's demonstrations as tokens, prompts rendered by the task's own encoder."""
     assert task.demonstrations is not None
-    tokenizer = task.prompts.tokenizer
-    examples = []
-    for demonstration in task.demonstrations(count, seed):
-        response = tokenizer.encode(demonstration.response, add_special_tokens=False).ids
-        examples.append(Example(task.prompts.encode(demonstration.problem), (*response, end)))
-    return examples
+    demonstrations = list(task.demonstrations(count, seed))
+    texts = [demonstration.response for demonstration in demonstrations]
+    responses = task.prompts.tokenizer.encode_batch(texts, add_special_tokens=False)  # on all cores
+    return [
+        Example(task.prompts.encode(demonstration.problem), (*response.ids, end))
+        for demonstration, response in zip(demonstrations, responses, strict=True)
+    ]
 
 
 def _train(

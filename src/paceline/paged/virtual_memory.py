@@ -97,7 +97,9 @@ class ReservedMemory:
         self._handle = handle
 
     def release(self) -> None:
-        """Gives the physical memory back and keeps the addresses."""
+        """Gives the physical memory back, if there is any, and keeps the addresses."""
+        if self._handle is None:
+            return
         torch.cuda.synchronize(self.device)
         self._call("cuMemUnmap", self._address, self._size)
         self._call("cuMemRelease", self._handle)

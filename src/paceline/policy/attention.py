@@ -23,6 +23,7 @@ class PackedAttention:
     observe: AttentionObserver | None = None
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.lengths = lengths
         lengths_B = torch.tensor(lengths)
         self.longest = int(lengths_B.max())
         boundaries = F.pad(lengths_B.cumsum(0), (1, 0))

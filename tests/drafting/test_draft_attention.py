@@ -1,0 +1,91 @@
+"""Attention to a prefix and a diagonal, in blocks and by the flash kernel, against one softmax over both."""
+
+import pytest
+import torch
+
+from paceline.drafting import draft_attention
+from paceline.drafting.draft_attention import BlockedPrefix, FlashPrefix, PrefixAndDiagonal
+from paceline.policy.attention import PackedAttention
+
+# Prompt and response tokens of packed sequences: a lone token before the response, a long one, a short one.
+SEQUENCES = [(1, 6), (40, 300), (2, 3), (7, 129), (3, 1)]
+HEADS, HEAD_DIM = 3, 64
+
+
+def draw(step: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Returns q, the prefix's k and v, own k and own v, the last gradient, all random."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, rows = (sum(sizes) for sizes in zip(*[(p + r, r) for p, r in SEQUENCES], strict=True))
+    shapes = [(rows,), (tokens,), (tokens,), (step, rows), (step, rows), (rows,)]
+    return [torch.randn(*shape, HEADS, HEAD_DIM, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+    """Returns the result and all gradients, from one softmax per query in float64."""
+    q, k, v, own_k, own_v, grad = (t.detach().double().cpu() for t in tensors)
+    leaves = [t.requires_grad_() for t in (q, k, v, own_k, own_v)]
+    out, row, start = [], 0, 0
+    for prompt, response in SEQUENCES:
+        for place in range(response):
+            visible = slice(start, start + max(0, prompt - 2 + place - step + 1))
+            keys = torch.cat([k[visible], own_k[:, row]])
+            values = torch.cat([v[visible], own_v[:, row]])
+            weights = (torch.einsum("hd,khd->kh", q[row], keys) * HEAD_DIM**-0.5).softmax(0)
+            out.append(torch.einsum("kh,khd->hd", weights, values))
+            row += 1
+        start += prompt + response
+    result = torch.stack(out)
+    result.backward(grad)
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def computed(prefix, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors[:-1]]
+    out = PrefixAndDiagonal.apply(prefix, *leaves)
+    out.backward(tensors[-1])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def packed(device: str) -> tuple[PackedAttention, PackedAttention]:
+    tokens = PackedAttention([p + r for p, r in SEQUENCES], torch.device(device))
+    return tokens, PackedAttention([r for _, r in SEQUENCES], torch.device(device))
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("block_scores", [1 << 24, 5000])
+def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
+    monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)
+    tensors = draw(step, torch.float64, "cpu")
+    tokens, rows = packed("cpu")
+    entries = [torch.arange(p - 2, p - 2 + r) for p, r in SEQUENCES]
+    prefix = BlockedPrefix(tokens, rows, torch.cat(entries), step)
+    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_the_flash_kernel_equals_one_softmax(step):
+    tensors = draw(step, torch.bfloat16, "cuda")
+    tokens, rows = packed("cuda")
+    prefix = FlashPrefix(tokens.lengths, rows.lengths, step, torch.device("cuda"))
+    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
+        assert ours.isfinite().all()
+        error = (ours.double().cpu() - theirs).norm() / theirs.norm()
+        assert error < 0.01, error
+
+
+@pytest.mark.gpu
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    """A response of 16,000 tokens: all pairs of scores would take 4.6 GB for these nine heads."""
+    length, heads, step = 16_000, 9, 2
+    lengths = [length + 2]
+    device = torch.device("cuda")
+    q = torch.randn(length, heads, HEAD_DIM, dtype=torch.bfloat16, device=device, requires_grad=True)
+    k, v = (torch.randn(length + 2, heads, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
+    own = torch.randn(2, step, length, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    prefix = FlashPrefix(lengths, [length], step, device)
+    PrefixAndDiagonal.apply(prefix, q, k, v, own[0], own[1]).float().sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 1e9
