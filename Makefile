@@ -2,11 +2,12 @@
 #
 #   make train       trains the built-in policy; ARGS="run.steps=5" or any other recipe and overrides
 #   make test        the core suite: everything not marked slow (8 minutes on two ARM cores)
-#   make test-full   what is marked slow, with every optional package, and vLLM in an environment of its own
+#   make test-full   what is marked slow, with every optional package, vLLM in an environment of its own, and chromium
 #   make soak        disturbs runs by random seed for SECONDS and says how many; SEED=n is the first case
 #   make test-gpu    what is marked gpu; PART=1, PART=2, ... PART=$(PARTS) are shares of under eight minutes.
 #                    PYTEST="python -m pytest" runs it in an environment that exists and installs nothing.
 #   make lint        ruff, its formatter and mypy over all code
+#   make docs        the documentation as a site in site/; a link that leads nowhere fails
 #   make format      lets ruff rewrite what it can
 #   make clean       removes environments and build outputs
 #
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PYTEST ?= $(BIN)/python -m pytest
 CODE := src tests scripts $(wildcard bench benchmarks examples)
 
-.PHONY: train test test-full soak test-gpu lint format clean
+.PHONY: train test test-full soak test-gpu lint docs format clean
 
 # torch first and pinned: anything looser may pull gigabytes of CUDA packages.
 $(VENV)/.core: pyproject.toml constraints.txt
@@ -36,11 +37,15 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 $(VENV)/.full: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,browser]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lint]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 train: $(VENV)/.core
@@ -50,6 +55,7 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.full
+	sh scripts/browser.sh
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
@@ -67,9 +73,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy $(CODE)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
 clean:
-	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

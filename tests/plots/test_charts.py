@@ -1,6 +1,8 @@
 """Charts as data: aligning, thinning, rounding, and pages that nothing can break out of."""
 
 import json
+import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from paceline.plots.align import aligned, averaged, thinned
 from paceline.plots.chart import Axis, Chart, Series, rounded
 from paceline.plots.document import Section, document
 from paceline.plots.page import asset, script_json
+from paceline.plots.svg import to_svg
 from tests.page_data import page_data
 
 
@@ -67,3 +70,23 @@ def test_a_document_carries_its_charts_and_only_our_scripts():
 def test_the_library_is_small_and_has_its_licence():
     assert len(asset("uPlot.iife.min.js")) < 100_000
     assert "MIT" in asset("uPlot.LICENSE") and "v1.6.32" in asset("uPlot.iife.min.js")[:100]
+
+
+def test_pictures_hold_every_curve():
+    series = [Series("one", [1.0, 2.0, None, 3.0]), Series("<two>", [3.0, None, None, 1.0], line=False)]
+    chart = Chart("c", "a < b", Axis("x", log=True), Axis("y", "s"), [1, 2, 3, 4], series, level=1.0)
+    picture = to_svg(chart)
+    ElementTree.fromstring(picture)
+    assert picture.count("<polyline") == 1 and picture.count("<circle") == 2 and "a &lt; b" in picture
+    assert len(re.search(r'points="([^"]*)"', picture)[1].split()) == 3 and "y (s)" in picture
+
+
+def test_pictures_stack_bars():
+    series = [Series("rollout", [2.0, 1.0]), Series("learn", [1.0, 1.0])]
+    chart = Chart(
+        "c", "t", Axis("setting"), Axis("time", "s"), [0, 1], series, stacked=True, names=["plain", "k"]
+    )
+    picture = to_svg(chart)
+    ElementTree.fromstring(picture)
+    widths = [float(w) for w in re.findall(r'<rect x="[^"]*" y="[^"]*" width="([^"]*)"', picture)]
+    assert widths == pytest.approx([2 * widths[1], widths[1], widths[1], widths[1]], rel=0.01)

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from paceline.bench import lengths as bench_lengths
 from paceline.cli.main import app
-from paceline.report.svg import Line, line_chart
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
 from paceline.simulate.workload import Lengths
@@ -163,15 +162,3 @@ def test_lengths_are_those_of_bench():
     drawn = Lengths.parse(text).draw(20000, seed=0)
     assert drawn.min() >= 16 and drawn.max() <= 4096
     assert drawn.mean() == pytest.approx(512, rel=0.05)
-
-
-def test_charts_hold_every_line():
-    chart = line_chart(
-        "a < b",
-        "x",
-        "y",
-        [Line("one", (1, 2, 4), (1.0, 2.0, 3.0)), Line("two", (1, 4), (3.0, 1.0), points=True)],
-        log_x=True,
-        level=1.0,
-    )
-    assert chart.count("<polyline") == 1 and chart.count("<circle") == 2 and "a &lt; b" in chart

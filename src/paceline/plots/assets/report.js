@@ -5,7 +5,7 @@
   const MOST_SAMPLES = 40;
 
   function cardsOf(cards) {
-    return el("div", { class: "cards" }, cards.map((card) => {
+    return el("div", { class: cards.length > 3 ? "cards three" : "cards" }, cards.map((card) => {
       const parts = card.shares || [];
       const bar = parts.length ? el("div", { class: "share", role: "img", "aria-label": parts.map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ") }, parts.map(([, share, colour]) => {
         const piece = el("span", {});

@@ -101,5 +101,6 @@ def stacked_chart(
     if not present:
         return None
     xs, means = averaged(run.train.xs(), present, limit)
-    series = [Series(name, column, colour=i) for i, (name, column) in enumerate(means.items())]
+    colours = {name: number for number, name in enumerate(parts)}  # the same whatever is left out
+    series = [Series(name, column, colour=colours[name]) for name, column in means.items()]
     return Chart(id, title, STEP, axis, xs, series, note, stacked=True)

@@ -58,7 +58,7 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 
 def slowest_prompts(traces: Sequence[dict[str, Any]], most: int = 12) -> dict[str, Any] | None:
-    """Returns a table of the requests that took longest, over the steps whose requests were recorded."""
+    """Returns a table of the prompts whose requests took longest, over the steps that were recorded."""
     rows = []
     for trace in traces:
         for request in trace["requests"]:
@@ -70,6 +70,9 @@ def slowest_prompts(traces: Sequence[dict[str, Any]], most: int = 12) -> dict[st
     if not rows:
         return None
     rows.sort(key=lambda row: -row[0])
+    worst: dict[str, Any] = {}
+    for row in rows:
+        worst.setdefault(row[3]["prompt"], row)
     lines = [
         [
             cut(request["prompt"], 120)[0],
@@ -80,11 +83,11 @@ def slowest_prompts(traces: Sequence[dict[str, Any]], most: int = 12) -> dict[st
             "-" if request["reward"] is None else f"{request['reward']:.3g}",
             str(request["end"]),
         ]
-        for seconds, waited, step, request in rows[:most]
+        for seconds, waited, step, request in list(worst.values())[:most]
     ]
     columns = ["prompt", "step", "seconds", "of these waiting", "tokens", "reward", "ended by"]
     steps = len({trace["step"] for trace in traces})
-    note = f"Of the last {steps} steps whose requests are recorded; these are what the rollouts waited for."
+    note = f"The slowest request of each, over the last {steps} steps whose requests are recorded."
     return table("slowest", "Slowest prompts", columns, lines, note)
 
 

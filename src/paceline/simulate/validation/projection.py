@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.report.svg import Line, line_chart
+from paceline.plots.align import aligned
+from paceline.plots.chart import Axis, Chart, Series
+from paceline.plots.svg import to_svg
 from paceline.simulate.deployment import Deployment, Parallelism
 from paceline.simulate.hardware import load_hardware
 from paceline.simulate.model_shape import load_model
@@ -140,24 +142,30 @@ def _by_batch(cost: StepCost, best: int) -> str:
         return tuple(speedup(cost, rows, k) for rows in ROWS)
 
     wide = cost_of(Parallelism(8, 64))
-    published = tuple(theirs.rollout for theirs in PUBLISHED.values())
-    lines = [
-        *(
-            Line(f"k = {k}, accept {theirs.accept_length:g}, EP 8", ROWS, curve(cost, k))
-            for k, theirs in PUBLISHED.items()
-        ),
-        *(Line(f"k = {k}, EP 64", ROWS, curve(wide, k), dashed=True) for k in PUBLISHED),
-        Line("published", (best,) * len(published), published, points=True),
+    rows = np.array(ROWS, dtype=float)
+    narrow_curves = [(rows, np.array(curve(cost, k))) for k in PUBLISHED]
+    wide_curves = [(rows, np.array(curve(wide, k))) for k in PUBLISHED]
+    points = [(np.array([float(best)]), np.array([theirs.rollout])) for theirs in PUBLISHED.values()]
+    xs, columns = aligned([*narrow_curves, *wide_curves, *points])
+    labels = [
+        *(f"k = {k}, accept {theirs.accept_length:g}, EP 8" for k, theirs in PUBLISHED.items()),
+        *(f"k = {k}, EP 64" for k in PUBLISHED),
+        *(f"k = {k}, published" for k in PUBLISHED),
+    ]
+    count = len(PUBLISHED)
+    series = [
+        Series(label, column, colour=i, dash=int(i // count == 1), line=i // count < 2)
+        for i, (label, column) in enumerate(zip(labels, columns, strict=True))
     ]
     title = "Qwen3-235B-A22B on GB200, TP8, context 8,192"
-    axes = ("requests running per replica", "speed-up of a step")
-    return line_chart(title, *axes, lines, log_x=True, level=1.0)
+    x = Axis("requests running per replica", log=True)
+    return to_svg(Chart("batch", title, x, Axis("speed-up of a step"), xs, series, level=1.0))
 
 
 def _by_acceptance(cost: StepCost) -> str:
     """Returns a chart of the best k's speed-up at each batch and acceptance: what pacing would choose."""
     probabilities = tuple(map(float, np.linspace(0.3, 0.95, 27)))
-    lines = []
+    lines: list[Series] = []
     for rows in (4, 16, 64, 256, 1024):
         plain = cost.step(rows, 0, CONTEXT)
         seconds = {k: cost.step(rows, k, CONTEXT) for k in range(1, 9)}
@@ -165,9 +173,10 @@ def _by_acceptance(cost: StepCost) -> str:
         for p in probabilities:
             acceptance = Acceptance((p,))
             values.append(max(1.0, *(acceptance.accept_length(k) * plain / s for k, s in seconds.items())))
-        lines.append(Line(f"{rows} running", probabilities, tuple(values)))
-    axes = ("probability that a draft token is accepted", "speed-up of a step")
-    return line_chart("The best k of 0..8, by acceptance", *axes, lines, level=1.0)
+        lines.append(Series(f"{rows} running", values, colour=len(lines)))
+    x = Axis("probability that a draft token is accepted")
+    title = "The best k of 0..8, by acceptance"
+    return to_svg(Chart("acceptance", title, x, Axis("speed-up of a step"), probabilities, lines, level=1.0))
 
 
 def _active_experts(tokens: int) -> float:
