@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 
+from paceline.certify.power import Power
 from paceline.certify.statistics import holm
 
 # Chance that a sound backend fails any of the statistical checks.
@@ -19,6 +20,8 @@ class Check:
     p_value: float | None = None  # None: the check is exact, not statistical
     adjusted: float | None = None  # the p-value after Holm's correction
     promised: bool = True  # False: reported, but the backend does not promise it
+    power: tuple[Power, ...] = ()  # what it would have found, by the token's place in its step
+    part: str = ""  # of the certificate
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Returns whether every promised check passed, and at least one frequency could be tested."""
-        tested = any(check.p_value is not None for check in self.checks)
+        """Returns whether every promised check passed, and at least one place of a step could be tested."""
+        tested = any(check.promised and check.power for check in self.checks)
         return tested and all(check.passed for check in self.checks if check.promised)
 
     def table(self) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
-from paceline.certify.native import KV_TOKENS, MakeDrafter, NativeSubject, widest
-from paceline.certify.subject import OpenedBackend
+from paceline.certify.native import MakeDrafter, NativeSubject, widest
+from paceline.certify.subject import KV_TOKENS, OpenedBackend
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -36,6 +37,7 @@ class Fp8Subject(NativeSubject):
     """The native engine rolling out in FP8, with the FP8 policy as its oracle."""
 
     name = "native engine in FP8"
+    takes_weights = False  # the scales of later versions are calibrated while requests run
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class Fp8Subject(NativeSubject):
         tokens: int,
         settings: EngineSettings,
         adaptive: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.prompts = _up_to(prompts, CALIBRATION_TOKENS)
         engine = Engine(policy, replace(settings, max_running=64, kv_tokens=KV_TOKENS))
@@ -60,8 +63,14 @@ class Fp8Subject(NativeSubject):
             engine.rollout_precision.cache_scales_L2H,
             frozenset(engine.rollout_precision.kv_base_layers),
         )
-        super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
+        super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive, tokenizer)
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
+
+    def _exact_draft_policy(self) -> None:
+        """Rounding in FP8 hides which token rejection must choose; statistics serve there."""
+
+    def _proposals_are_known(self) -> bool:
+        return False
 
     def _prepare(self, engine: Engine) -> None:
         engine.load_calibration_state(self.calibrated)
