@@ -165,7 +165,9 @@ def _by_rank(
             tolerance_N = torch.maximum(
                 tolerance_N, spread_factor(len(perturbed)) * (other_NV - logits_NV).std(-1)
             )
-            perturbed_CSB[wanted, i] = _binned(distribution(other_NV, sampling), order_NR, sampling).float().cpu()
+            perturbed_CSB[wanted, i] = (
+                _binned(distribution(other_NV, sampling), order_NR, sampling).float().cpu()
+            )
         order_CR[wanted] = order_NR.cpu()
         probabilities_CB[wanted] = _binned(p_NV, order_NR, sampling).double().cpu()
         certain_C[wanted] = certain_cut(logits_NV, sampling, tolerance_N / 2).cpu()

@@ -5,6 +5,7 @@ its scales, as a resumed run does. The oracle (`fp8_policy.py`) takes those scal
 again without the engine.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
 from paceline.certify.native import MakeDrafter, NativeSubject, widest
-from paceline.certify.subject import KV_TOKENS, OpenedBackend
+from paceline.certify.subject import KV_TOKENS, OpenedBackend, Snapshot
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -37,7 +38,6 @@ class Fp8Subject(NativeSubject):
     """The native engine rolling out in FP8, with the FP8 policy as its oracle."""
 
     name = "native engine in FP8"
-    takes_weights = False  # the scales of later versions are calibrated while requests run
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class Fp8Subject(NativeSubject):
             engine.rollout_precision.cache_scales_L2H,
             frozenset(engine.rollout_precision.kv_base_layers),
         )
-        super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive, tokenizer)
+        super().__init__(
+            policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive, tokenizer
+        )
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
 
     def _exact_draft_policy(self) -> None:
@@ -71,6 +73,10 @@ class Fp8Subject(NativeSubject):
 
     def _proposals_are_known(self) -> bool:
         return False
+
+    def snapshot(self) -> Snapshot:
+        exact = Fp8Policy(copy.deepcopy(self.policy), self.recipe)
+        return Snapshot(exact, [exact.perturbed(seed) for seed in range(COPIES)])
 
     def _prepare(self, engine: Engine) -> None:
         engine.load_calibration_state(self.calibrated)

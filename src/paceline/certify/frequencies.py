@@ -1,9 +1,9 @@
 """Tests of sampled frequencies, for tokens that no oracle can tell one by one.
 
-Those are tokens by rejection, which depend on the drafter, and tokens of a backend with noise of its own. Many
-seeds of few prompts are sampled, and the tokens tested by their place in their step: a token is reached because
-of what was accepted before it, and given that it must have its own context's distribution. A place that has too
-little randomness under one setting is tested over all settings together.
+Those are tokens by rejection, which depend on the drafter, and tokens of a backend with noise of its own.
+Many seeds of few prompts are sampled, and the tokens tested by their place in their step: a token is reached
+because of what was accepted before it, and given that it must have its own context's distribution. A place
+that has too little randomness under one setting is tested over all settings together.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from paceline.certify.certificate import ALPHA, Check
 from paceline.certify.distribution import Expected, expected_tokens
 from paceline.certify.judge import steps_of
 from paceline.certify.oracle.seeds import seed_of
-from paceline.certify.power import Power, found_by_chi_square, largest_variance, percent
+from paceline.certify.power import Power, found_by_chi_square, largest_variance
 from paceline.certify.requests import describe
 from paceline.certify.scenes import patience
 from paceline.certify.statistics import test_frequencies
@@ -81,9 +81,7 @@ def frequency_checks(
     """Samples every setting and tests it, place by place; at the end each place over all settings."""
     tolerance = uncertainty.tolerance if rounded_copies(subject) else LOGIT_TOLERANCE[subject.policy.dtype]
     contexts = uncertainty.least_certain(plan.contexts)
-    opened = subject.open(
-        Opening(subject.tokens, ADAPTIVE_MAX_RUNNING if subject.adaptive else MAX_RUNNING)
-    )
+    opened = subject.open(Opening(subject.tokens, ADAPTIVE_MAX_RUNNING if subject.adaptive else MAX_RUNNING))
     checks: list[Check] = []
     every: list[Tested] = []
     for setting in plan.settings:
@@ -133,7 +131,9 @@ def check_frequencies(
     for depth in range(int(depth_N.max()) + 1):
         mask_N = certain_N & (depth_N == depth)
         if mask_N.any():
-            checks.append(_place_check(f"frequencies, {label}", place_name(depth, proposed), [(tested, mask_N)]))
+            checks.append(
+                _place_check(f"frequencies, {label}", place_name(depth, proposed), [(tested, mask_N)])
+            )
     return checks, tested
 
 
@@ -210,7 +210,7 @@ def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tens
     found = found_by_chi_square(
         result.tokens, largest_variance(probabilities_NB), result.degrees, ALPHA / TESTS
     )
-    notes = [f"finds {percent(found)}"] if found is not None else []
+    notes = []
     left_out = sum(int((~tested.tokens.certain_N).sum()) for tested, _ in masked)
     notes += [f"{left_out} left out"] if left_out else []
     if result.shift:
@@ -221,7 +221,8 @@ def _place_check(setting: str, place: str, masked: list[tuple[Tested, torch.Tens
     if result.ruled_out:
         notes.append(f"{result.ruled_out} ruled out by truncation, {result.explained:.1f} explained")
     power = (Power(setting, place, result.tokens, found),)
-    return Check(name, None, f"{top} ({', '.join(notes)})", result.p_value, power=power)
+    more = f" ({', '.join(notes)})" if notes else ""
+    return Check(name, None, top + more, result.p_value, power=power)
 
 
 def _strata(tokens: Expected, mask_N: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Judges every token of a completion: is it the one that the oracle's noise and the policy's logits give?
 
-    completion ──▶ forward pass over its text, in float64 ──▶ the oracle's choice at every position ──▶ verdicts
+    completion ──▶ forward pass over its text in float64 ──▶ the oracle's choice at each position ──▶ verdicts
 
-The text is the backend's own, so a token that rounding decided otherwise does not make those after it differ.
-Tokens of one weight version are judged with that version's policy. In a narrow type (bf16, FP8), copies of the
-policy as rounding may move it say how far logits may be off in each context, and how often they would choose
-what the oracle does not explain.
+The text is the backend's own, so a token that rounding decided otherwise does not make those after it
+differ. Tokens of one weight version are judged with that version's policy. In a narrow type (bf16, FP8),
+copies of the policy as rounding may move it say how far logits may be off in each context, and how often they
+would choose what the oracle does not explain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 from paceline.certify.distribution import spread_factor
 from paceline.certify.oracle.choice import Choice, rejection_choice, shared_noise_choice
 from paceline.certify.oracle.truncation import scores_of
-from paceline.certify.subject import OpenedBackend, Policy, Subject, rounded_copies
+from paceline.certify.subject import OpenedBackend, Policy, Snapshot, Subject, rounded_copies
 from paceline.policy.attention import PackedAttention
 from paceline.types import Completion, SamplingParams
 
@@ -73,7 +73,7 @@ class Judge:
 
     subject: Subject
     tolerance: float  # how far logits may be off anywhere
-    policies: dict[int, Policy] = field(default_factory=dict)  # by weight version; missing: the subject's
+    versions: dict[int, Snapshot] = field(default_factory=dict)  # of the weights; missing: the subject's own
     _known: dict[tuple, Verdicts] = field(default_factory=dict)
 
     def shared_noise(self, completions: Sequence[Completion]) -> list[Verdicts]:
@@ -101,20 +101,24 @@ class Judge:
         verdicts = [Verdicts.empty(len(completion.tokens)) for completion in completions]
         versions = {s.weight_version for completion in completions for s in completion.segments}
         for version in sorted(versions):
-            policy = self.policies.get(version, self.subject.exact_policy)
-            own = [i for i, c in enumerate(completions) if any(s.weight_version == version for s in c.segments)]
-            for part in _parts(own, completions, policy.config.vocab_size):
+            own_weights = Snapshot(self.subject.exact_policy, rounded_copies(self.subject))
+            weights = self.versions.get(version, own_weights)
+            own = [
+                i for i, c in enumerate(completions) if any(s.weight_version == version for s in c.segments)
+            ]
+            for part in _parts(own, completions, weights.exact.config.vocab_size):
                 rows = _rows(part, completions, version)
-                self._judge_part(policy, part, rows, completions, verdicts, depths, steps, proposed)
+                self._judge_part(weights, part, rows, completions, verdicts, depths, steps, proposed)
         return verdicts
 
-    def _judge_part(self, policy, part, rows, completions, verdicts, depths, steps, proposed) -> None:
-        logits_NV = _logits(policy, part, rows, completions)
+    def _judge_part(
+        self, weights: Snapshot, part, rows, completions, verdicts, depths, steps, proposed
+    ) -> None:
+        logits_NV = _logits(weights.exact, part, rows, completions)
         draft_NV = None
         if depths is not None and self.subject.draft_policy is not None:
             draft_NV = _logits(self.subject.draft_policy, part, rows, completions)
-        copies = [] if policy is not self.subject.exact_policy else rounded_copies(self.subject)
-        copies_SNV = [_logits(copy, part, rows, completions).to(logits_NV) for copy in copies]
+        copies_SNV = [_logits(copy, part, rows, completions).to(logits_NV) for copy in weights.copies]
         tolerance_N = torch.full_like(logits_NV[:, 0], self.tolerance)
         for copy_NV in copies_SNV:
             spread_N = spread_factor(len(copies_SNV)) * (copy_NV - logits_NV).std(-1)
@@ -148,7 +152,9 @@ class Judge:
                 unexplained_N += ~choice.explains(own)
             self._write(chosen, completions, verdicts, choice, sampled_N, logits_NV[index], unexplained_N)
 
-    def _write(self, chosen, completions, verdicts, choice: Choice, sampled_N, logits_NV, unexplained_N) -> None:
+    def _write(
+        self, chosen, completions, verdicts, choice: Choice, sampled_N, logits_NV, unexplained_N
+    ) -> None:
         temperature = completions[chosen[0].completion].request.sampling.temperature
         logprobs_NV = scores_of(logits_NV, temperature).log_softmax(-1)
         own_N = logprobs_NV.gather(1, sampled_N.unsqueeze(1)).squeeze(1).tolist()

@@ -1,8 +1,8 @@
 """The native sampler and verifier by themselves, on logits that no policy would give.
 
-A small vocabulary and a trained policy leave much of a sampler unused: rows longer than one chunk, ties, masked
-tokens, distributions that are nearly flat. Here its functions get those directly, and every row is judged by
-the oracle.
+A small vocabulary and a trained policy leave much of a sampler unused: rows longer than one chunk, ties,
+masked tokens, distributions that are nearly flat. Here its functions get those directly, and every row is
+judged by the oracle.
 """
 
 import torch
@@ -19,7 +19,7 @@ from paceline.kernels.rejection import Truncation, verify_by_rejection
 from paceline.kernels.sampler import sample, sample_truncated, top_logprobs
 from paceline.types import Purpose, SamplingParams, request_seed
 
-# Vocabularies, not a multiple of four and longer than a chunk of the sampler, and the share of the rows each has.
+# Vocabularies (not a multiple of four, longer than a chunk of the sampler) and the share of rows each has.
 VOCABULARIES = {51: 1.0, 5003: 0.1}
 
 # How far float32 may be off in these logits.
@@ -101,7 +101,9 @@ def _sampler(rows: int, device: torch.device, seed: int) -> Check:
             expected_RV = scores_of(logits_RV, setting.temperature).log_softmax(-1)
             own_R = expected_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
             off_R = (logprobs_R.double() - own_R).abs() / (1 + own_R.abs())
-            values_R5, ids_R5 = top_logprobs(logits_RV, torch.full_like(off_R, setting.temperature).float(), 5)
+            values_R5, ids_R5 = top_logprobs(
+                logits_RV, torch.full_like(off_R, setting.temperature).float(), 5
+            )
             top_off = (values_R5.double() - expected_RV.topk(5).values).abs() / (1 + values_R5.abs())
             at_ids = (values_R5.double() - expected_RV.gather(1, ids_R5)).abs() / (1 + values_R5.abs())
             largest = max(largest, float(off_R.max()), float(top_off.max()), float(at_ids.max()))
@@ -186,7 +188,9 @@ def _rejection(rows: int, device: torch.device, seed: int) -> Check:
             drafted_T.unflatten(0, (rows, proposals)),
             q_TV.float().unflatten(0, (rows, proposals)) if known else None,
         )
-        choice = rejection_choice(flat, flat_draft if known else None, None if known else drafted_T, *facts, tolerance_T)
+        choice = rejection_choice(
+            flat, flat_draft if known else None, None if known else drafted_T, *facts, tolerance_T
+        )
         last = setting, seeds_RQ[:, -1], positions_RQ[:, -1], tolerance_T[:rows]
         bonus = shared_noise_choice(logits_RQV[:, -1], *last)
         for own, tokens in ((choice, tokens_RQ[:, :-1].flatten()), (bonus, tokens_RQ[:, -1])):

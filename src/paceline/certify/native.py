@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy
+from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy, Snapshot
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
@@ -85,9 +85,10 @@ class NativeSubject:
         on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
         return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
 
-    def widen(self) -> Policy:
-        """Returns the policy's current weights in the widest type."""
-        return widest(self.policy)
+    def snapshot(self) -> Snapshot:
+        """Returns what the current weights say, whatever becomes of them."""
+        wide = self.policy.dtype in LOGIT_TOLERANCE
+        return Snapshot(widest(self.policy), () if wide else (copy.deepcopy(self.policy),))
 
     def open(self, opening: Opening) -> OpenedBackend:
         settings = replace(
@@ -208,9 +209,9 @@ class ReferenceSubject:
         self.tokenizer = tokenizer
         self.decode = tokenizer.decode if tokenizer is not None else None
 
-    def widen(self) -> Policy:
-        """Returns the policy's current weights in the widest type."""
-        return widest(self.policy)
+    def snapshot(self) -> Snapshot:
+        """Returns what the current weights say, whatever becomes of them."""
+        return Snapshot(widest(self.policy))
 
     def open(self, opening: Opening) -> OpenedBackend:
         return OpenedBackend(ReferenceBackend(self.policy, opening.max_running, self.tokenizer))

@@ -1,8 +1,8 @@
 """Tests of the noise as noise: are its bits fair, and independent over tokens, positions, seeds and streams?
 
-That a backend's noise is this noise is another check's business (every token depends on it); here the published
-definition itself is tested, on the very numbers that requests use: seeds as they are derived from small run
-seeds, steps and sample indices, positions and tokens that count up.
+That a backend's noise is this noise is another check's business (every token depends on it); here the
+published definition itself is tested, on the very numbers that requests use: seeds as they are derived from
+small run seeds, steps and sample indices, positions and tokens that count up.
 """
 
 import math
@@ -28,7 +28,9 @@ GUMBEL_BINS = 64
 
 def noise_checks(seeds: int, run_seed: int) -> list[Check]:
     """Tests the noise of so many requests' seeds."""
-    seeds_S = torch.tensor([seed_of("train", run_seed, i // 64, str(i // 8 % 8), 0, i % 8) for i in range(seeds)])
+    seeds_S = torch.tensor(
+        [seed_of("train", run_seed, i // 64, str(i // 8 % 8), 0, i % 8) for i in range(seeds)]
+    )
     bits_SPT = _draws(seeds_S, SAMPLE)
     return [
         _fair_bits(bits_SPT),
@@ -73,7 +75,9 @@ def _fair_bits(bits: torch.Tensor) -> Check:
 
 def _gumbel_distribution(bits: torch.Tensor) -> Check:
     """Tests the Gumbel against its distribution function exp(-exp(-g)), finely where tokens win."""
-    tail = torch.cat((torch.linspace(0, 0.9, GUMBEL_BINS // 2 + 1), 1 - torch.logspace(-1, -4, GUMBEL_BINS // 2)[1:]))
+    tail = torch.cat(
+        (torch.linspace(0, 0.9, GUMBEL_BINS // 2 + 1), 1 - torch.logspace(-1, -4, GUMBEL_BINS // 2)[1:])
+    )
     edges = torch.cat((tail.double(), torch.ones(1, dtype=torch.float64)))
     share = torch.exp(-torch.exp(-gumbel(bits))).flatten()
     counts = torch.bincount(torch.bucketize(share, edges[1:-1]), minlength=len(edges) - 1).double()

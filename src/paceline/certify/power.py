@@ -1,8 +1,8 @@
 """Which deviation a check would have found, as total variation between what is sampled and what should be.
 
-Exact checks: if a backend's distribution at some place is off by a total variation of e, then however its draws
-are coupled with the right ones, a token differs with probability e or more; so N tokens that all agree find it
-with probability 1 - (1 - e)^N.
+Exact checks: if a backend's distribution at some place is off by a total variation of e, then however its
+draws are coupled with the right ones, a token differs with probability e or more; so N tokens that all agree
+find it with probability 1 - (1 - e)^N.
 
 Statistical checks: a shift of e N tokens between two sets of ranks makes the chi-square noncentral by
 (e N)^2 / V, where V is the variance of the count in the set that varies most, the least favourable one.

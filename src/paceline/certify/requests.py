@@ -1,7 +1,7 @@
-"""The requests of a certificate: every setting that a request may have, on prompts of every length that matters.
+"""The requests of a certificate: every setting a request may have, on prompts of every length that matters.
 
-Prompts are the task's own, cut where blocks of the cache begin and end, and random ones, after which a policy is
-less sure than after those it was trained on.
+Prompts are the task's own, cut where blocks of the cache begin and end, and random ones, after which a policy
+is less sure than after those it was trained on.
 """
 
 import random
@@ -90,9 +90,7 @@ def grid_requests(
                 setting, max_tokens=tokens, ignore_eos=True, top_logprobs=3 if sample % 5 == 4 else 0
             )
             own_seed = seed_of("eval", seed, 0, name, group, sample)
-            requests.append(
-                Request(f"{name}/{sample}", prompt, own_seed, sampling, group=f"{name}/{group}")
-            )
+            requests.append(Request(f"{name}/{sample}", prompt, own_seed, sampling, group=f"{name}/{group}"))
     random.Random(seed).shuffle(requests)
     return requests
 
@@ -100,9 +98,7 @@ def grid_requests(
 def odd_seed_requests(prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Request]:
     """Returns requests of one prompt whose seeds lie at the ends of what a seed may be."""
     sampling = SamplingParams(2.0, max_tokens=tokens, ignore_eos=True)
-    return [
-        Request(f"seed {seed}", prompts[0], seed, sampling, group="odd seeds") for seed in ODD_SEEDS
-    ]
+    return [Request(f"seed {seed}", prompts[0], seed, sampling, group="odd seeds") for seed in ODD_SEEDS]
 
 
 def long_requests(
@@ -116,5 +112,13 @@ def long_requests(
         sampling = replace(setting, max_tokens=tokens - rng.randrange(tokens // 2), ignore_eos=True)
         name = f"{label}/{index}"
         prompt = prompts[index // 2 % len(prompts)]
-        chosen.append(Request(name, prompt, seed_of("eval", seed, 0, label, 0, index), sampling, group=f"{label}/{index // 2}"))
+        chosen.append(
+            Request(
+                name,
+                prompt,
+                seed_of("eval", seed, 0, label, 0, index),
+                sampling,
+                group=f"{label}/{index // 2}",
+            )
+        )
     return chosen

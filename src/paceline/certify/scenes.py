@@ -1,7 +1,7 @@
-"""What may happen to a request besides being sampled, done on purpose: each scene drives a backend through it.
+"""What may happen to a request besides being sampled, done on purpose: a scene drives a backend through it.
 
 A scene knows only the contract of `backend.py`. It returns the completions, and what it has shown; where
-nothing of the kind happened (no request was preempted, say), it has shown nothing, and the certificate says so.
+nothing of the kind happened (no request was preempted, say), it has shown nothing, and fails.
 """
 
 import random
@@ -14,7 +14,7 @@ import torch
 
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.requests import SETTINGS, long_requests
-from paceline.certify.subject import OpenedBackend, Opening, Policy, Subject, in_order
+from paceline.certify.subject import OpenedBackend, Opening, Snapshot, Subject, in_order
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 
 # Seconds after which a backend that does not finish is taken to hang.
@@ -33,7 +33,7 @@ class Scene:
     shown: str  # what happened, in words
     happened: bool = True
     same_as: list[Completion] | None = None  # plain decoding of the same requests
-    policies: dict[int, Policy] = field(default_factory=dict)  # by weight version
+    versions: dict[int, Snapshot] = field(default_factory=dict)  # of the weights
 
 
 @contextmanager
@@ -48,7 +48,9 @@ def patience(opened: OpenedBackend) -> Iterator[None]:
         timer.cancel()
 
 
-def run(subject: Subject, opening: Opening, requests: Sequence[Request]) -> tuple[OpenedBackend, list[Completion]]:
+def run(
+    subject: Subject, opening: Opening, requests: Sequence[Request]
+) -> tuple[OpenedBackend, list[Completion]]:
     """Opens a backend and returns the completions of requests in their order."""
     opened = subject.open(opening)
     with patience(opened):
@@ -131,7 +133,9 @@ def aborted(subject: Subject, tokens: int, requests: list[Request], plain: list[
     return Scene(completions, opened, shown, bool(cut), same)
 
 
-def continued(subject: Subject, tokens: int, prompts: list[tuple[int, ...]], seed: int, turns: int = 3) -> Scene:
+def continued(
+    subject: Subject, tokens: int, prompts: list[tuple[int, ...]], seed: int, turns: int = 3
+) -> Scene:
     """Holds finished sequences and continues them with further text, as turns do."""
     opened = subject.open(Opening(tokens, 16))
     rng = random.Random(seed)
@@ -159,7 +163,11 @@ def continued(subject: Subject, tokens: int, prompts: list[tuple[int, ...]], see
                 replace(
                     c.request,
                     id=f"turn {turn}/{i}",
-                    prompt=(*c.request.prompt, *c.tokens, *(rng.randrange(vocab_size) for _ in range(i % 19))),
+                    prompt=(
+                        *c.request.prompt,
+                        *c.tokens,
+                        *(rng.randrange(vocab_size) for _ in range(i % 19)),
+                    ),
                     continues=c.request.id,
                 )
                 for i, c in enumerate(finished)
@@ -168,10 +176,10 @@ def continued(subject: Subject, tokens: int, prompts: list[tuple[int, ...]], see
     return Scene(done, opened, f"{turns} turns of {len(finished)} sequences", same_as=plain)
 
 
-def new_weights(subject: Subject, tokens: int, requests: list[Request], widen: Callable[[], Policy]) -> Scene:
-    """Changes the weights twice while requests run, and once back; `widen` copies the current ones exactly."""
+def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene:
+    """Changes the weights twice while requests run, and once back."""
     opened = subject.open(Opening(tokens, 12))
-    policies = {0: subject.exact_policy}
+    versions = {0: subject.snapshot()}
     done: list[Completion] = []
     before = {name: tensor.clone() for name, tensor in subject.policy.state_dict().items()}
     opened.submit(requests[: len(requests) // 2])
@@ -180,7 +188,7 @@ def new_weights(subject: Subject, tokens: int, requests: list[Request], widen: C
             for version in (1, 2, 3):
                 done += _until(opened, lambda completion: True)
                 _change_weights(subject.policy, before, version)
-                policies[version] = widen()
+                versions[version] = subject.snapshot()
                 with torch.inference_mode():
                     opened.backend.update_weights(version)
                 opened.backend.resume()
@@ -192,7 +200,7 @@ def new_weights(subject: Subject, tokens: int, requests: list[Request], widen: C
     completions = in_order(requests, done)
     across = sum(len(completion.segments) > 1 for completion in completions)
     shown = f"{across} responses across versions 0 to 3"
-    return Scene(completions, opened, shown, across > 0, policies=policies)
+    return Scene(completions, opened, shown, across > 0, versions=versions)
 
 
 def asleep(subject: Subject, tokens: int, requests: list[Request], plain: list[Completion]) -> Scene:
@@ -223,7 +231,9 @@ def ending_requests(subject: Subject, plain: list[Completion], seed: int) -> lis
         kinds["eos"] = replace(own, ignore_eos=False)
         wanted = (tokens[rng.randrange(len(tokens))], *(rng.randrange(subject.policy.config.vocab_size),))
         kinds["token"] = replace(own, stop_token_ids=wanted)
-        kinds["several tokens"] = replace(own, stop_token_ids=tuple(dict.fromkeys(tokens[len(tokens) // 2 :])))
+        kinds["several tokens"] = replace(
+            own, stop_token_ids=tuple(dict.fromkeys(tokens[len(tokens) // 2 :]))
+        )
         if subject.decode is not None:
             first = rng.randrange(len(tokens))
             text = subject.decode(list(tokens[first : first + 1 + i % 3]))
@@ -245,7 +255,12 @@ def limit_requests(subject: Subject, prompts: list[tuple[int, ...]], seed: int) 
         text = text * (longest // len(text) + 1)
     sampling = SamplingParams(2.0, max_tokens=64, ignore_eos=True)
     return [
-        Request(f"limit/{left}", tuple(text[: longest - left]), seed_of("eval", seed, 0, "limit", 0, left), sampling)
+        Request(
+            f"limit/{left}",
+            tuple(text[: longest - left]),
+            seed_of("eval", seed, 0, "limit", 0, left),
+            sampling,
+        )
         for left in (1, 2, 5)
     ]
 

@@ -104,11 +104,19 @@ class Subject(Protocol):
     def open(self, opening: Opening) -> OpenedBackend:
         """Opens a backend."""
 
-    def widen(self) -> Policy:
-        """Returns the policy's current weights in the widest type; needed only if it `takes_weights`."""
+    def snapshot(self) -> "Snapshot":
+        """Returns what the current weights say, whatever becomes of them; only if it `takes_weights`."""
 
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A policy at one weight version: in the widest type, and as rounding may move it in a narrow one."""
+
+    exact: Policy
+    copies: Sequence[Policy] = ()
 
 
 def rounded_copies(subject: Subject) -> Sequence[Policy]:

@@ -41,7 +41,9 @@ class Count:
     def check(self, name: str, detail: str, power: tuple[Power, ...], chance: float | None) -> Check:
         """Returns the check that none is wrong; `chance`: how many rounding may explain in a narrow type."""
         if self.wrong:
-            detail = f"{len(self.wrong)} of {self.tokens} are not the oracle's choice ({self.wrong[0]}); {detail}"
+            detail = (
+                f"{len(self.wrong)} of {self.tokens} are not the oracle's choice ({self.wrong[0]}); {detail}"
+            )
         if chance is None:
             return Check(name, not self.wrong, detail, power=power)
         return Check(name, None, detail, poisson_tail(len(self.wrong), chance), power=power)
@@ -50,7 +52,7 @@ class Count:
 def place_name(depth: int, proposed: int) -> str:
     """Returns how a certificate calls a place in a step."""
     if not proposed:
-        return "every token"
+        return "plain"
     if depth == 0:
         return "first"
     return f"after all {proposed}" if depth >= proposed else f"after {depth}"
@@ -59,8 +61,10 @@ def place_name(depth: int, proposed: int) -> str:
 class Tally:
     """The verdicts of all runs of a subject."""
 
-    def __init__(self, copies: int) -> None:
+    def __init__(self, copies: int, proposed: int) -> None:
+        """Takes the number of copies in a narrow type, and of tokens that steps usually propose."""
         self.copies = copies
+        self.proposed = proposed
         self.counts: dict[tuple[SamplingParams, int, int], Count] = {}
         self.logprob_errors: list[float] = []
         self.top_errors: list[float] = []
@@ -117,7 +121,6 @@ class Tally:
             }
             place = place_name(depth, proposed)
             label = f"{place} accepted" if depth else f"{place} of a step"
-            label = label if proposed else place
             check = self._pooled(f"all settings: {label}", "all settings", own)
             checks.append(check)
         return checks
@@ -130,7 +133,9 @@ class Tally:
             whole.decided += count.decided
             whole.random += count.random
             whole.wrong += count.wrong
-            power.setdefault(place_name(key[1], key[0]), []).append(count.decided)
+            usual = key[0] in (0, self.proposed)
+            place = place_name(key[1], key[0]) if usual else "other depths"
+            power.setdefault(place, []).append(count.decided)
         powers = tuple(
             Power(setting, place, sum(decided), found_by_equality(sum(decided)))
             for place, decided in power.items()

@@ -1,13 +1,13 @@
 """The token that a backend must have chosen, and whether rounding could have made it another.
 
 Every score has a lower and an upper bound: by how far a backend's logits and its float32 noise may be off.
-A choice is decided where the winner's lower bound is above all other upper bounds; a decided token that is not
-the winner is wrong. Where it is not decided, only tokens whose upper bound reaches the best lower bound are
-explained.
+A choice is decided where the winner's lower bound is above all other upper bounds; a decided token that is
+not the winner is wrong. Where it is not decided, only tokens whose upper bound reaches the best lower bound
+are explained.
 
     shared noise   argmax over the tokens left of logits / T + gumbel
-    rejection      the proposal d with probability min(1, p(d) / q(d)), else argmax of ln max(p - q, 0) + gumbel
-                   (Leviathan, Kalman, Matias 2023, algorithm 1, with the noise of the streams 1 and 2)
+    rejection      the proposal d with probability min(1, p(d) / q(d)), else argmax of ln max(p - q, 0) +
+                   gumbel (Leviathan, Kalman, Matias 2023, algorithm 1, with the noise of streams 1 and 2)
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from paceline.certify.oracle.noise import ACCEPT, RECOVER, SAMPLE, gumbel, gumbel_error, noise_bits, uniform
-from paceline.certify.oracle.truncation import Sampling, distribution, kept, maybe_kept, scores_of, surely_kept
+from paceline.certify.oracle.truncation import (
+    Sampling,
+    distribution,
+    kept,
+    maybe_kept,
+    scores_of,
+    surely_kept,
+)
 
 # What float32 may do to a difference of two probabilities.
 PROBABILITY_ERROR = 3e-7
@@ -85,7 +92,10 @@ def rejection_choice(
     else:
         q_NV = distribution(draft_NV, sampling)
         draft = shared_noise_choice(draft_NV, sampling, seeds_N, positions_N, tolerance_N)
-        proposed_N, draft_decided_N = draft.token_N, draft.decided_N & _same_cut(draft_NV, sampling, tolerance_N)
+        proposed_N, draft_decided_N = (
+            draft.token_N,
+            draft.decided_N & _same_cut(draft_NV, sampling, tolerance_N),
+        )
     draft_decided_N = draft_decided_N & _same_cut(logits_NV, sampling, tolerance_N)
     relative_N = 2 * tolerance_N.double() / (sampling.temperature or 1.0) + PROBABILITY_ERROR
     p_N, q_N = (x.gather(1, proposed_N.unsqueeze(1)).squeeze(1) for x in (p_NV, q_NV))

@@ -1,7 +1,7 @@
 """The seed of a request by its published definition.
 
-BLAKE2b (RFC 7693) with 8 bytes of output over the JSON list [purpose, run seed, step, prompt id, occurrence of
-that prompt, sample index], read as a signed little-endian integer.
+BLAKE2b (RFC 7693) with 8 bytes of output over the JSON list [purpose, run seed, step, prompt id, occurrence
+of that prompt, sample index], read as a signed little-endian integer.
 """
 
 import hashlib
