@@ -46,15 +46,16 @@ def small_policy(kind: str = "dense") -> Decoder:
         normalise_expert_weights=True,
     )
     own = experts if kind == "experts" else dict(family="llama")
-    sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4)
-    config = DecoderConfig(
-        **sizes, num_kv_heads=2, head_dim=16, max_positions=176, eos_token_ids=(0,), **own
-    )
+    # FP8 has a scale per 128 columns: two of them in the wide one.
+    hidden, inner = (160, 144) if kind == "wide" else (32, 48)
+    sizes = dict(vocab_size=48, hidden_size=hidden, intermediate_size=inner, num_layers=2, num_heads=4)
+    config = DecoderConfig(**sizes, num_kv_heads=2, head_dim=16, max_positions=176, eos_token_ids=(0,), **own)
     policy = Decoder(config).initialise(0)
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.parameters():
         if parameter.ndim > 1:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
+            scale = 1.4 * parameter.shape[-1] ** -0.5
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     policy.head.weight.data.mul_(3)
     return policy
 
@@ -74,7 +75,7 @@ def native(verify: str = "shared-noise", drafter: str = "disturbed", kind: str =
 
 
 def fp8() -> Fp8Subject:
-    policy = small_policy()
+    policy = small_policy("wide")
     model = disturbed(policy, 0.15)
     settings = EngineSettings(precision="fp8+kv")
     return Fp8Subject(policy, PROMPTS, [lambda: DraftModel(model)], TOKENS, settings, tokenizer=tokenizer())
@@ -111,6 +112,7 @@ CHECKS: dict[str, Callable[[], Certificate]] = {
         ReferenceSubject(small_policy(), widest(small_policy()), tokenizer()), small_plan()
     ),
     "reference, weights": lambda: run(
-        ReferenceSubject(small_policy(), widest(small_policy()), tokenizer()), small_plan("weights", samples=2)
+        ReferenceSubject(small_policy(), widest(small_policy()), tokenizer()),
+        small_plan("weights", samples=2),
     ),
 }

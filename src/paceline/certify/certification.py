@@ -6,7 +6,7 @@ other batches, speculation of several depths, preemption, pauses, turns, new wei
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from paceline.certify import scenes
 from paceline.certify.bookkeeping import problems_of
@@ -14,11 +14,11 @@ from paceline.certify.certificate import Check
 from paceline.certify.judge import Judge, Step, steps_of
 from paceline.certify.parity import check_logprobs
 from paceline.certify.plan import Plan
-from paceline.certify.requests import grid_requests, odd_seed_requests
+from paceline.certify.requests import grid_requests, odd_seed_requests, sibling_requests
 from paceline.certify.scenes import Scene
-from paceline.certify.subject import LOGIT_TOLERANCE, Opening, Subject, rounded_copies
+from paceline.certify.subject import Opening, Subject, rounded_copies
 from paceline.certify.tally import Tally
-from paceline.certify.uncertainty import Uncertainty, measure
+from paceline.certify.uncertainty import Uncertainty, measure, wide_tolerance
 from paceline.types import Completion, Request
 
 # Tokens that a step may propose at most; deeper proposals are not tried.
@@ -70,7 +70,7 @@ class Certification:
         self.plain = {completion.request.id: completion for completion in completions}
         uncertainty = measure(subject, completions[:: max(1, len(completions) // 40)])
         rounded = bool(rounded_copies(subject))
-        tolerance = uncertainty.tolerance if rounded else LOGIT_TOLERANCE[subject.policy.dtype]
+        tolerance = uncertainty.tolerance if rounded else wide_tolerance(subject, completions[:40])
         self.judge = Judge(subject, tolerance)
         self.tally = Tally(len(rounded_copies(subject)), subject.tokens)
         if rounded:
@@ -135,10 +135,15 @@ class Certification:
         chosen += [c for c in every if c.request.group in groups and c.request.id not in known]
         return [completion.request for completion in chosen], chosen
 
+    def siblings(self, label: str) -> tuple[list[Request], list[Completion]]:
+        """Returns groups whose responses differ in length, and what plain decoding gives."""
+        requests = sibling_requests(self.prompts, 5, 6, self.plan.seed, label)
+        return requests, scenes.run(self.subject, Opening(), requests)[1]
+
     # -- the parts --------------------------------------------------------------------------------
 
     def speculate(self) -> None:
-        """Runs every setting with speculation: rows that truncate and rows that do not, apart and together."""
+        """Runs every setting with speculation: all in one batch, and those that do not truncate alone."""
         running = ADAPTIVE_MAX_RUNNING if self.subject.adaptive else MAX_RUNNING
         requests = [c.request for c in self.plain.values()]
         opened, completions = scenes.run(self.subject, Opening(self.subject.tokens, running), requests)
@@ -191,21 +196,15 @@ class Certification:
 
     def paused(self) -> None:
         """Pauses and resumes."""
-        requests, plain = self.some(24)
-        self.scene(
-            "paused and resumed",
-            scenes.paused(self.subject, self.subject.tokens, requests, plain),
-            self.subject.tokens,
-        )
+        requests, plain = self.siblings("paused")
+        scene = scenes.paused(self.subject, self.subject.tokens, requests, plain)
+        self.scene("paused and resumed", scene, self.subject.tokens)
 
     def aborted(self) -> None:
         """Aborts some requests."""
-        requests, plain = self.some(24)
-        self.scene(
-            "some aborted",
-            scenes.aborted(self.subject, self.subject.tokens, requests, plain),
-            self.subject.tokens,
-        )
+        requests, plain = self.siblings("aborted")
+        scene = scenes.aborted(self.subject, self.subject.tokens, requests, plain)
+        self.scene("some aborted", scene, self.subject.tokens)
 
     def continued(self) -> None:
         """Continues held sequences."""
@@ -214,27 +213,20 @@ class Certification:
 
     def asleep(self) -> None:
         """Gives memory back in between."""
-        requests, plain = self.some(16)
-        self.scene(
-            "asleep in between",
-            scenes.asleep(self.subject, self.subject.tokens, requests, plain),
-            self.subject.tokens,
-        )
+        subject = self.subject
+        scene = scenes.continued(subject, subject.tokens, self.prompts, self.plan.seed, turns=2, sleeps=True)
+        self.scene("asleep in between", scene, subject.tokens)
 
     def weights(self) -> None:
         """Changes weights while requests run."""
         if self.subject.takes_weights:
-            requests = [
-                replace(r, sampling=replace(r.sampling, max_tokens=8 + i % 17))
-                for i, r in enumerate(self.some(32)[0])
-            ]
+            requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights")
             scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
             self.scene("new weights in between", scene, self.subject.tokens)
 
     def endings(self) -> None:
         """Ends responses by stop tokens, stop texts, the end token and max_tokens, anywhere in a step."""
-        source = self.some(20)[1][:20]
-        requests = scenes.ending_requests(self.subject, source, self.plan.seed)
+        requests = scenes.ending_requests(self.subject, list(self.plain.values()), 20, self.plan.seed)
         _, plain = scenes.run(self.subject, Opening(0, 48), requests)
         self.note(plain, [[Step(0)] * len(c.tokens) for c in plain], 0)
         opened, completions = scenes.run(self.subject, Opening(self.subject.tokens, 48), requests)

@@ -35,8 +35,8 @@ SETTINGS = (
 # Samples of one prompt that are submitted together.
 GROUP = 4
 
-# Lengths of prompts: around one, two and three blocks of 16 tokens.
-LENGTHS = (2, 3, 15, 16, 17, 31, 32, 33, 34, 47, 48, 49)
+# Lengths of prompts: around one to four blocks of 16 tokens.
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 34, 47, 48, 49, 63, 64, 65, 80)
 
 # Seeds at the ends of their range, and pairs that differ in one half only.
 ODD_SEEDS = (0, 1, -1, 1 << 32, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63), 0xFFFFFFFF, 7 << 32, 7)
@@ -99,6 +99,21 @@ def odd_seed_requests(prompts: Sequence[tuple[int, ...]], tokens: int) -> list[R
     """Returns requests of one prompt whose seeds lie at the ends of what a seed may be."""
     sampling = SamplingParams(2.0, max_tokens=tokens, ignore_eos=True)
     return [Request(f"seed {seed}", prompts[0], seed, sampling, group="odd seeds") for seed in ODD_SEEDS]
+
+
+def sibling_requests(
+    prompts: Sequence[tuple[int, ...]], groups: int, size: int, seed: int, label: str
+) -> list[Request]:
+    """Returns groups that are too large to run at once, so that siblings still wait when others are done."""
+    chosen = []
+    for index in range(groups * size):
+        group = index // size
+        setting = SETTINGS[(group + 3 * index) % len(SETTINGS)]
+        sampling = replace(setting, max_tokens=4 + 5 * index % 13, ignore_eos=True)
+        prompt = prompts[group % len(prompts)]
+        own_seed = seed_of("eval", seed, 0, label, group, index)
+        chosen.append(Request(f"{label}/{index}", prompt, own_seed, sampling, group=f"{label}/{group}"))
+    return chosen
 
 
 def long_requests(

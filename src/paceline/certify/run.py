@@ -77,7 +77,9 @@ def subject_checks(
     end = time.perf_counter() + plan.seconds
     config = subject.policy.config
     longest = config.max_positions - (DEEPEST + 2) * plan.tokens
-    chosen = varied_prompts(prompts, config.vocab_size, max(2, min(64, longest)), plan.seed)
+    chosen = varied_prompts(prompts, config.vocab_size, max(2, min(80, longest)), plan.seed)
+    if subject.rejects:  # a draft model has nothing to attend to after one token
+        chosen = [prompt for prompt in chosen if len(prompt) > 1]
     own = Certification(subject, plan, chosen, progress)
     found: list[Uncertainty] = []
     own.attempt("plain decoding", lambda: found.append(own.begin()))

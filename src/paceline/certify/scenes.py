@@ -4,6 +4,7 @@ A scene knows only the contract of `backend.py`. It returns the completions, and
 nothing of the kind happened (no request was preempted, say), it has shown nothing, and fails.
 """
 
+import copy
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,15 @@ import torch
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.requests import SETTINGS, long_requests
 from paceline.certify.subject import OpenedBackend, Opening, Snapshot, Subject, in_order
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import exported_tensors
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 
 # Seconds after which a backend that does not finish is taken to hang.
 PATIENCE = 900.0
 
 # How far new weights are from the old ones, in standard deviations of each matrix.
-WEIGHT_CHANGE = 0.15
+WEIGHT_CHANGE = 0.5
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,17 @@ def aborted(subject: Subject, tokens: int, requests: list[Request], plain: list[
 
 
 def continued(
-    subject: Subject, tokens: int, prompts: list[tuple[int, ...]], seed: int, turns: int = 3
+    subject: Subject,
+    tokens: int,
+    prompts: list[tuple[int, ...]],
+    seed: int,
+    turns: int = 3,
+    sleeps: bool = False,
 ) -> Scene:
-    """Holds finished sequences and continues them with further text, as turns do."""
+    """Holds finished sequences and continues them with further text, as turns do.
+
+    With `sleeps` the cache's memory is given back between two turns, and what was held with it.
+    """
     opened = subject.open(Opening(tokens, 16))
     rng = random.Random(seed)
     vocab_size = subject.policy.config.vocab_size
@@ -157,7 +168,10 @@ def continued(
             every += requests
             finished = opened.run(requests)
             done += finished
-            if turn == 2:  # a continuation whose cache is gone
+            if sleeps:
+                opened.backend.sleep()
+                opened.backend.wake()
+            elif turn == 2:  # a continuation whose cache is gone
                 opened.backend.abort([requests[0].id])
             requests = [
                 replace(
@@ -173,12 +187,13 @@ def continued(
                 for i, c in enumerate(finished)
             ]
     plain = run(subject, Opening(), [replace(r, hold=False, continues="") for r in every])[1]
-    return Scene(done, opened, f"{turns} turns of {len(finished)} sequences", same_as=plain)
+    shown = f"{turns} turns of {len(finished)} sequences{', asleep in between' if sleeps else ''}"
+    return Scene(done, opened, shown, same_as=plain)
 
 
 def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene:
-    """Changes the weights twice while requests run, and once back."""
-    opened = subject.open(Opening(tokens, 12))
+    """Changes the weights twice while requests run, and once back; siblings of cached prompts still wait."""
+    opened = subject.open(Opening(tokens, 5))
     versions = {0: subject.snapshot()}
     done: list[Completion] = []
     before = {name: tensor.clone() for name, tensor in subject.policy.state_dict().items()}
@@ -187,10 +202,10 @@ def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene
         with patience(opened):
             for version in (1, 2, 3):
                 done += _until(opened, lambda completion: True)
-                _change_weights(subject.policy, before, version)
-                versions[version] = subject.snapshot()
+                handed_over = _change_weights(subject.policy, before, version)
                 with torch.inference_mode():
-                    opened.backend.update_weights(version)
+                    opened.backend.update_weights(version, handed_over)
+                versions[version] = subject.snapshot()
                 opened.backend.resume()
                 if version == 1:  # siblings of prompts that were cached under the old weights
                     opened.submit(requests[len(requests) // 2 :])
@@ -203,27 +218,18 @@ def new_weights(subject: Subject, tokens: int, requests: list[Request]) -> Scene
     return Scene(completions, opened, shown, across > 0, versions=versions)
 
 
-def asleep(subject: Subject, tokens: int, requests: list[Request], plain: list[Completion]) -> Scene:
-    """Gives the cache's memory back between two halves of the requests."""
-    opened = subject.open(Opening(tokens, 12))
-    half = len(requests) // 2
-    with patience(opened):
-        completions = opened.run(requests[:half])
-        opened.backend.sleep()
-        opened.backend.wake()
-        completions += opened.run(requests[half:])
-    return Scene(completions, opened, "one sleep", same_as=plain)
-
-
 # -- what ends a response --------------------------------------------------------------------------
 
 
-def ending_requests(subject: Subject, plain: list[Completion], seed: int) -> list[Request]:
+def ending_requests(subject: Subject, plain: list[Completion], count: int, seed: int) -> list[Request]:
     """Returns requests whose stop tokens and texts lie within what plain decoding writes, and every length.
 
     With the same seed they write the same until then, so a stop arrives anywhere within a step.
     """
     rng = random.Random(f"endings {seed}")
+    ends = set(subject.policy.config.eos_token_ids)
+    with_end = [c for c in plain if ends & set(c.tokens)]
+    plain = [*with_end[:5], *(c for c in plain if c not in with_end)][:count]
     requests = []
     for i, completion in enumerate(plain):
         tokens, own = completion.tokens, completion.request.sampling
@@ -276,17 +282,24 @@ def _until(opened: OpenedBackend, enough: Callable[[Completion], bool]) -> list[
     return done
 
 
-def _change_weights(policy: torch.nn.Module, before: dict[str, torch.Tensor], version: int) -> None:
-    """Moves matrices away from where they were; version 3 is version 0 again."""
+def _change_weights(
+    policy: Decoder, before: dict[str, torch.Tensor], version: int
+) -> list[tuple[str, torch.Tensor]] | None:
+    """Moves matrices away from where they were; version 3 is version 0 again.
+
+    Version 2 is not written but returned, as a learner elsewhere hands it over.
+    """
     generator = torch.Generator().manual_seed(version)
     _restore_weights(policy, before)
     if version == 3:
-        return
+        return None
+    target = copy.deepcopy(policy) if version == 2 else policy
     with torch.no_grad():
-        for parameter in policy.parameters():
+        for parameter in target.parameters():
             if parameter.ndim > 1:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(noise * parameter.std(), alpha=WEIGHT_CHANGE)
+    return list(exported_tensors(target)) if version == 2 else None
 
 
 def _restore_weights(policy: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:

@@ -144,7 +144,7 @@ class Tally:
         left_out = f", {undecided} that rounding decides" if undecided else ""
         detail = f"{whole.tokens} tokens, {whole.random} of them not the most likely{left_out}"
         check = whole.check(name, detail, powers, self.chance(whole.tokens))
-        if whole.random < MIN_RANDOM and not whole.wrong and "T 0" not in setting:
+        if whole.random < MIN_RANDOM and not whole.wrong and setting.split(",")[0] != "T 0":
             few = f"{detail}: too little randomness to say anything"
             return Check(name, None, few, power=powers, promised=False)
         return check
