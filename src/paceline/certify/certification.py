@@ -108,8 +108,7 @@ class Certification:
             self.checks.append(Check(name, False, f"{scene.shown}: nothing was shown"))
             return
         parts = [scene.shown]
-        passed = True if judged is None else judged.passed
-        p_value = None if judged is None else judged.p_value
+        passed, p_value = (None, None) if judged is None else (judged.passed, judged.p_value)
         if judged is not None:
             parts.append(judged.detail)
         promised = self._promises_same(proposed)
@@ -118,9 +117,8 @@ class Certification:
             parts.append(f"{same} of {len(scene.same_as)} completions identical to plain decoding's")
             if promised and same < len(scene.same_as):
                 passed, p_value = False, None
-        self.checks.append(
-            Check(name, passed, "; ".join(parts), p_value, promised=passed is not None or p_value is not None)
-        )
+        says = passed is not None or p_value is not None
+        self.checks.append(Check(name, passed, "; ".join(parts), p_value, promised=says))
 
     def _promises_same(self, proposed: int) -> bool:
         return self.subject.same_with_any_drafter if proposed else self.subject.same_in_any_batch

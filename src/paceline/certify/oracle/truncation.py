@@ -7,8 +7,7 @@ Scores are logits over the temperature. In this order:
     min-p    tokens at least min_p times as likely as the most likely one
 
 `kept` is that. `surely_kept` and `maybe_kept` say the same where every score may be off by `slack`: two
-scores change places only if they are within 2 x slack, a ratio of probabilities changes by exp(2 x slack) at
-most.
+scores change places only if they are within 2 x slack, odds and ratios change by exp(2 x slack) at most.
 """
 
 import math
@@ -111,7 +110,8 @@ def _left(
     relative_NV = scores_NV - scores_NV[:, :1]
     if sampling.top_p < 1:
         share_NV = mass_before_NV / relative_NV.exp()[:, :top_k].sum(1, keepdim=True)
-        left_NV = left_NV & (share_NV * (-2 * slack_N1).exp() - error < sampling.top_p)
+        moved_NV = share_NV * (-2 * slack_N1).exp()
+        left_NV = left_NV & (moved_NV / (moved_NV + 1 - share_NV) - error < sampling.top_p)
     if sampling.min_p > 0:
         left_NV = left_NV & (relative_NV >= math.log(sampling.min_p) - 2 * slack_N1 - error)
     return left_NV
