@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from paceline.certify.statistics import _chi_square_tail, holm, test_frequencies
+from paceline.certify.statistics import chi_square_tail, holm, test_frequencies
 
 
 def draw(probabilities_NB: torch.Tensor, seed: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_tokens_that_only_rounding_makes_possible():
 def test_a_shifted_statistic_is_noncentral_chi_square():
     for statistic, degrees, shift in ((30.0, 12, 0.0), (30.0, 12, 7.5), (400.0, 30, 350.0), (5.0, 1, 2.0)):
         expected = stats.ncx2.sf(statistic, degrees, shift) if shift else stats.chi2.sf(statistic, degrees)
-        assert _chi_square_tail(statistic, degrees, shift) == pytest.approx(expected, rel=1e-6)
+        assert chi_square_tail(statistic, degrees, shift) == pytest.approx(expected, rel=1e-6)
 
 
 def test_holm():

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.certify.oracle.choice import certain_cut
+from paceline.certify.oracle.truncation import distribution
 from paceline.certify.subject import Policy
-from paceline.kernels.rejection import Truncation, sampled_distribution
-from paceline.kernels.sampler import kept_tokens, row_logsumexp, scaled_logits
 from paceline.policy.attention import PackedAttention
 from paceline.types import Completion, SamplingParams
 
@@ -157,7 +157,7 @@ def _by_rank(
     for part in passes(policy, texts):
         wanted = [contexts[context] for context in part.contexts]
         logits_NV = part.logits(policy)
-        p_NV = _sampled(logits_NV, sampling)
+        p_NV = distribution(logits_NV, sampling)
         tolerance_N = torch.full_like(logits_NV[:, 0], tolerance)
         order_NR = p_NV.topk(ranks).indices
         for i, other in enumerate(perturbed):
@@ -165,21 +165,13 @@ def _by_rank(
             tolerance_N = torch.maximum(
                 tolerance_N, spread_factor(len(perturbed)) * (other_NV - logits_NV).std(-1)
             )
-            perturbed_CSB[wanted, i] = _binned(_sampled(other_NV, sampling), order_NR, sampling).float().cpu()
+            perturbed_CSB[wanted, i] = (
+                _binned(distribution(other_NV, sampling), order_NR, sampling).float().cpu()
+            )
         order_CR[wanted] = order_NR.cpu()
         probabilities_CB[wanted] = _binned(p_NV, order_NR, sampling).double().cpu()
-        certain_C[wanted] = _certain(logits_NV, sampling, tolerance_N).cpu()
+        certain_C[wanted] = certain_cut(logits_NV, sampling, tolerance_N / 2).cpu()
     return order_CR, probabilities_CB, certain_C, perturbed_CSB
-
-
-def _sampled(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    return sampled_distribution(
-        logits_NV, _temperatures(logits_NV, sampling), _truncation(sampling, len(logits_NV), logits_NV.device)
-    )
-
-
-def _temperatures(logits_NV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    return torch.full_like(logits_NV[:, 0], sampling.temperature)
 
 
 def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
@@ -188,44 +180,3 @@ def _binned(p_NV: torch.Tensor, order_NR: torch.Tensor, sampling: SamplingParams
     if order_NR.shape[1] == p_NV.shape[1] or sampling.truncates:
         rest_N1 = torch.where(rest_N1 < MIN_REST, 0.0, rest_N1)
     return torch.cat((top_NR, rest_N1), 1)
-
-
-def _truncation(
-    sampling: SamplingParams, rows: int, device: torch.device, moved_N: torch.Tensor | None = None
-) -> Truncation | None:
-    """Returns the truncation that corresponds to scaled logits which moved by `moved_N`.
-
-    The mass p of the first tokens changes by p (1 - p) times that, a ratio of probabilities by all of it.
-    """
-    if not sampling.truncates:
-        return None
-    moved_N = torch.zeros(rows, dtype=torch.float64, device=device) if moved_N is None else moved_N.double()
-    top_p_N = sampling.top_p * (1 + moved_N * (1 - sampling.top_p))
-    return Truncation(
-        torch.tensor(sampling.top_k, device=device).expand(rows), top_p_N, sampling.min_p * (1 + moved_N)
-    )
-
-
-def _certain(logits_NV: torch.Tensor, sampling: SamplingParams, tolerance_N: torch.Tensor) -> torch.Tensor:
-    """Returns whether the kept tokens stay the same when logits move by that much.
-
-    At temperature 0 it is whether the most likely token does.
-    """
-    if sampling.temperature == 0:
-        ordered_N2 = logits_NV.topk(2).values
-        return ordered_N2[:, 0] - ordered_N2[:, 1] > tolerance_N
-    if not sampling.truncates:
-        return torch.ones_like(logits_NV[:, 0], dtype=torch.bool)
-    scaled_NV = scaled_logits(logits_NV, _temperatures(logits_NV, sampling))
-    tolerance_N = tolerance_N / sampling.temperature
-    logsumexp_N = row_logsumexp(scaled_NV)
-    cuts = (
-        _truncation(sampling, len(scaled_NV), scaled_NV.device, moved_N)
-        for moved_N in (None, -tolerance_N, tolerance_N)
-    )
-    kept_NV, *others = (
-        kept_tokens(scaled_NV, logsumexp_N, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0] for cut in cuts
-    )
-    last_kept_N = scaled_NV.masked_fill(~kept_NV, torch.inf).amin(1)
-    first_dropped_N = scaled_NV.masked_fill(kept_NV, -torch.inf).amax(1)
-    return (last_kept_N - first_dropped_N > tolerance_N) & (others[0] == others[1]).all(1)

@@ -5,15 +5,17 @@ its scales, as a resumed run does. The oracle (`fp8_policy.py`) takes those scal
 again without the engine.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
 from paceline.certify.fp8_policy import LARGEST, SMALLEST_AMAX, Fp8Policy, Fp8Recipe
-from paceline.certify.native import KV_TOKENS, MakeDrafter, NativeSubject, widest
-from paceline.certify.subject import OpenedBackend
+from paceline.certify.native import MakeDrafter, NativeSubject, widest
+from paceline.certify.subject import KV_TOKENS, OpenedBackend, Snapshot
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
@@ -45,6 +47,7 @@ class Fp8Subject(NativeSubject):
         tokens: int,
         settings: EngineSettings,
         adaptive: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.prompts = _up_to(prompts, CALIBRATION_TOKENS)
         engine = Engine(policy, replace(settings, max_running=64, kv_tokens=KV_TOKENS))
@@ -60,8 +63,20 @@ class Fp8Subject(NativeSubject):
             engine.rollout_precision.cache_scales_L2H,
             frozenset(engine.rollout_precision.kv_base_layers),
         )
-        super().__init__(policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive)
+        super().__init__(
+            policy, Fp8Policy(policy, self.recipe), drafters, tokens, settings, adaptive, tokenizer
+        )
         self.perturbed = [self.exact_policy.perturbed(seed) for seed in range(COPIES)]
+
+    def _exact_draft_policy(self) -> None:
+        """Rounding in FP8 hides which token rejection must choose; statistics serve there."""
+
+    def _proposals_are_known(self) -> bool:
+        return False
+
+    def snapshot(self) -> Snapshot:
+        exact = Fp8Policy(copy.deepcopy(self.policy), self.recipe)
+        return Snapshot(exact, [exact.perturbed(seed) for seed in range(COPIES)])
 
     def _prepare(self, engine: Engine) -> None:
         engine.load_calibration_state(self.calibrated)

@@ -11,26 +11,24 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.certify.certificate import Check
-from paceline.certify.subject import OpenedBackend, Policy
+from paceline.certify.subject import LOGIT_TOLERANCE, OpenedBackend, Opening, Policy, Snapshot
 from paceline.config import SpeculationConfig
 from paceline.drafting.base import Drafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_pacer
 from paceline.engine.reference import ReferenceBackend
 from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.adaptive import AdaptivePacer
-from paceline.pacing.strategy import Decision, FixedPacer, Moment, Observation, Pacer, Strategy
+from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Pacer, Strategy
 from paceline.policy.decoder import Decoder
 
 # Noise on a disturbed copy's matrices, in their own standard deviations: its drafts are often accepted and
 # often rejected.
 DISTURBANCE = 0.2
-
-# Tokens of an engine's KV pool.
-KV_TOKENS = 65536
 
 # A recipe's drafters.
 DRAFTERS = ("history", "eagle", "draft_model")
@@ -44,6 +42,8 @@ class NativeSubject:
 
     name = "native engine"
     perturbed: Sequence[Policy] = ()
+    published_noise = True
+    takes_weights = True
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class NativeSubject:
         tokens: int,
         settings: EngineSettings,
         adaptive: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Takes the `settings` that concern what is computed; only adaptive pacing uses several drafters."""
         self.policy = policy
@@ -61,25 +62,64 @@ class NativeSubject:
         self.drafters = drafters
         self.tokens = tokens
         self.adaptive = adaptive
+        self.tokenizer = tokenizer
+        self.decode = tokenizer.decode if tokenizer is not None else None
         self.same_in_any_batch = policy.device.type == "cpu" or settings.deterministic
-        self.same_with_any_drafter = self.same_in_any_batch and settings.verify == Verify.SHARED_NOISE
+        self.rejects = settings.verify == Verify.REJECTION and tokens > 0
+        self.same_with_any_drafter = self.same_in_any_batch and not self.rejects
+        self.draft_policy = self._exact_draft_policy() if self.rejects else None
+        self.exact_rejection = self.rejects and self._proposals_are_known()
         self.paced: list[OpenedBackend] = []
 
-    def open(self, tokens: int, max_running: int) -> OpenedBackend:
-        settings = replace(self.settings, max_running=max_running, kv_tokens=KV_TOKENS)
-        drafters = [make() for make in self.drafters] if tokens else []
-        engine = Engine(self.policy, settings, drafters=drafters)
+    def _exact_draft_policy(self) -> Policy | None:
+        """Returns what a draft model proposes from, where rounding does not hide which token that is."""
+        if len(self.drafters) != 1 or self.policy.dtype not in LOGIT_TOLERANCE:
+            return None
+        drafter = self.drafters[0]()
+        return widest(drafter.policy) if isinstance(drafter, DraftModel) else None
+
+    def _proposals_are_known(self) -> bool:
+        """Returns whether the oracle can tell what was proposed, and from which distribution."""
+        if self.draft_policy is not None:
+            return True
+        on_cpu = self.policy.device.type == "cpu" and self.policy.dtype in LOGIT_TOLERANCE
+        return on_cpu and len(self.drafters) == 1 and not self.drafters[0]().has_probabilities
+
+    def snapshot(self) -> Snapshot:
+        """Returns what the current weights say, whatever becomes of them."""
+        wide = self.policy.dtype in LOGIT_TOLERANCE
+        return Snapshot(widest(self.policy), () if wide else (copy.deepcopy(self.policy),))
+
+    def open(self, opening: Opening) -> OpenedBackend:
+        settings = replace(
+            self.settings,
+            max_running=opening.max_running,
+            kv_tokens=opening.kv_tokens,
+            prefill_tokens=opening.prefill_tokens,
+        )
+        drafters = [make() for make in self.drafters] if opening.tokens else []
+        if opening.restless and not any(isinstance(drafter, HistoryDrafter) for drafter in drafters):
+            drafters.append(HistoryDrafter())
+        engine = Engine(self.policy, settings, self.tokenizer, drafters)
         self._prepare(engine)
-        opened = OpenedBackend(engine)
-        if not tokens:
+        opened = OpenedBackend(engine, preemptions=lambda: engine.preemptions)
+        if not opening.tokens:
             return opened
-        engine.pacer = _RecordingPacer(self._pacer(drafters, tokens, max_running), opened)
-        self.paced.append(opened)
+        engine.pacer = _RecordingPacer(self._pacer(drafters, opening), opened)
+        if self.adaptive:
+            self.paced.append(opened)
+        # A CPU reads a step's outcome before it drafts again, so what it proposed is still there.
+        reads_proposals = self.policy.device.type == "cpu"
 
         def record(sequences: list[RequestState], lengths: np.ndarray, gained: np.ndarray) -> None:
             for sequence, length, new in zip(sequences, lengths.tolist(), gained.tolist(), strict=True):
-                if new:
-                    opened.step_starts.setdefault(sequence.request.id, []).append(length - new)
+                if not new:
+                    continue
+                name, start = sequence.request.id, length - new
+                opened.step_starts.setdefault(name, []).append(start)
+                if reads_proposals and self.rejects and self.draft_policy is None:
+                    proposed = engine.runner.proposals_SK[sequence.slot, : opening.tokens]
+                    opened.proposals[name, start] = proposed.tolist()
 
         engine.outcomes.observer = record
         return opened
@@ -87,18 +127,22 @@ class NativeSubject:
     def _prepare(self, engine: Engine) -> None:
         """Does what an engine needs before its first request; for subclasses."""
 
-    def _pacer(self, drafters: list[Drafter], tokens: int, max_running: int) -> Pacer:
+    def _pacer(self, drafters: list[Drafter], opening: Opening) -> Pacer:
+        tokens = opening.tokens
+        if opening.restless:
+            counts = sorted({1, tokens})
+            return RestlessPacer([Strategy(d.name, min(n, d.max_tokens)) for d in drafters for n in counts])
         if self.adaptive:
             pacer = make_pacer(
                 SpeculationConfig(pacing="adaptive", tokens=tokens),
                 drafters,
-                max_running,
+                opening.max_running,
                 seed=0,
                 shape=self.policy.config,
             )
             # A certificate ends before trials are due by their usual share, and it needs changes, not speed.
             return AdaptivePacer(replace(pacer.settings, trial_share=1.0, catch_up={}))
-        return FixedPacer(Strategy(drafters[0].name, tokens), max_running)
+        return FixedPacer(Strategy(drafters[0].name, tokens), opening.max_running)
 
     def own_checks(self) -> list[Check]:
         return [self._check_changes()] if self.adaptive and self.tokens else []
@@ -110,6 +154,19 @@ class NativeSubject:
         changes = sum(before != after for run in runs for before, after in pairwise(run))
         used = ", ".join(f"{name} {count}" for name, count in sorted(steps.items()))
         return Check("strategies change in mid-rollout", changes > 0, f"{changes} times; steps: {used}")
+
+
+class RestlessPacer(FixedPacer):
+    """A pacer that takes another strategy at every step, plain decoding among them."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        super().__init__(PLAIN)
+        self.strategies = [PLAIN, *strategies]
+        self.steps = 0
+
+    def choose(self, moment: Moment) -> Decision:
+        self.steps += 1
+        return Decision(self.strategies[self.steps % len(self.strategies)], moment.running, moment.context)
 
 
 class _RecordingPacer:
@@ -139,14 +196,25 @@ class ReferenceSubject:
     adaptive = False
     same_in_any_batch = False
     same_with_any_drafter = False
+    published_noise = True
+    takes_weights = True
+    rejects = False
+    exact_rejection = False
     perturbed: Sequence[Policy] = ()
+    draft_policy: Policy | None = None
 
-    def __init__(self, policy: Decoder, exact_policy: Decoder) -> None:
+    def __init__(self, policy: Decoder, exact_policy: Decoder, tokenizer: Tokenizer | None = None) -> None:
         self.policy = policy
         self.exact_policy = exact_policy
+        self.tokenizer = tokenizer
+        self.decode = tokenizer.decode if tokenizer is not None else None
 
-    def open(self, tokens: int, max_running: int) -> OpenedBackend:
-        return OpenedBackend(ReferenceBackend(self.policy, max_running))
+    def snapshot(self) -> Snapshot:
+        """Returns what the current weights say, whatever becomes of them."""
+        return Snapshot(widest(self.policy))
+
+    def open(self, opening: Opening) -> OpenedBackend:
+        return OpenedBackend(ReferenceBackend(self.policy, opening.max_running, self.tokenizer))
 
     def own_checks(self) -> list[Check]:
         return []

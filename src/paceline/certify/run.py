@@ -1,62 +1,33 @@
-"""One certification, from the subject to the verdict."""
+"""A certificate from its parts: subjects with a plan each, and what is tested without a policy."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from paceline.certify.certificate import Certificate, Check
-from paceline.certify.checks import (
-    check_equality,
-    check_frequencies,
-    describe,
-    mixed_requests,
-    sampling_requests,
-)
-from paceline.certify.parity import check_logprobs
-from paceline.certify.subject import LOGIT_TOLERANCE, Subject, rounded_copies
-from paceline.certify.uncertainty import measure
-from paceline.types import SamplingParams
+from paceline.certify.certification import DEEPEST, Certification, Progress
+from paceline.certify.frequencies import frequency_checks
+from paceline.certify.kernels_alone import kernel_checks
+from paceline.certify.noise_quality import noise_checks
+from paceline.certify.plan import Plan
+from paceline.certify.requests import varied_prompts
+from paceline.certify.subject import Subject
+from paceline.certify.uncertainty import Uncertainty
+
+# Rows per setting of the sampler alone, and seeds of the tests of noise.
+KERNEL_ROWS = 120
+NOISE_SEEDS = 512
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is sampled."""
+class Part:
+    """A part of a certificate: a subject and how much is done with it."""
 
-    contexts: int = 2  # from which samples for frequencies begin
-    samples: int = 3000  # completions per context at temperature 1
-    fewer: int = 250  # completions per context with other sampling
-    further: tuple[SamplingParams, ...] = (
-        SamplingParams(0.7),
-        SamplingParams(1.5),
-        SamplingParams(1.0, top_k=5),
-        SamplingParams(1.2, top_p=0.9),
-        SamplingParams(0.0),
-    )
-    mixed: int = 36  # completions for equality and parity
-    mixed_tokens: int = 32  # tokens of those completions at most
-    seed: int = 0
-
-
-# Requests that run together.
-MAX_RUNNING = 256
-
-# The same for an adaptive pacer, which speculates only while few requests run.
-ADAPTIVE_MAX_RUNNING = 16
-
-# Requests that run together in plain decoding.
-PLAIN_MAX_RUNNING = 64
-
-# Steps that a completion lasts at least under an adaptive pacer, so that strategies change within it.
-ADAPTIVE_STEPS = 4
-
-# Tokens of a completion without speculation.
-PLAIN_TOKENS = 4
-
-# Completions per context at temperature 0, where all are alike.
-GREEDY_SAMPLES = 10
-
-# The plan of `--quick`.
-QUICK = Plan(samples=300, fewer=100, further=(SamplingParams(1.5, top_k=5),), mixed=12)
+    title: str
+    subject: Subject
+    plan: Plan
 
 
 def certify(
@@ -64,40 +35,76 @@ def certify(
     prompts: Sequence[tuple[int, ...]],
     plan: Plan,
     settings: dict[str, str],
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Certificate:
-    """Runs all checks on a subject; `settings` are what the certificate says about it."""
+    """Runs all checks on one subject; `settings` are what the certificate says about it."""
+    return certify_parts([Part("", subject, plan)], prompts, settings, progress=progress)
+
+
+def certify_parts(
+    parts: Sequence[Part],
+    prompts: Sequence[tuple[int, ...]],
+    settings: dict[str, str],
+    alone: torch.device | None = None,
+    left_out: str = "",
+    progress: Progress = lambda _: None,
+) -> Certificate:
+    """Runs several parts; `alone`: the device on which the native kernels are tested by themselves."""
     start = time.perf_counter()
-    requests = mixed_requests(prompts, plan.mixed, plan.mixed_tokens, plan.seed)
-    plain = subject.open(0, PLAIN_MAX_RUNNING).run(requests)
     checks: list[Check] = []
-    progress("same bits")
-    checks += check_equality(subject, requests, plain)
-    opened = subject.open(subject.tokens, ADAPTIVE_MAX_RUNNING if subject.adaptive else MAX_RUNNING)
-    progress("logprobs")
-    checks += check_logprobs(subject, plain, "{}, plain", tell_distance=True)
+    seconds: dict[str, float] = {}
+
+    def run(title: str, function: Callable[[], list[Check]]) -> None:
+        began = time.perf_counter()
+        checks.extend(replace(check, part=title) for check in function())
+        seconds[title] = time.perf_counter() - began
+
+    seed = parts[0].plan.seed
+    if alone is not None:
+        run("noise", lambda: _attempt("noise", lambda: noise_checks(NOISE_SEEDS, seed), progress))
+        run("kernels", lambda: _attempt("kernels", lambda: kernel_checks(KERNEL_ROWS, alone, seed), progress))
+    for part in parts:
+        say = (lambda what, title=part.title: progress(f"{title}: {what}")) if part.title else progress
+        run(part.title, lambda part=part, say=say: subject_checks(part.subject, prompts, part.plan, say))
+    total = time.perf_counter() - start
+    return Certificate.of(parts[0].subject.name, settings, checks, total, seconds, left_out)
+
+
+def subject_checks(
+    subject: Subject, prompts: Sequence[tuple[int, ...]], plan: Plan, progress: Progress = lambda _: None
+) -> list[Check]:
+    """Runs all checks on a subject."""
+    end = time.perf_counter() + plan.seconds
+    config = subject.policy.config
+    longest = config.max_positions - (DEEPEST + 2) * plan.tokens
+    chosen = varied_prompts(prompts, config.vocab_size, max(2, min(80, longest)), plan.seed)
+    if subject.rejects:  # a draft model has nothing to attend to after one token
+        chosen = [prompt for prompt in chosen if len(prompt) > 1]
+    own = Certification(subject, plan, chosen, progress)
+    found: list[Uncertainty] = []
+    own.attempt("plain decoding", lambda: found.append(own.begin()))
+    if not found:
+        return own.checks
     if subject.tokens:
-        checks += check_logprobs(subject, opened.run(requests), "{}, speculating")
-    uncertainty = measure(subject, plain)
-    rounded = bool(rounded_copies(subject))
-    tolerance = uncertainty.tolerance if rounded else LOGIT_TOLERANCE[subject.policy.dtype]
-    if rounded:
-        checks.append(Check("what rounding moves", None, uncertainty.describe(), promised=False))
-    contexts = uncertainty.least_certain(plan.contexts)
-    for kind in (SamplingParams(1.0), *plan.further):
-        progress(f"frequencies, {describe(kind)}")
-        completions = opened.run(sampling_requests(prompts, kind, plan.seed))
-        checks += check_logprobs(subject, completions, f"{describe(kind)}: {{}}")
-        sampling = replace(kind, max_tokens=_frequency_tokens(subject), ignore_eos=True)
-        samples = plan.fewer if kind.temperature else GREEDY_SAMPLES
-        if kind == SamplingParams(1.0):
-            samples = plan.samples
-        checks += check_frequencies(subject, opened, contexts, samples, sampling, plan.seed, tolerance)
-    return Certificate.of(subject.name, settings, checks + subject.own_checks(), time.perf_counter() - start)
+        own.attempt("speculation", own.speculate)
+    for name in plan.scenes:
+        own.attempt(name, getattr(own, name))
+    if plan.frequencies is not None and not (own.exact and not (subject.rejects and plan.frequencies_anyway)):
+        own.attempt(
+            "frequencies",
+            lambda: own.checks.extend(
+                frequency_checks(subject, found[0], plan.frequencies, plan.seed, progress)
+            ),
+        )
+    if plan.seconds and time.perf_counter() < end:
+        own.attempt("further samples", lambda: own.more(end))
+    own.attempt("conclusion", own.conclude)
+    return own.checks + subject.own_checks()
 
 
-def _frequency_tokens(subject: Subject) -> int:
-    """Returns the tokens of completions for frequencies: one step of them, several if pacing is adaptive."""
-    if not subject.tokens:
-        return PLAIN_TOKENS
-    return (subject.tokens + 1) * (ADAPTIVE_STEPS if subject.adaptive else 1)
+def _attempt(name: str, function: Callable[[], list[Check]], progress: Progress) -> list[Check]:
+    progress(name)
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - whatever the kernels raise is their failure
+        return [Check(name, False, f"{type(error).__name__}: {error}")]

@@ -78,9 +78,9 @@ def test_frequencies(
     statistic, degrees, shift_S = _summed_chi_square(probabilities_NB, observed_N, perturbed_SNB, strata)
     shift = ROUNDING_MARGIN * float(shift_S.max()) if len(shift_S) else 0.0
     ruled_out = int(impossible_N.sum())
-    p_value = _chi_square_tail(statistic, degrees, shift)
+    p_value = chi_square_tail(statistic, degrees, shift)
     if ruled_out:  # two tests, hence twice the smaller p-value (Bonferroni)
-        p_value = min(1.0, 2 * p_value, 2 * _poisson_tail(ruled_out, explained))
+        p_value = min(1.0, 2 * p_value, 2 * poisson_tail(ruled_out, explained))
     top_N = probabilities_NB[:, 0]
     deviation = float((top_N * (1 - top_N)).sum().sqrt())
     tokens = len(observed_N)
@@ -165,7 +165,7 @@ def _pools(variance_B: torch.Tensor) -> torch.Tensor:
     return torch.tensor(pools)
 
 
-def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0) -> float:
+def chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0) -> float:
     """Returns the probability of a statistic at least as large.
 
     A noncentral chi-square is a central one with 2 j more degrees of freedom, where j is Poisson distributed
@@ -184,7 +184,7 @@ def _chi_square_tail(statistic: float, degrees: int, noncentrality: float = 0.0)
     return float((weights_J * tails_J).sum())
 
 
-def _poisson_tail(count: int, mean: float) -> float:
+def poisson_tail(count: int, mean: float) -> float:
     """Returns the probability of `count` or more events."""
     if count == 0:
         return 1.0

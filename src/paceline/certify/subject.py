@@ -1,6 +1,10 @@
-"""The subject of a certificate: a backend that can be opened plain and with speculation, and its promises."""
+"""The subject of a certificate: a backend that can be opened plain and with speculation, and its promises.
 
-from collections.abc import Sequence
+A backend of another kind becomes a subject by naming its policy and opening itself; what it does not promise
+(the same bits, the published noise) is then judged by statistics instead.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +23,20 @@ Policy = Decoder | Fp8Policy
 # How far two computations of the same logits may differ in a wide type.
 LOGIT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
+# Tokens of an engine's KV pool, unless a scene wants it small.
+KV_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a backend is opened; what it has no such setting for it ignores."""
+
+    tokens: int = 0  # proposed per step; 0: it does not speculate
+    max_running: int = 64
+    kv_tokens: int = KV_TOKENS
+    prefill_tokens: int = 16384  # per chunk
+    restless: bool = False  # another drafter and number of tokens at every step
+
 
 @dataclass
 class OpenedBackend:
@@ -27,20 +45,42 @@ class OpenedBackend:
     backend: Backend
     # By request, the absolute positions at which its steps began; empty where the backend does not say.
     step_starts: dict[str, list[int]] = field(default_factory=dict)
+    # By request and such a position: what was proposed there, where the backend says so.
+    proposals: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     # The strategies of each run's steps, where a pacer chose them.
     strategies: list[list[Strategy]] = field(default_factory=list)
+    # How often a running request was preempted so far; None where the backend does not say.
+    preemptions: Callable[[], int] | None = None
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Returns completions in the requests' order; raises ValueError where one was refused."""
+        self.submit(requests)
+        return in_order(requests, list(self.completions()))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Submits requests; their strategies are recorded as a run of their own."""
         self.strategies.append([])
         self.backend.submit(requests)
+
+    def completions(self) -> list[Completion]:
+        """Returns what finishes until nothing is outstanding."""
         with torch.inference_mode():
-            done = {completion.request.id: completion for completion in self.backend.completions()}
-        completions = [done[request.id] for request in requests]
-        for completion in completions:
-            if completion.error:
-                raise ValueError(f"the backend refused a request: {completion.error}")
-        return completions
+            return list(self.backend.completions())
+
+
+def in_order(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Completion]:
+    """Returns completions in the requests' order; raises ValueError where one is refused or missing."""
+    done: dict[str, Completion] = {}
+    for completion in completions:
+        if completion.error:
+            raise ValueError(f"the backend refused a request: {completion.error}")
+        if completion.request.id in done:
+            raise ValueError(f"the backend completed {completion.request.id!r} twice")
+        done[completion.request.id] = completion
+    missing = [request.id for request in requests if request.id not in done]
+    if missing or len(done) > len(requests):
+        raise ValueError(f"the backend did not complete {missing[:3]}" if missing else "unknown completions")
+    return [done[request.id] for request in requests]
 
 
 class Subject(Protocol):
@@ -50,16 +90,33 @@ class Subject(Protocol):
     policy: Decoder  # in the backend's own type: what a learner would run
     exact_policy: Policy  # the same weights in the widest type that is worth running
     perturbed: Sequence[Policy]  # copies of an FP8 policy as rounding may move it
+    draft_policy: Policy | None  # what proposals are drawn from, in the widest type, where that is known
     same_in_any_batch: bool  # plain decoding promises the same bits
     same_with_any_drafter: bool  # speculation promises the same bits
+    published_noise: bool  # without rejection, tokens are drawn with the noise of `oracle/noise.py`
+    rejects: bool  # proposals are verified by rejection
+    exact_rejection: bool  # the oracle can tell what rejection must choose
+    takes_weights: bool  # weights may change while requests run, and the oracle can follow
     tokens: int  # proposed per step; 0: it does not speculate
     adaptive: bool  # a pacer chooses the drafter and the number of tokens
+    decode: Callable[[list[int]], str] | None  # the tokenizer's; None: it has no stop strings
 
-    def open(self, tokens: int, max_running: int) -> OpenedBackend:
-        """Opens a backend that proposes at most `tokens` per step; with 0 it does not speculate."""
+    def open(self, opening: Opening) -> OpenedBackend:
+        """Opens a backend."""
+
+    def snapshot(self) -> "Snapshot":
+        """Returns what the current weights say, whatever becomes of them; only if it `takes_weights`."""
 
     def own_checks(self) -> list[Check]:
         """Returns the checks that only this subject has; called after all others."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A policy at one weight version: in the widest type, and as rounding may move it in a narrow one."""
+
+    exact: Policy
+    copies: Sequence[Policy] = ()
 
 
 def rounded_copies(subject: Subject) -> Sequence[Policy]:

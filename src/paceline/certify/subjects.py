@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from paceline.certify.fp8 import Fp8Subject
+from paceline.certify.frequencies import FrequencyPlan
 from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_maker, widest
-from paceline.certify.run import QUICK, Plan
+from paceline.certify.plan import FURTHER, QUICK, Plan
+from paceline.certify.run import Part
 from paceline.certify.subject import Subject
 from paceline.config import Config, RolloutConfig, load_config
+from paceline.drafting.factory import DrafterFactory
 from paceline.drafting.recipe import drafter_overrides
 from paceline.engine.sampling import Verify
 from paceline.engine.settings import EngineSettings
 from paceline.policy.decoder import Decoder
 from paceline.types import Precision
+
+# `--verify` of a certificate that covers both ways.
+BOTH = "both"
 
 # Keys of the recipe that the command's own arguments set, and what to do instead.
 OWN_ARGUMENTS = {"policy.path": "name the policy as the first argument", "policy.dtype": "say --precision"}
@@ -32,15 +38,16 @@ class SubjectOptions:
     drafter: str  # names with commas between
     tokens: int  # proposed per step, at most if pacing is adaptive
     pacing: str  # fixed or adaptive
-    verify: str  # shared-noise or rejection
+    verify: str  # shared-noise, rejection or both
     dtype: str  # of the policy; empty: the device's own
     deterministic: bool
 
     def __post_init__(self) -> None:
         if self.backend not in ("native", "reference"):
             raise ValueError(f"--backend {self.backend!r}: must be native or reference")
-        if self.verify not in (Verify.SHARED_NOISE, Verify.REJECTION):
-            raise ValueError(f"--verify {self.verify!r}: must be {Verify.SHARED_NOISE} or {Verify.REJECTION}")
+        if self.verify not in (BOTH, Verify.SHARED_NOISE, Verify.REJECTION):
+            choices = f"{BOTH}, {Verify.SHARED_NOISE} or {Verify.REJECTION}"
+            raise ValueError(f"--verify {self.verify!r}: must be {choices}")
         if self.pacing not in ("fixed", "adaptive"):
             raise ValueError(f"--pacing {self.pacing!r}: must be fixed or adaptive")
         if len(self.drafters) > 1 and self.pacing == "fixed":
@@ -53,6 +60,11 @@ class SubjectOptions:
     def drafters(self) -> list[str]:
         """The names of the drafters."""
         return self.drafter.split(",")
+
+    @property
+    def verifies(self) -> list[Verify]:
+        """How proposals are verified, one way or both."""
+        return [Verify.SHARED_NOISE, Verify.REJECTION] if self.verify == BOTH else [Verify(self.verify)]
 
 
 def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[str]) -> Config:
@@ -76,6 +88,70 @@ def certified_config(options: SubjectOptions, recipe: str, overrides: Sequence[s
     return config
 
 
+@dataclass(frozen=True)
+class Effort:
+    """The options of `paceline certify` that say how much is done."""
+
+    quick: bool = False
+    full: bool = False
+    samples: int = 0  # completions per setting; 0: the plan's own number
+    minutes: float = 0.0  # to spend on more samples; 0: none
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.quick and (self.full or self.minutes):
+            raise ValueError("--quick: leave out --full and --budget, which ask for more")
+
+    @property
+    def plan(self) -> Plan:
+        """How much is done with the first subject."""
+        plan = replace(QUICK if self.quick else Plan(), seed=self.seed, seconds=60 * self.minutes)
+        return replace(plan, samples=self.samples) if self.samples else plan
+
+    @property
+    def further_plan(self) -> Plan:
+        """How much is done with each further subject, which shares most of its code with the first."""
+        plan = QUICK if self.quick else FURTHER
+        return replace(plan, seed=self.seed, samples=self.samples or plan.samples)
+
+
+def make_parts(
+    options: SubjectOptions,
+    rollout: RolloutConfig,
+    policy: Decoder,
+    prompts: Sequence[tuple[int, ...]],
+    tokenizer: Tokenizer,
+    effort: Effort,
+) -> list[Part]:
+    """Returns what is certified, the default first: both ways to verify; in full every drafter and FP8."""
+    if options.backend == "reference":
+        return [Part("", ReferenceSubject(policy, widest(policy), tokenizer), effort.plan)]
+    kinds = [(verify, options.drafter, rollout.precision) for verify in options.verifies]
+    if effort.full:
+        others = [name for name in _fitting_drafters(rollout, policy) if name not in options.drafters]
+        kinds += [(verify, name, rollout.precision) for name in others for verify in options.verifies]
+        if rollout.precision is Precision.BASE:
+            kinds += [(Verify.SHARED_NOISE, options.drafter, p) for p in (Precision.FP8, Precision.FP8_KV)]
+    parts = []
+    for verify, drafter, precision in kinds:
+        title = f"{verify.replace('-', ' ')}, {drafter}"
+        title += "" if precision is Precision.BASE else f", {precision}"
+        how = replace(options, verify=verify, drafter=drafter)
+        computed = rollout.model_copy(update={"precision": precision})
+        subject = make_subject(how, computed, policy, prompts, tokenizer)
+        plan = effort.further_plan if parts else effort.plan
+        if effort.full and subject.rejects:
+            plan = replace(plan, frequencies=FrequencyPlan())
+        parts.append(Part(title, subject, plan))
+    return parts
+
+
+def _fitting_drafters(rollout: RolloutConfig, policy: Decoder) -> list[str]:
+    """Returns the drafters that need nothing but this policy."""
+    every = rollout.speculation.model_copy(update={"drafters": ["history", "eagle"]})
+    return DrafterFactory(every).names(policy.config)
+
+
 def make_subject(
     options: SubjectOptions,
     rollout: RolloutConfig,
@@ -83,9 +159,7 @@ def make_subject(
     prompts: Sequence[tuple[int, ...]],
     tokenizer: Tokenizer,
 ) -> Subject:
-    """Returns the backend to certify, ready to be opened."""
-    if options.backend == "reference":
-        return ReferenceSubject(policy, widest(policy))
+    """Returns one native engine to certify, ready to be opened."""
     drafters = [drafter_maker(name, policy, rollout.speculation, tokenizer) for name in options.drafters]
     settings = EngineSettings(
         deterministic=options.deterministic or rollout.deterministic,
@@ -94,16 +168,10 @@ def make_subject(
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",
     )
-    how = (drafters, options.tokens, settings, options.pacing == "adaptive")
+    how = (drafters, options.tokens, settings, options.pacing == "adaptive", tokenizer)
     if rollout.precision is Precision.BASE:
         return NativeSubject(policy, widest(policy), *how)
     return Fp8Subject(policy, prompts, *how)
-
-
-def sampling_plan(quick: bool, samples: int, seed: int) -> Plan:
-    """Returns how much is sampled; `samples` of 0 is the plan's own number."""
-    plan = replace(QUICK if quick else Plan(), seed=seed)
-    return replace(plan, samples=samples) if samples else plan
 
 
 def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy: Decoder) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.certify.distribution import SPREAD_FACTOR, passes, spread_factor
-from paceline.certify.subject import Subject, rounded_copies
+from paceline.certify.subject import LOGIT_TOLERANCE, Subject, rounded_copies
 from paceline.types import Completion
 
 # One in so many of the contexts may begin samples: those that rounding moves least.
@@ -72,6 +72,25 @@ class Uncertainty:
                 best[context.prompt] = context
         ordered = sorted(best.values(), key=lambda context: -context.entropy)
         return [context.context for context in ordered[:count]]
+
+
+# Factor on what float32 does to logits in a learner's pass: an engine sums in another order.
+OTHER_ORDER = 20.0
+
+# No more than this is ever put down to rounding in a wide type.
+LARGEST_TOLERANCE = 5e-3
+
+
+@torch.inference_mode()
+def wide_tolerance(subject: Subject, completions: Sequence[Completion]) -> float:
+    """Returns how far logits may be off in float32 or float64, from a learner's pass in that type."""
+    texts = {c.request.prompt + c.tokens: len(c.request.prompt) for c in completions}
+    spread = max(
+        float((part.logits(subject.policy) - part.logits(subject.exact_policy)).std(-1).max())
+        for part in passes(subject.exact_policy, texts)
+    )
+    least = LOGIT_TOLERANCE[subject.policy.dtype]
+    return max(least, min(OTHER_ORDER * spread, LARGEST_TOLERANCE))
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ def certify(
             help="fixed (always as many tokens) or adaptive (up to as many, whatever is fastest now)"
         ),
     ] = "fixed",
-    verify: Annotated[str, typer.Option(help="shared-noise or rejection")] = "shared-noise",
+    verify: Annotated[str, typer.Option(help="shared-noise, rejection, or both")] = "both",
     precision: Annotated[
         str, typer.Option(help="float32, bfloat16 or float64; default: float32 on a CPU, bfloat16 on a GPU")
     ] = "",
@@ -41,13 +41,16 @@ def certify(
         bool, typer.Option(help="GPU: the engine's deterministic mode, which promises the same bits")
     ] = False,
     recipe: Annotated[str, typer.Option(help="where prompts come from")] = "default",
-    quick: Annotated[bool, typer.Option(help="a few hundred samples instead of thousands: coarse")] = False,
+    quick: Annotated[bool, typer.Option(help="fewer samples and scenes; says what it leaves out")] = False,
+    full: Annotated[
+        bool, typer.Option(help="also every other drafter that fits the policy, and FP8, each both ways")
+    ] = False,
     samples: Annotated[
-        int,
-        typer.Option(
-            help="completions per context at temperature 1; four times as many see half the bias", min=0
-        ),
+        int, typer.Option(help="completions per setting; twice as many find half the deviation", min=0)
     ] = 0,
+    budget: Annotated[
+        float, typer.Option(help="minutes to spend at least: what is left buys more samples", min=0)
+    ] = 0.0,
     seed: int = 0,
     json_file: Annotated[
         Optional[Path], typer.Option("--json", help="also write the certificate here")
@@ -56,27 +59,30 @@ def certify(
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
     refuse_mistyped_keys(overrides or [])
     from paceline.bench.setup import recipe_policy, recipe_tokenizer
-    from paceline.certify.run import certify as run
+    from paceline.certify.plan import QUICK_LEAVES_OUT
+    from paceline.certify.run import certify_parts
     from paceline.certify.subjects import (
+        Effort,
         SubjectOptions,
         certificate_settings,
         certified_config,
-        make_subject,
-        sampling_plan,
+        make_parts,
     )
 
     if backend == "reference":
         _refuse_native_options(context)
     options = SubjectOptions(policy, backend, drafter, tokens, pacing, verify, precision, deterministic)
+    effort = Effort(quick, full, samples, budget, seed)
     config = certified_config(options, recipe, overrides or [])
     model, prompts = recipe_policy(config)
-    subject = make_subject(options, config.rollout, model, prompts, recipe_tokenizer(config))
-    certificate = run(
-        subject,
+    parts = make_parts(options, config.rollout, model, prompts, recipe_tokenizer(config), effort)
+    certificate = certify_parts(
+        parts,
         prompts,
-        sampling_plan(quick, samples, seed),
         certificate_settings(options, config.rollout, model),
-        lambda what: typer.echo(f"... {what}", err=True),
+        alone=model.device if backend == "native" else None,
+        left_out=QUICK_LEAVES_OUT if quick else "",
+        progress=lambda what: typer.echo(f"... {what}", err=True),
     )
     typer.echo(certificate.table())
     if json_file is not None:
@@ -88,6 +94,6 @@ def certify(
 def _refuse_native_options(context: typer.Context) -> None:
     """Raises where an option was given that the reference backend would ignore."""
     never = "the reference backend never speculates; leave it out, or use --backend native"
-    refuse_given(context, ("drafter", "tokens", "pacing", "verify"), never)
+    refuse_given(context, ("drafter", "tokens", "pacing", "verify", "full"), never)
     mode = "a mode of the native engine; leave it out, or use --backend native"
     refuse_given(context, ("deterministic",), mode)

@@ -1,0 +1,139 @@
+"""The requests of a certificate: every setting a request may have, on prompts of every length that matters.
+
+Prompts are the task's own, cut where blocks of the cache begin and end, and random ones, after which a policy
+is less sure than after those it was trained on.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.certify.oracle.seeds import seed_of
+from paceline.types import Request, SamplingParams
+
+# How tokens are drawn: each parameter alone, and together. Temperatures above 1 put randomness where a policy
+# that was trained has none.
+SETTINGS = (
+    SamplingParams(1.0),
+    SamplingParams(0.7),
+    SamplingParams(1.6),
+    SamplingParams(3.0),
+    SamplingParams(0.0),
+    SamplingParams(1.0, top_k=5),
+    SamplingParams(2.0, top_k=2),
+    SamplingParams(2.0, top_p=0.9),
+    SamplingParams(1.5, top_p=0.5),
+    SamplingParams(0.7, top_p=0.95),
+    SamplingParams(2.0, min_p=0.05),
+    SamplingParams(1.5, min_p=0.3),
+    SamplingParams(2.5, top_k=8, top_p=0.8),
+    SamplingParams(2.5, top_k=6, min_p=0.15),
+    SamplingParams(2.5, top_p=0.85, min_p=0.05),
+    SamplingParams(2.5, top_k=12, top_p=0.9, min_p=0.05),
+)
+
+# Samples of one prompt that are submitted together.
+GROUP = 4
+
+# Lengths of prompts: around one to four blocks of 16 tokens.
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 34, 47, 48, 49, 63, 64, 65, 80)
+
+# Seeds at the ends of their range, and pairs that differ in one half only.
+ODD_SEEDS = (0, 1, -1, 1 << 32, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63), 0xFFFFFFFF, 7 << 32, 7)
+
+
+def describe(sampling: SamplingParams) -> str:
+    """Returns sampling parameters as a label of checks."""
+    parts = [f"T {sampling.temperature:g}"]
+    parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+    return ", ".join(parts)
+
+
+def varied_prompts(
+    prompts: Sequence[tuple[int, ...]], vocab_size: int, longest: int, seed: int
+) -> list[tuple[int, ...]]:
+    """Returns prompts of many lengths up to `longest`: the task's own, cut ones, and random ones."""
+    rng = random.Random(f"certify prompts {seed}")
+    lengths = [length for length in LENGTHS if length <= longest]
+    chosen = []
+    for index, length in enumerate(lengths):
+        source = prompts[index % len(prompts)]
+        text = [*source, *(rng.randrange(vocab_size) for _ in range(length))]
+        chosen += [tuple(text[:length]), tuple(rng.randrange(vocab_size) for _ in range(length))]
+    own = [prompt for prompt in prompts if 1 < len(prompt) <= longest]
+    chosen += rng.sample(own, min(len(own), len(chosen)))
+    rng.shuffle(chosen)
+    return chosen
+
+
+def grid_requests(
+    prompts: Sequence[tuple[int, ...]],
+    settings: Sequence[SamplingParams],
+    samples: int,
+    tokens: int,
+    seed: int,
+    label: str = "grid",
+) -> list[Request]:
+    """Returns `samples` requests of each setting, in groups that share a prompt, all mixed in one queue.
+
+    Every fifth also asks for the most likely tokens.
+    """
+    requests = []
+    for index, setting in enumerate(settings):
+        for sample in range(samples):
+            group = sample // GROUP
+            prompt = prompts[(index * 5 + group) % len(prompts)]
+            name = f"{label} {describe(setting)}"
+            sampling = replace(
+                setting, max_tokens=tokens, ignore_eos=True, top_logprobs=3 if sample % 5 == 4 else 0
+            )
+            own_seed = seed_of("eval", seed, 0, name, group, sample)
+            requests.append(Request(f"{name}/{sample}", prompt, own_seed, sampling, group=f"{name}/{group}"))
+    random.Random(seed).shuffle(requests)
+    return requests
+
+
+def odd_seed_requests(prompts: Sequence[tuple[int, ...]], tokens: int) -> list[Request]:
+    """Returns requests of one prompt whose seeds lie at the ends of what a seed may be."""
+    sampling = SamplingParams(2.0, max_tokens=tokens, ignore_eos=True)
+    return [Request(f"seed {seed}", prompts[0], seed, sampling, group="odd seeds") for seed in ODD_SEEDS]
+
+
+def sibling_requests(
+    prompts: Sequence[tuple[int, ...]], groups: int, size: int, seed: int, label: str
+) -> list[Request]:
+    """Returns groups that are too large to run at once, so that siblings still wait when others are done."""
+    chosen = []
+    for index in range(groups * size):
+        group = index // size
+        setting = SETTINGS[(group + 3 * index) % len(SETTINGS)]
+        sampling = replace(setting, max_tokens=4 + 5 * index % 13, ignore_eos=True)
+        prompt = prompts[group % len(prompts)]
+        own_seed = seed_of("eval", seed, 0, label, group, index)
+        chosen.append(Request(f"{label}/{index}", prompt, own_seed, sampling, group=f"{label}/{group}"))
+    return chosen
+
+
+def long_requests(
+    prompts: Sequence[tuple[int, ...]], count: int, tokens: int, seed: int, label: str
+) -> list[Request]:
+    """Returns requests that outgrow the blocks they are admitted with; lengths differ."""
+    rng = random.Random(f"{label} {seed}")
+    chosen = []
+    for index in range(count):
+        setting = SETTINGS[index * 3 % len(SETTINGS)]
+        sampling = replace(setting, max_tokens=tokens - rng.randrange(tokens // 2), ignore_eos=True)
+        name = f"{label}/{index}"
+        prompt = prompts[index // 2 % len(prompts)]
+        chosen.append(
+            Request(
+                name,
+                prompt,
+                seed_of("eval", seed, 0, label, 0, index),
+                sampling,
+                group=f"{label}/{index // 2}",
+            )
+        )
+    return chosen

@@ -1,0 +1,204 @@
+"""Bugs of what rows run and keep, of attention and of the cache."""
+
+from tests.certify.mutation import Mutant
+
+ROWS = "paceline.kernels.row_step"
+ATTENTION = "paceline.kernels.attention_reference"
+ROPE = "paceline.kernels.rope_kv"
+ENGINE = "paceline.engine.engine"
+SCHEDULER = "paceline.engine.scheduler"
+
+MUTANTS = [
+    # -- what rows run and keep ----------------------------------------------------------------------
+    Mutant(
+        "noise of the position before",
+        f"{ROWS}:gather_queries_reference",
+        "sample_positions_RQ=positions_RQ + 1",
+        "sample_positions_RQ=positions_RQ",
+        "tokens",
+    ),
+    Mutant(
+        "all queries of a step share their noise",
+        f"{ROWS}:gather_queries_reference",
+        "sample_positions_RQ=positions_RQ + 1",
+        "sample_positions_RQ=positions_RQ[:, :1].expand_as(positions_RQ) + 1",
+        "tokens",
+    ),
+    Mutant(
+        "noise of another row",
+        f"{ROWS}:gather_queries_reference",
+        "rows.seed[slots_R]",
+        "rows.seed[slots_R.roll(1)]",
+        "tokens",
+    ),
+    Mutant(
+        "temperature of another row",
+        f"{ROWS}:gather_queries_reference",
+        "rows.temperature[slots_R]",
+        "rows.temperature[slots_R.roll(1)]",
+        "tokens",
+    ),
+    Mutant(
+        "block table off by one",
+        f"{ROWS}:gather_queries_reference",
+        "positions_RQ // block_size]",
+        "(positions_RQ + 1) // block_size]",
+        "tokens",
+    ),
+    Mutant(
+        "a rejected token's cache slot is not overwritten",
+        f"{ROWS}:gather_queries_reference",
+        "(positions_RQ < limit_R.unsqueeze(1))",
+        "(positions_RQ < limit_R.unsqueeze(1)) & (torch.arange(queries) > (queries > 1) - 1)",
+        "tokens",
+    ),
+    Mutant(
+        "proposals run at the first one's position",
+        f"{ROWS}:gather_queries_reference",
+        "positions_RQ=positions_RQ.clamp(max=max_position)",
+        "positions_RQ=torch.minimum(positions_RQ, positions_RQ[:, :1] + 1).clamp(max=max_position)",
+        "tokens",
+    ),
+    Mutant(
+        "one token too many is accepted",
+        f"{ROWS}:append_samples_reference",
+        "agreed_RK.sum(1) + 1",
+        "(agreed_RK.sum(1) + 2).clamp(max=queries)",
+        "tokens",
+    ),
+    Mutant(
+        "matches after a mismatch are accepted",
+        f"{ROWS}:append_samples_reference",
+        ".long().cumprod(1)",
+        ".long()",
+        "tokens",
+    ),
+    Mutant(
+        "max_tokens overrun by an accepted run",
+        f"{ROWS}:append_samples_reference",
+        "limit_R - length_R)",
+        "limit_R - length_R + (queries > 1))",
+        "endings",
+    ),
+    Mutant(
+        "a stop token in the middle of a run is missed",
+        f"{ROWS}:append_samples_reference",
+        "offsets_Q < count_R.unsqueeze(1)\n    )",
+        "offsets_Q == count_R.unsqueeze(1) - 1\n    )",
+        "endings",
+    ),
+    Mutant(
+        "the token after a stop token is kept",
+        f"{ROWS}:append_samples_reference",
+        "argmax(1) + 1, count_R)",
+        "argmax(1) + 2, count_R)",
+        "endings",
+    ),
+    Mutant(
+        "a stop is reported as the length limit",
+        f"{ROWS}:append_samples_reference",
+        "torch.where(stopped_R, 2, 1)",
+        "1",
+        "endings",
+    ),
+    Mutant(
+        "logprobs of the neighbouring position",
+        f"{ROWS}:append_samples_reference",
+        "torch.where(appended_RQ, logprobs_RQ,",
+        "torch.where(appended_RQ, logprobs_RQ.roll(1, 1),",
+        "tokens",
+    ),
+    # -- attention and the cache ---------------------------------------------------------------------
+    Mutant(
+        "attention sees one token of the future",
+        f"{ATTENTION}:_step",
+        "> position_T.unsqueeze(1)",
+        "> position_T.unsqueeze(1) + 1",
+        "tokens",
+    ),
+    Mutant(
+        "attention drops its oldest block",
+        f"{ATTENTION}:_step",
+        "scores_HTGN.masked_fill_(",
+        "hidden_TN |= (torch.arange(start, start + step_keys) < 16) & (position_T.unsqueeze(1) > 48)\n"
+        "    scores_HTGN.masked_fill_(",
+        "preempted",
+    ),
+    Mutant(
+        "long contexts are merged with the wrong weights",
+        f"{ATTENTION}:_attend_slice",
+        "old_total * old_scale + new_total * new_scale",
+        "old_total + new_total",
+        "preempted",
+    ),
+    Mutant(
+        "rotary embedding with the sign turned",
+        f"{ROPE}:rope_reference",
+        "a * cos - b * sin",
+        "a * cos + b * sin",
+        "tokens",
+    ),
+    Mutant(
+        "a norm without its epsilon's square root",
+        "paceline.kernels.norm:rms_norm_reference",
+        "+ epsilon",
+        "+ 100 * epsilon",
+        "tokens",
+    ),
+    Mutant(
+        "experts' weights are not normalised",
+        "paceline.kernels.moe_routing:route_reference",
+        "if normalise",
+        "if not normalise",
+        "experts",
+    ),
+    Mutant(
+        "siblings do not get a copy of the partial block",
+        f"{ENGINE}:Engine._prefill",
+        "if ready.copy_from:",
+        "if False:",
+        "tokens",
+    ),
+    Mutant(
+        "siblings share the partial block",
+        "paceline.engine.prefill:SharedPrompt.whole_blocks",
+        "len(self.prefill.tokens) // BLOCK_SIZE]",
+        "-(-len(self.prefill.tokens) // BLOCK_SIZE)]",
+        "tokens",
+    ),
+    Mutant(
+        "a prompt's second chunk does not see the first",
+        "paceline.engine.prefill:_forward_chunks",
+        "contexts = np.array([prefill.done for",
+        "contexts = np.array([0 * prefill.done for",
+        "chunks",
+    ),
+    Mutant(
+        "further blocks are entered one place too far",
+        "paceline.engine.reservation:Reservation.hand_out",
+        "indices += range(len(sequence.blocks), len(sequence.blocks) + missing)",
+        "indices += range(len(sequence.blocks) + 1, len(sequence.blocks) + 1 + missing)",
+        "preempted",
+    ),
+    Mutant(
+        "freed blocks stay shared",
+        "paceline.engine.blocks:BlockPool.share",
+        "self._references[block] += 1",
+        "pass",
+        "tokens",
+    ),
+    Mutant(
+        "a held sequence counts a token that never ran",
+        f"{SCHEDULER}:Scheduler.hold",
+        "cached = sequence.length - 1",
+        "cached = sequence.length",
+        "continued",
+    ),
+    Mutant(
+        "a continuation keeps a cache of another text",
+        f"{SCHEDULER}:Scheduler._take_held",
+        "sequence.cached = held.cached",
+        "sequence.cached = len(sequence.request.prompt) - 1",
+        "continued",
+    ),
+]

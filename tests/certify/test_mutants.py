@@ -1,0 +1,89 @@
+"""Every planted bug is caught by the check that it names; docs/certify.md has the table."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.certify.checks import CHECKS
+from tests.certify.mutants import MUTANTS, table
+from tests.certify.mutation import Mutant, find, planted
+
+PAGE = Path(__file__).parents[2] / "docs" / "certify.md"
+
+# One of every kind, for the core suite.
+QUICK = {
+    "top-k keeps k + 1",
+    "top-p keeps 0.2 too little",
+    "the bonus token is always greedy",
+    "two positions share their noise",
+    "a rejected token's cache slot is not overwritten",
+    "a stop text in the middle of a run is missed",
+    "cached prompts outlive a weight update",
+    "draft probabilities of the wrong position",
+    "a step's samples share their seed",
+}
+
+
+def caught(mutant: Mutant) -> bool:
+    """Returns whether the check that a mutant names fails."""
+    if mutant.caught_by in CHECKS:
+        return bool(CHECKS[mutant.caught_by]().failed)
+    path, _, name = mutant.caught_by.partition("::")
+    test = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[] if mutant.name in QUICK else pytest.mark.slow)
+        for mutant in MUTANTS
+    ],
+)
+def test_the_bug_is_caught(mutant):
+    with planted(mutant):
+        assert caught(mutant), f"{mutant.caught_by!r} passed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in ("tokens", "rejection", "reference", "endings") else pytest.mark.slow
+        )
+        for name in CHECKS
+    ],
+)
+def test_a_sound_engine_passes_what_mutants_fail(name):
+    certificate = CHECKS[name]()
+    assert not certificate.failed, certificate.table()
+
+
+def test_a_planted_bug_is_taken_back():
+    mutant = MUTANTS[0]
+    code = find(mutant.target).__code__
+    with pytest.raises(RuntimeError), planted(mutant):
+        assert find(mutant.target).__code__ is not code
+        raise RuntimeError
+    assert find(mutant.target).__code__ is code
+
+
+def test_every_mutant_still_applies():
+    """A fragment that the source no longer has is an error, not a bug that is never planted."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 50
+    assert {mutant.name for mutant in MUTANTS} >= QUICK
+    for mutant in MUTANTS:
+        with planted(mutant):
+            pass
+
+
+def test_the_page_has_the_table():
+    """Written by `python -m tests.certify.mutants`."""
+    assert table() in PAGE.read_text(), (
+        "run `python -m tests.certify.mutants` and put its output into the page"
+    )
