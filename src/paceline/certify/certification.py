@@ -164,7 +164,7 @@ class Certification:
         """Proposes fewer and more tokens."""
         tokens = self.subject.tokens
         for proposed in sorted({1, min(2 * tokens + 1, DEEPEST), DEEPEST} - {tokens}) if tokens else ():
-            requests, plain = self.some(40)
+            requests, plain = self.some(24)
             opened, completions = scenes.run(self.subject, Opening(proposed, 24), requests)
             self.scene(
                 f"{proposed} proposed", Scene(completions, opened, "24 at a time", same_as=plain), proposed
