@@ -86,7 +86,7 @@ def test_as_many_responses_as_asked_for(policy, tmp_path):
             "--out",
             str(tmp_path / "head"),
         ]
-        assert invoke("train", policy, *SMALL_TASK, *options).startswith(f"{count} responses")
+        assert f"\n{count} responses, " in invoke("train", policy, *SMALL_TASK, *options)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         "--out",
         str(tmp_path / "head"),
     )
-    assert text.startswith("32 responses")
+    assert text.splitlines()[1].startswith("32 responses")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_the_closing_check_never_drafts_from_the_answers_it_is_about_to_generate
     check = closing.check_speculation(
         session.backend,
         lambda: session.sampler.sample(problems, Purpose.TRAIN, 2, 8, session.train_sampling()),
+        pairs=2,
     )
     session.close()
-    assert check.identical and len(drafts) == 1 + closing.PAIRS
+    assert check.identical and len(drafts) == 1 + len(check.paced) == 3
     assert all(d == drafts[1] for d in drafts[2:]), "no repetition knows more than the first, or less"
