@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 # A process that starts others faster than they are found is given up on after so many looks.
 MAX_LOOKS = 50
+
+# Looks in a row that must find nothing new, and the seconds between two.
+QUIET_LOOKS = 3
+LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -40,29 +45,37 @@ def adopt_orphans() -> None:
 
 
 def end_with_descendants(worker: int, mark: str) -> None:
-    """Kills a worker and what it has started; it must not have been reaped, so its number is still its own.
-
-    Everything is stopped first, until a look finds nothing new: a process that forks cannot slip away.
-    """
-    found: set[int] = set()
-    for _ in range(MAX_LOOKS):
-        new = _started_by(worker, mark) - found
-        if not new:
-            break
-        for pid in new:
-            _send(pid, signal.SIGSTOP)
-        found |= new
-    for pid in found:
-        _send(pid, signal.SIGKILL)
+    """Kills a worker and what it has started; not reaped yet, so that its number is still its own."""
+    _end_started_by(worker, mark)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
 
 
 def end_descendants(mark: str) -> None:
     """Kills what the calling worker has started, and then the worker itself."""
-    for pid in _started_by(os.getpid(), mark):
-        _send(pid, signal.SIGKILL)
+    _end_started_by(os.getpid(), mark)
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _end_started_by(worker: int, mark: str) -> None:
+    """Stops everything first, until looks find nothing new: a process that forks cannot slip away.
+
+    One look is not enough: the list of processes is no snapshot, and one that forks and ends while it is read
+    hides the other.
+    """
+    found: set[int] = set()
+    quiet_looks = 0
+    for _ in range(MAX_LOOKS):
+        new = _started_by(worker, mark) - found
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        found |= new
+        quiet_looks = 0 if new else quiet_looks + 1
+        if quiet_looks == QUIET_LOOKS:
+            break
+        time.sleep(LOOK_SECONDS)
+    for pid in found:
+        _send(pid, signal.SIGKILL)
 
 
 def _started_by(worker: int, mark: str) -> set[int]:
