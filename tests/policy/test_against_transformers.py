@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from paceline.policy.attention import PackedAttention
 from paceline.policy.config import DecoderConfig, from_huggingface
 from paceline.policy.decoder import Decoder
+from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.huggingface import exported_tensors, layout, load_policy, save_policy
 from paceline.policy.shapes import SHAPES
 from tests.oracles import EXPERTS, SMALL, double_precision, small_model
@@ -199,13 +200,13 @@ def test_grouped_product_on_the_gpu():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_activation_checkpointing_changes_nothing(family):
     gradients = []
-    for checkpointing in (False, True):
+    for recompute in (Recompute(), Recompute(layers=1), EVERYTHING):
         policy = Decoder(from_huggingface({"model_type": family, **SMALL, **EXPERTS})).initialise(0)
-        policy.activation_checkpointing = checkpointing
+        policy.recompute = recompute
         packed = PackedAttention([9, 4], torch.device("cpu"))
         policy.logits(policy(torch.arange(13), packed.positions_T, packed)).pow(2).sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
 
 
 def test_parameter_count():
