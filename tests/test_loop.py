@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from paceline.config import ConfigError, load_config
+from paceline.learning.sentinel import TrainingFailed
 from paceline.loop import train
 from paceline.policy.huggingface import load_policy
+from paceline.runs.interruption import EXIT_INTERRUPTED
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config, tiny_overrides
@@ -106,9 +108,8 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_
     wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and f"paceline train --resume {tmp_path}/stopped" in output.replace(
-        "\n", ""
-    )
+    assert process.returncode == EXIT_INTERRUPTED
+    assert f"continue with: paceline train --resume {tmp_path}/stopped\n" in output, "in one line, to copy"
     saved = max(int(p.name.split("_")[1]) for p in (tmp_path / "stopped/checkpoints").glob("step_*"))
     assert saved == max(m["step"] for m in comparable_metrics(tmp_path / "stopped"))
     finish("train", "--resume", str(tmp_path / "stopped"))
@@ -181,7 +182,7 @@ def test_full_disk_ends_with_a_resumable_run(uninterrupted, policy, tmp_path, mo
         real(tensors, path, **kwargs)
 
     monkeypatch.setattr(checkpoint, "save_file", fills_up)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TrainingFailed, match="No space left.*go on from the beginning.*--resume"):
         train(tiny_config(policy, tmp_path, "full"))
     monkeypatch.setattr(checkpoint, "save_file", real)
     train(tiny_config(policy, tmp_path, "full"), resume=tmp_path / "full")

@@ -5,34 +5,26 @@
 What generates, what scores and what learns are parts of their own; this file only says in which order they
 work. `Sentinel.supervise` wraps rollout and update: where low-precision rollouts cannot be trusted it falls
 back and makes the step again. A killed run continues from its newest checkpoint and computes what it would
-have computed.
+have computed; `runs/` keeps out a second process and hears signals.
 """
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
-from paceline.config import (
-    RESUME_MAY_CHANGE,
-    Config,
-    ConfigError,
-    changed_keys,
-    learning_notes,
-    rollout_notes,
-)
+from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
+    checkpoint_bytes,
     load_calibration,
     load_checkpoint,
     load_drafters,
-    newest_checkpoint,
     replace_folder,
     save_best,
     save_checkpoint,
@@ -42,20 +34,18 @@ from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
 from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, save_pacing
-from paceline.pacing.trace import append_trace
 from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.metrics import rollout_metrics
-from paceline.report.run_directory import RunDirectory
+from paceline.report.run_directory import RunDirectory, recipe_text
 from paceline.report.summary import Summary, summarise_run
-from paceline.report.writers import make_writers
-from paceline.rollout.dynamic_sampling import DynamicSampling, sampling_metrics
+from paceline.rollout.dynamic_sampling import sampling_metrics
 from paceline.rollout.evaluation import evaluate
-from paceline.rollout.samples import write_groups
-from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts
-from paceline.session import Session, open_session
-from paceline.stats import RolloutStats
+from paceline.rollout.sampler import SamplingStopped
+from paceline.runs.interruption import Interrupted, Interruption
+from paceline.runs.records import RunRecords
+from paceline.session import open_session
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Group, Purpose
 
@@ -74,9 +64,17 @@ def train(
     resume: Path | None = None,
     replay: Path | None = None,
     console: Console | None = None,
+    interruption: Interruption | None = None,
 ) -> Result:
-    """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts."""
-    return Trainer(config, recipe, resume, replay, console or Console(quiet=True)).run()
+    """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts.
+
+    `interruption` hears signals already; without one, they are heard once the run is set up.
+    """
+    trainer = Trainer(config, recipe, resume, replay, console or Console(quiet=True))
+    if interruption is not None:
+        return trainer.run(interruption)
+    with Interruption() as interruption:
+        return trainer.run(interruption)
 
 
 class Trainer:
@@ -88,10 +86,37 @@ class Trainer:
         self.config = config
         self.console = console
         self.live = replay is None
-        resumed = None if resume is None else _reopen(RunDirectory.open(resume), config)
-        self.session = open_session(config, learns=True)
+        with ExitStack() as opened:
+            resumed = None
+            if resume is not None:
+                resumed = RunRecords.reopen(resume, config, console.warn)
+                opened.callback(resumed.close)
+            self.session = open_session(config, learns=True)
+            opened.callback(self.session.close)
+            state = self._set_up(resumed, replay)
+            if resumed is None:  # now that nothing is missing
+                resumed = RunRecords.create(config, recipe, console.warn)
+                opened.callback(resumed.close)
+            self.records = resumed
+            self._opened = opened.pop_all()
+        self.directory = self.records.directory
+        self.session.task.scoring.log_output(self.directory.rewards_log_path)
+        self.step_number = state.step
+        self.saved_step = state.step
+        self.best_accuracy = state.best_accuracy
+        self.eval_due = state.eval_due or state.step == 0
+        self.save_due = False
+
+    def _set_up(self, resumed: RunRecords | None, replay: Path | None) -> TrainingState:
+        """Makes the parts, with what the resumed run's checkpoint has of each; returns its state."""
+        config = self.config
+        console = self.console
         console.plan(self.session.plan)
-        for note in [*learning_notes(config.learning), *rollout_notes(config.rollout)]:
+        for note in (
+            *learning_notes(config.learning),
+            *rollout_notes(config.rollout),
+            *signal_notes(config.rollout, config.learning),
+        ):
             console.warn(note)
         self.clock = StageClock(self.session.device)
         self.learner = self._make_learner()
@@ -101,50 +126,56 @@ class Trainer:
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
         )
         self.order = ProblemOrder(self.session.task.train, config.run.seed, state.task_position)
-        self.source = _rollout_source(self.session, self.order, replay, console)
+        self.source = self.session.rollout_source(self.order, replay, console.warn)
         if resumed is not None and state.step:
-            self._load_pacing(resumed)
-        self.directory = resumed or RunDirectory.create(config, recipe)  # now that nothing is missing
-        self.writers = make_writers(config, self.directory.path)
-        self.step_number = state.step
-        self.best_accuracy = state.best_accuracy
-        self.save_due = False
+            self._load_pacing(resumed.directory)
+        return state
 
     # -- the run ----------------------------------------------------------------------------------
 
-    def run(self) -> Result:
+    def run(self, interruption: Interruption) -> Result:
         """Trains until the recipe's last step or an interruption."""
+        with self._opened:
+            self.console.start_of_run(
+                self.config.policy.path,
+                self.config.task.name,
+                f"{self.session.device_name}, {self.session.policy.dtype}",
+                self.directory.path,
+            )
+            self._hand_over_weights()
+            with interruption.deferred():
+                finished = self._make_steps(interruption)
+            if finished and self.live:
+                self._compare_with_plain_decoding(interruption)
+        return Result(finished, summarise_run(self.directory))
+
+    def _make_steps(self, interruption: Interruption) -> bool:
+        """Makes, evaluates and saves every step that is left; returns whether there was time for all."""
         last_step = self.config.run.steps
-        self.console.start_of_run(
-            self.config.policy.path,
-            self.config.task.name,
-            f"{self.session.device_name}, {self.session.policy.dtype}",
-            self.directory.path,
-        )
-        self._hand_over_weights()
-        with _interruptible(self.console) as interrupted:
-            if self.step_number == 0:
-                self.evaluate()
-            self.console.start(last_step)
-            while self.step_number < last_step and not interrupted:
-                self.step_number += 1
-                self.step()
-                if self._eval_is_due():
-                    self.evaluate()
-                self._save_if_due(bool(interrupted))
-        if self.step_number == last_step and self.live:
-            self._compare_with_plain_decoding()
-        self._close()
-        return Result(finished=self.step_number >= last_step, summary=summarise_run(self.directory))
+        if self.eval_due and not interruption:
+            self.evaluate(interruption)
+            # The checkpoint that there is does not know of this evaluation.
+            self.save_due = self.step_number > 0 and not self.eval_due
+        self._save_if_due(interruption)
+        self.console.start(last_step)
+        while self.step_number < last_step and not interruption:
+            self.step_number += 1
+            self.step()
+            self.eval_due = self._eval_is_due()
+            if self.eval_due and not interruption:
+                self.evaluate(interruption)
+            self._save_if_due(interruption)
+        self._save_if_due(interruption)  # the signal may have come after the last look
+        return self.step_number >= last_step and not self.eval_due
 
     def run_steps(self) -> None:
         """Makes the steps and nothing else, for measuring: no evaluation, checkpoint or closing check."""
-        self._hand_over_weights()
-        self.console.start(self.config.run.steps)
-        while self.step_number < self.config.run.steps:
-            self.step_number += 1
-            self.step()
-        self._close()
+        with self._opened:
+            self._hand_over_weights()
+            self.console.start(self.config.run.steps)
+            while self.step_number < self.config.run.steps:
+                self.step_number += 1
+                self.step()
 
     def step(self) -> None:
         """Makes one step: rollout, update, drafter, new weights, records."""
@@ -163,19 +194,34 @@ class Trainer:
         metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
-        self._record_step(groups, stats, metrics)
+        self.records.step(step, metrics, stats.trace, groups, self.session.tokenizer)
+        self.console.step(step, metrics)
         if self.sentinel.stop_reason:
             raise self._failure(self.sentinel.stop_reason)
 
-    def evaluate(self) -> None:
-        """Measures the policy on held-out problems, and keeps it if it is the best so far."""
-        with self.clock("evaluate"):
-            evaluation = evaluate(self.session.sampler, self.session.task.held_out, self.config.eval)
-        self._record("eval", evaluation.metrics() | self.clock.take_metrics())
+    def evaluate(self, interruption: Interruption) -> None:
+        """Measures the policy on held-out problems, and keeps it if it is the best so far.
+
+        An interruption ends it: it changes nothing, and `eval_due` stays for whoever resumes.
+        """
+        backend = self.session.backend
+        try:
+            with self.clock("evaluate"), interruption.pausing(backend.pause):
+                evaluation = evaluate(
+                    self.session.sampler, self.session.task.held_out, self.config.eval, interruption.__bool__
+                )
+        except SamplingStopped:
+            self.clock.take_metrics()
+            return
+        finally:
+            backend.resume()
+        self.records.metrics("eval", self.step_number, evaluation.metrics() | self.clock.take_metrics())
         self.console.evaluated(self.step_number, evaluation)
         if evaluation.accuracy.value > self.best_accuracy:
             self.best_accuracy = evaluation.accuracy.value
-            save_best(self.directory.checkpoints_path, self.session.policy, self.session.policy_folder)
+            with self.records.writing("the best policy", self.directory.checkpoints_path / "best"):
+                save_best(self.directory.checkpoints_path, self.session.policy, self.session.policy_folder)
+        self.eval_due = False
 
     def save(self) -> None:
         """Writes a checkpoint from which the run goes on as if it had never stopped."""
@@ -188,28 +234,39 @@ class Trainer:
         drafters = backend.speculation.drafter_state() if backend.speculation else {}
         if self.online is not None:
             drafters |= self.online.state()
-        save_checkpoint(
-            self.directory.checkpoints_path,
-            self.session.policy,
-            self.learner.optimiser,
-            TrainingState(
-                step=self.step_number,
-                optimiser_steps=self.learner.optimiser.steps,
-                task_position=self.order.position,
-                best_accuracy=self.best_accuracy,
-                fallback=self.sentinel.fallback,
-                capped_steps=self.sentinel.capped_steps,
-            ),
-            self.session.policy_folder,
-            self.config.checkpoint.keep,
-            drafters,
-            backend.low_precision.calibration_state() if backend.low_precision else {},
+        calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
+        size = checkpoint_bytes(self.session.policy, self.learner.optimiser, drafters, calibration)
+        folder = self.directory.checkpoints_path
+        with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
+            save_checkpoint(
+                folder,
+                self.session.policy,
+                self.learner.optimiser,
+                self._state(),
+                self.session.policy_folder,
+                self.config.checkpoint.keep,
+                drafters,
+                calibration,
+                recipe_text(self.config),
+            )
+            if backend.speculation is not None:
+                machine = self.session.machine(self.sentinel.precision)
+                save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
+            if self.online is not None:
+                replace_folder(folder / "eagle", self.online.save)
+        self.saved_step = self.step_number
+        self.save_due = False
+
+    def _state(self) -> TrainingState:
+        return TrainingState(
+            step=self.step_number,
+            optimiser_steps=self.learner.optimiser.steps,
+            task_position=self.order.position,
+            best_accuracy=self.best_accuracy,
+            fallback=self.sentinel.fallback,
+            capped_steps=self.sentinel.capped_steps,
+            eval_due=self.eval_due,
         )
-        if backend.speculation is not None:
-            machine = self.session.machine(self.sentinel.precision)
-            save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
-        if self.online is not None:
-            replace_folder(self.directory.checkpoints_path / "eagle", self.online.save)
 
     # -- the parts of a step ----------------------------------------------------------------------
 
@@ -246,33 +303,30 @@ class Trainer:
         except WeightsNotFinite as problem:
             raise self._failure(f"after step {self.step_number} {problem}") from None
 
-    def _record_step(self, groups: list[Group], stats: RolloutStats, metrics: dict[str, float]) -> None:
-        append_trace(self.directory.trace_path, self.step_number, stats.trace)
-        self._record("train", metrics)
-        samples = self.directory.samples_path / f"step_{self.step_number:06d}.jsonl"
-        write_groups(samples, groups[: self.config.report.samples_per_step], self.session.tokenizer)
-        self.console.step(self.step_number, metrics)
-
-    def _record(self, kind: str, metrics: dict[str, float]) -> None:
-        self.directory.append_metrics({"step": self.step_number, "kind": kind, **metrics})
-        for writer in self.writers:
-            writer.write(self.step_number, metrics)
-
     def _eval_is_due(self) -> bool:
         every = self.config.eval.every
         return self.step_number == self.config.run.steps or bool(every and self.step_number % every == 0)
 
-    def _save_if_due(self, interrupted: bool) -> None:
-        is_last = self.step_number == self.config.run.steps
-        is_regular = self.step_number % self.config.checkpoint.every == 0
-        self.save_due = self.save_due or is_last or is_regular or interrupted
+    def _save_if_due(self, interruption: Interruption) -> None:
+        if self.step_number > self.saved_step:
+            is_last = self.step_number == self.config.run.steps
+            is_regular = self.step_number % self.config.checkpoint.every == 0
+            self.save_due = self.save_due or is_last or is_regular or bool(interruption)
         # After a failed step the weights may be what failed; the next step that learns is saved instead.
         if self.save_due and not self.sentinel.failed_steps:
             self.save()
-            self.save_due = False
 
-    def _compare_with_plain_decoding(self) -> None:
-        """Makes the closing check: the next step's rollout, twice with and twice without speculation."""
+    def _compare_with_plain_decoding(self, interruption: Interruption) -> None:
+        """Makes the closing check, unless a signal says that there is no time: the run itself is saved."""
+        try:
+            with interruption.at_once():
+                if not interruption:
+                    self._closing_check()
+        except Interrupted:
+            self.console.warn("interrupted: the closing check of speculation is left out")
+
+    def _closing_check(self) -> None:
+        """Compares the next step's rollout, made twice with and twice without speculation."""
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
             rollout.prompts_per_step
@@ -294,11 +348,6 @@ class Trainer:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)
         return training_failed(reason, self.directory.path, checkpoints)
 
-    def _close(self) -> None:
-        for writer in self.writers:
-            writer.close()
-        self.session.close()
-
     # -- setup ------------------------------------------------------------------------------------
 
     def _make_learner(self) -> Learner:
@@ -312,12 +361,12 @@ class Trainer:
         head = speculation.trainable_head if speculation is not None else None
         return make_online(self.session.policy, head, self.config, self.console.warn)
 
-    def _restore(self, run: RunDirectory | None) -> TrainingState:
-        """Loads the newest checkpoint into every part and returns its state, or the initial state."""
+    def _restore(self, run: RunRecords | None) -> TrainingState:
+        """Loads the checkpoint into every part and returns its state, or the initial state."""
         state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
         if run is None:
             return state
-        checkpoint = newest_checkpoint(run.checkpoints_path, self.console.warn)
+        checkpoint = run.checkpoint
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.session.policy, self.learner.optimiser)
             drafters = load_drafters(checkpoint)
@@ -328,8 +377,9 @@ class Trainer:
                 backend.low_precision.load_calibration_state(load_calibration(checkpoint))
             if self.online is not None:
                 self.online.load_state(drafters)
-        run.cut_back(state.step if checkpoint is not None else -1)  # without one, everything is made again
-        self.console.resumed(run.path, state.step)
+        # Without a checkpoint everything is made again.
+        run.cut_back(state.step if checkpoint is not None else -1, with_evaluation=not state.eval_due)
+        self.console.resumed(run.directory.path, state.step)
         return state
 
     def _load_pacing(self, run: RunDirectory) -> None:
@@ -337,55 +387,3 @@ class Trainer:
         if speculation is not None:
             machine = self.session.machine(self.sentinel.precision)
             load_pacing(run.pacing_path, speculation.pacer, machine, self.console.warn)
-
-
-def _rollout_source(
-    session: Session, order: ProblemOrder, replay: Path | None, console: Console
-) -> RolloutSource:
-    if replay is not None:
-        return SavedRollouts(replay)
-    rollout = session.config.rollout
-    live = LiveRollouts(
-        session.sampler,
-        order,
-        rollout.prompts_per_step,
-        rollout.samples_per_prompt,
-        session.train_sampling(),
-    )
-    rounds = session.config.learning.dynamic_sampling_rounds
-    return DynamicSampling(live, rollout.prompts_per_step, rounds, console.warn) if rounds else live
-
-
-def _reopen(run: RunDirectory, config: Config) -> RunDirectory:
-    changed = changed_keys(run.config(), config)
-    refused = {key: values for key, values in changed.items() if key not in RESUME_MAY_CHANGE}
-    if refused:
-        listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
-        raise ConfigError(
-            f"{run.path} cannot resume with changed keys ({listing}). "
-            f"Allowed to change: {', '.join(RESUME_MAY_CHANGE)}"
-        )
-    run.write_config(config)
-    return run
-
-
-@contextmanager
-def _interruptible(console: Console) -> Iterator[list[bool]]:
-    """Lets the step finish and be saved at the first Ctrl-C; a second one ends the run on the spot."""
-    interrupted: list[bool] = []
-
-    def on_interrupt(signal_number: int, frame: object) -> None:
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted.append(True)
-        console.warn("interrupted: finishing this step and saving it (Ctrl-C again to stop at once)")
-
-    try:
-        previous = signal.signal(signal.SIGINT, on_interrupt)
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        yield interrupted
-        return
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, previous)

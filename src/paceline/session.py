@@ -5,7 +5,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,11 @@ from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
+from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.rollout.sampler import GroupSampler
-from paceline.rollout.sources import training_params
+from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts, training_params
 from paceline.tasks import make_task
+from paceline.tasks.order import ProblemOrder
 from paceline.tasks.task import Task
 from paceline.types import Precision, SamplingParams
 
@@ -51,6 +53,19 @@ class Session:
     def train_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of training responses."""
         return training_params(self.config.rollout)
+
+    def rollout_source(
+        self, order: ProblemOrder, replay: Path | None, warn: Callable[[str], None]
+    ) -> RolloutSource:
+        """Returns where a training step's groups come from: the backend, or the files in `replay`."""
+        if replay is not None:
+            return SavedRollouts(replay)
+        rollout = self.config.rollout
+        live = LiveRollouts(
+            self.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, self.train_sampling()
+        )
+        rounds = self.config.learning.dynamic_sampling_rounds
+        return DynamicSampling(live, rollout.prompts_per_step, rounds, warn) if rounds else live
 
     @property
     def device_name(self) -> str:
@@ -107,6 +122,8 @@ def open_session(config: Config, learns: bool = False) -> Session:
     tokenizer = load_tokenizer(source.folder)
     _check_vocabulary(tokenizer, policy, config.policy.path)
     task = make_task(config.task, tokenizer, source.folder)
+    if not learns:  # a run has a log for it
+        task.scoring.log_output(None)
     backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan)

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.config import ConfigError, load_config
 from paceline.report.run_directory import RunDirectory
+from paceline.report.summary import summarise_run
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_one_damaged_line_costs_one_record_and_is_said(run, harm, caplog):
         run.cut_back(2)
     assert [record["step"] for record in run.read_metrics()] == [0, 2]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert str(run.metrics_path) in said and "line 2 is damaged" in said
+    assert str(run.metrics_path) in said and "line 2 damaged" in said
 
 
 @pytest.mark.parametrize("unfinished", [b'{"step": 4, "ki', b"\x00" * 20, b"\xff\xfe"])
@@ -73,3 +74,96 @@ def test_a_last_line_that_a_crash_cut_off_is_none(run, unfinished, caplog):
     run.metrics_path.write_bytes(whole + unfinished)
     run.cut_back(9)
     assert run.metrics_path.read_bytes() == whole and not caplog.records
+
+
+def test_fifty_megabytes_of_junk_are_one_warning(run, caplog):
+    run.append_metrics({"step": 1, "kind": "train", "rollout/tokens": 5})
+    with run.metrics_path.open("ab") as file:
+        file.write(b"\n".join([os.urandom(128).replace(b"\n", b"x")] * 400_000) + b"\n")
+    run.append_metrics({"step": 2, "kind": "train", "rollout/tokens": 6})
+    with caplog.at_level(logging.WARNING):
+        assert [record["step"] for record in run.read_metrics()] == [1, 2]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "400000 lines, first 2, damaged and left out" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"step": 2, "kind": "train"},
+        {"step": 2, "kind": "train", "rollout/tokens": "many"},
+        {"step": 2, "kind": "train", "rollout/tokens": None},
+        {"step": 2, "kind": "eval", "eval/accuracy": 0.5},
+        {"step": 2, "kind": "eval", "eval/accuracy": [], "eval/length_mean": {}},
+        {"step": 2, "kind": "other"},
+        {"step": True, "kind": "train"},
+        {"step": 2.5, "kind": "train"},
+        {"step": 2, "kind": ["train"]},
+        {"step": 2, "kind": "train", "rollout/tokens": 1, "time/rollout": "long"},
+    ],
+)
+def test_records_that_lack_what_others_have_are_left_out_with_one_line(run, line, caplog):
+    run.append_metrics({"step": 1, "kind": "train", "rollout/tokens": 5, "time/rollout": 2.0})
+    for _ in range(3):
+        run.append_metrics(line)
+    with caplog.at_level(logging.WARNING):
+        run.cut_back(9)
+        summary = summarise_run(run)
+    assert summary.tokens in (5, 8) and summary.stage_seconds == {"rollout": 2.0}
+    assert len(caplog.records) <= 1
+
+
+def test_nested_beyond_all_measure_is_damage(run):
+    run.metrics_path.write_bytes(b"[" * 200_000 + b"\n")
+    run.trace_path.write_bytes(b"[" * 200_000 + b'\n{"step": "x"}\n')
+    run.cut_back(3)
+    assert run.metrics_path.read_bytes() == b""
+
+
+def test_sample_files_of_other_names_are_left_alone(run, caplog):
+    ours = ["step_000001.jsonl", "step_000009.jsonl"]
+    strange = [
+        "step_12abc.jsonl",
+        "step_1\u00b2.jsonl",
+        "step_.jsonl",
+        "step_000009.jsonl.bak",
+        "step_9 (copy).jsonl",
+    ]
+    for name in (*ours, *strange, "notes.txt"):
+        (run.samples_path / name).write_text("")
+    (run.samples_path / "step_000010.jsonl").mkdir()
+    with caplog.at_level(logging.WARNING):
+        run.cut_back(3)
+    left = {path.name for path in run.samples_path.iterdir()}
+    assert left == {"step_000001.jsonl", "step_000010.jsonl", *strange, "notes.txt"}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "6 files with names of their own are left alone" in said
+
+
+def test_a_run_that_was_not_evaluated_again_has_no_after(run):
+    evaluation = {
+        "eval/accuracy": 0.5,
+        "eval/accuracy_margin": 0.1,
+        "eval/length_mean": 7,
+        "eval/problems": 8,
+    }
+    run.append_metrics({"step": 0, "kind": "eval", **evaluation})
+    run.append_metrics({"step": 1, "kind": "train", "rollout/tokens": 5})
+    summary = summarise_run(run)
+    assert summary.before is not None and summary.after is None
+    run.append_metrics(
+        {"step": 1, "kind": "eval", **evaluation, "eval/accuracy_low": 0.2, "eval/accuracy_high": 0.7}
+    )
+    assert summarise_run(run).after.accuracy_text == "50.0% [20.0, 70.0]"
+
+
+def test_a_directory_appears_with_its_recipe_or_not_at_all(tmp_path, monkeypatch):
+    config = load_config(None, [f"run.root={tmp_path}", "run.name=run"])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.report.run_directory.replace_file", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        RunDirectory.create(config, "default")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy
 import pytest
 
 from paceline.config import ConfigError, load_config
@@ -33,7 +34,30 @@ def test_interval_is_over_problems_not_samples():
     """Eight samples of one problem are not eight problems."""
     values = [0.0, 1.0] * 50
     assert estimate(values).value == 0.5
-    assert estimate(values).margin == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
+    assert estimate(values, samples=8).margin == pytest.approx(1.96 * 0.5025 / 10, rel=0.03)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("problems, samples", [(1, 1), (8, 1), (512, 4)])
+def test_certainty_is_never_claimed(value, problems, samples):
+    """At 0 and 100% Wilson's interval is [0, z^2 / (n + z^2)] or its mirror image."""
+    found = estimate([value] * problems, samples)
+    width = 1.96**2 / (problems + 1.96**2)
+    assert (found.low, found.high) == pytest.approx((0, width) if value == 0 else (1 - width, 1))
+    assert found.margin > 0 and "±" not in str(found)
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.5, 0.97])
+@pytest.mark.parametrize("spread", [0.0, 0.4])
+def test_the_interval_covers_the_truth_as_often_as_it_says(chance, spread):
+    """64 problems x 4 samples, 2000 times; with `spread`, problems differ in how often they are solved."""
+    rng = numpy.random.default_rng(0)
+    half = spread * min(chance, 1 - chance)
+    difficulty = chance + half * rng.choice([-1.0, 1.0], size=(2000, 64))
+    values = rng.binomial(4, difficulty) / 4
+    covered = [(e := estimate(list(row), samples=4)).low <= chance <= e.high for row in values]
+    assert 0.93 <= numpy.mean(covered) <= 1.0
+    assert all((e := estimate(list(row), 4)).low <= e.value <= e.high for row in values[:100])
 
 
 def make_group(name: str, outcomes: list[bool]) -> Group:

@@ -115,3 +115,120 @@ def wrong_tool(problem, conversation):
 
 def garbled_tool(problem, conversation):
     return Observation(17)
+
+
+def forks(response):
+    """The child comes back from here, too, later than its parent and with another score."""
+    if os.fork() == 0:
+        time.sleep(0.05)
+        return -100.0
+    return len(response)
+
+
+def forks_first(response):
+    """The child comes back before its parent does."""
+    if os.fork() == 0:
+        return -100.0
+    time.sleep(0.05)
+    return len(response)
+
+
+def forks_and_leaves(response):
+    """The parent goes, and the child comes back with a score."""
+    if os.fork():
+        os._exit(0)
+    return -100.0
+
+
+def forks_and_raises(response):
+    if os.fork() == 0:
+        raise RuntimeError("the child's")
+    return len(response)
+
+
+def forks_with_multiprocessing(response):
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return sum(pool.map(len, list(response)))
+
+
+def daemonises(response):
+    """Leaves a process behind that has left its session and has no parent."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.closerange(3, 256)
+            os.execvp("sleep", ["sleep", os.environ["TEST_SLEEP"]])
+        os._exit(0)
+    if response == "die":
+        time.sleep(0.3)
+        os._exit(1)
+    if response == "hang":
+        time.sleep(1000)
+    return 1.0
+
+
+def prints(response):
+    print(f"printed about {response}")
+    print("an error line", file=sys.stderr)
+    os.write(1, b"past Python\n")
+    subprocess.run(["echo", "by a child"], check=True)
+    return 1.0
+
+
+def prints_much(response):
+    for _ in range(50):
+        os.write(1, b"x" * (1 << 20))
+    return 1.0
+
+
+def takes_memory(response):
+    if response == "much":
+        return len(bytearray(3 * 10**9)) / 3e9
+    return len(bytearray(10**7)) / 1e7
+
+
+def closes_everything(response):
+    os.closerange(0, 256)
+    return 1.0
+
+
+def reopens_everything(response):
+    """Its next file gets the number that the connection had."""
+    os.closerange(3, 256)
+    for number in range(8):
+        os.open(f"{os.environ['TEST_FOLDER']}/{number}", os.O_CREAT | os.O_RDWR)
+    return 1.0
+
+
+def writes_into_the_connection(response):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\xff" * 100)
+    return 1.0
+
+
+def huge(response):
+    return float(response)
+
+
+def imports_slowly(response):
+    import slow_to_import
+
+    return slow_to_import.ONE
+
+
+def counts_signals(response):
+    """Sends its own process what a scheduler sends to every process of a job."""
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+    child = subprocess.Popen(["sleep", "100"])
+    child.terminate()
+    return float(child.wait() == -signal.SIGTERM)
+
+
+def long_observation(problem, conversation):
+    return Observation("x" * (1 << 29))

@@ -20,7 +20,7 @@ def export_policy(checkpoint: Path, out: Path, dtype: str) -> Path:
         raise ValueError(f"--dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
     source = checkpoint
     if (checkpoint / "checkpoints").is_dir():
-        newest = newest_checkpoint(checkpoint / "checkpoints")
+        newest = newest_checkpoint(checkpoint / "checkpoints", set_aside=False)  # it may be training
         if newest is None:
             raise FileNotFoundError(f"{checkpoint} has no checkpoint yet")
         source = newest

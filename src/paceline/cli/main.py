@@ -60,30 +60,14 @@ def train(
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
-    from paceline.learning.sentinel import TrainingFailed
-    from paceline.loop import train as run_training
-    from paceline.report.console import Console
+    from paceline.cli.train import run_train_command
 
-    if resume is not None:
-        if recipe == named:
-            raise ConfigError(
-                f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
-                "section.key=value"
-            )
-        config = load_config(
-            str(resume / "config.yaml") if (resume / "config.yaml").is_file() else None, overrides
+    if resume is not None and recipe == named:
+        raise ConfigError(
+            f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
+            "section.key=value"
         )
-    else:
-        config = load_config(named, overrides)
-    console = Console()
-    try:
-        result = run_training(config, named, resume, replay, console)
-    except TrainingFailed as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise SystemExit(1) from None
-    console.summary(result.summary)
-    if not result.finished:
-        console.out.print(f"continue with: paceline train --resume {result.summary.run}")
+    run_train_command(named, overrides, resume, replay)
 
 
 @app.command()

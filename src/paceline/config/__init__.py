@@ -6,7 +6,7 @@ answer at once.
 
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
-from paceline.config.notes import learning_notes, rollout_notes
+from paceline.config.notes import learning_notes, rollout_notes, signal_notes
 from paceline.config.policy import LoraConfig, PolicyConfig
 from paceline.config.recipe import (
     RECIPES,
@@ -18,6 +18,7 @@ from paceline.config.recipe import (
     RunConfig,
     changed_keys,
     dump_config,
+    flat_keys,
     load_config,
     parse_config,
     shipped_recipes,
@@ -61,9 +62,11 @@ __all__ = [
     "TurnsConfig",
     "changed_keys",
     "dump_config",
+    "flat_keys",
     "learning_notes",
     "load_config",
     "parse_config",
     "rollout_notes",
     "shipped_recipes",
+    "signal_notes",
 ]

@@ -17,6 +17,25 @@ def rollout_notes(rollout: RolloutConfig) -> list[str]:
     ]
 
 
+def signal_notes(rollout: RolloutConfig, learning: LearningConfig) -> list[str]:
+    """Returns a note for each setting that leaves the policy nothing to learn from."""
+    notes = []
+    relative = learning.algorithm != "reinforce++"  # which compares over the whole step, not within a group
+    if rollout.temperature == 0:
+        consequence = "so each group scores alike and no update is made" if relative else "so none explores"
+        notes.append(
+            f"rollout.temperature = {rollout.temperature:g}: the samples of a prompt are all the same, "
+            f"{consequence}; 1 samples from the policy as it is"
+        )
+    if rollout.samples_per_prompt == 1 and relative:
+        notes.append(
+            f"rollout.samples_per_prompt = 1: learning.algorithm = {learning.algorithm!r} compares the "
+            "samples of a prompt with each other, so no update is made; sample 2 or more, or use "
+            "learning.algorithm=reinforce++"
+        )
+    return notes
+
+
 def learning_notes(learning: LearningConfig) -> list[str]:
     """Returns a note for keys that override the algorithm's or the preset's own values.
 

@@ -29,7 +29,7 @@ from paceline.config.task import TaskConfig
 class RunConfig(Section):
     """The section `run`: where, how long and on what a run runs."""
 
-    name: str = Field("", description="name of the run directory; empty: recipe name and date")
+    name: str = Field("", description="name of the run directory within root; empty: recipe name and date")
     root: str = Field("runs", description="folder in which run directories are made")
     seed: int = Field(0, description="decides samples and the order of problems; the same seed repeats a run")
     steps: int = Field(40, ge=1, description="RL steps: one rollout and one update each")
@@ -37,6 +37,16 @@ class RunConfig(Section):
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one"
     )
+
+    @model_validator(mode="after")
+    def _name_stays_within_root(self) -> "RunConfig":
+        parts = self.name.split("/") if self.name else []
+        if not self.name.isprintable() or any(part in ("", ".", "..") for part in parts):
+            raise ValueError(
+                f"run.name = {self.name!r}: must name a folder within run.root = {self.root!r}, without "
+                "'..', an empty part or control characters; run.root may be any folder"
+            )
+        return self
 
 
 class EvalConfig(Section):
@@ -160,6 +170,11 @@ def changed_keys(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
     old = _flatten(before.model_dump())
     new = _flatten(after.model_dump())
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def flat_keys(tree: dict[str, Any]) -> set[str]:
+    """Returns the dotted keys of a recipe's sections as they stand in a file."""
+    return set(_flatten(tree))
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ class RewardConfig(Section):
         description="`task` (the task's own verifier), `exact`, `last-number`, `math-verify`, "
         "module:function or path/to/file.py:function"
     )
-    weight: float = Field(1.0, description="factor of this reward in the sum")
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="factor of this reward in the sum")
     name: str = Field("", description="name in the metrics; empty: the function's name")
     batch: bool = Field(False, description="the function takes lists: the responses of one group in one call")
     options: dict[str, Any] = Field(
@@ -27,7 +27,10 @@ class RewardConfig(Section):
         "or its coroutine cancelled, and the response gets failed_score",
     )
     failed_score: float = Field(
-        0.0, description="score of a response whose reward raised or exceeded its time limit"
+        0.0,
+        ge=-1e6,
+        le=1e6,
+        description="score of a response whose reward raised or exceeded its limits of time or memory",
     )
     concurrency: int = Field(64, ge=1, description="coroutines only: calls that may run at once")
 
@@ -130,6 +133,9 @@ class TaskConfig(Section):
         "empty: the task's own verifier",
     )
     reward_workers: int = Field(4, ge=1, description="processes that run reward functions and tools")
+    reward_memory_gb: float = Field(
+        4.0, ge=0, description="memory that each of these processes may have, on Linux; 0: no limit"
+    )
     turns: TurnsConfig = Field(TurnsConfig(), description="the tool of a task with several turns")
 
     @model_validator(mode="after")

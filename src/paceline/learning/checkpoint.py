@@ -6,17 +6,20 @@
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
       drafters.safetensors    what the drafters know, where there are any
       calibration.safetensors scales of an FP8 KV cache, where there is one
+      config.yaml             the recipe that the run had, every key spelt out
       state.json              step, optimiser steps, position in the task, best accuracy, the sentinel's state
       manifest.json           size and digest of every other file
 
 A checkpoint is written beside, synced, and renamed into place: a folder named `step_*` is whole or was
-damaged later, which the manifest shows. There is no random state to keep: every random number is a function
-of seeds and counters.
+damaged later, which the manifest shows. One that cannot be written leaves nothing behind; what a killed
+process left is put right by `tidy`. There is no random state to keep: every random number is a function of
+seeds and counters.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -33,8 +36,15 @@ from paceline.policy.lora import has_adapters, load_adapters, save_adapters
 
 DRAFTERS_FILE = "drafters.safetensors"
 CALIBRATION_FILE = "calibration.safetensors"
+CONFIG_FILE = "config.yaml"
 CALIBRATION_PREFIX = "precision."  # of the names of its tensors
 ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
+
+NAME = re.compile(r"step_(\d+)")
+# Names that begin like these are of folders on their way in or out.
+PARTIAL = ".partial_"
+OLD = ".old_"
+REMOVED = ".removed_"
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class TrainingState:
     best_accuracy: float
     fallback: str = ""  # why rollouts fell back to base precision; empty: they did not
     capped_steps: int = 0  # steps in a row in which every response reached the length limit
+    eval_due: bool = False  # interrupted before this step's evaluation, which a resumed run makes first
 
 
 def save_checkpoint(
@@ -58,32 +69,40 @@ def save_checkpoint(
     keep: int,
     drafters: Mapping[str, torch.Tensor] | None = None,
     calibration: Mapping[str, torch.Tensor] | None = None,
+    recipe: str = "",
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
+
+    def write(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        save_policy(policy, partial / "policy", tokenizer_from)
+        if has_adapters(policy):
+            save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
+        _save_tensors(optimiser.state(), partial / "optimiser.safetensors")
+        if drafters:
+            _save_tensors(drafters, partial / DRAFTERS_FILE)
+        if calibration:
+            _save_tensors(calibration, partial / CALIBRATION_FILE)
+        if recipe:
+            (partial / CONFIG_FILE).write_text(recipe)
+        (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+        manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
     final = folder / f"step_{state.step:06d}"
-    partial = folder / f".partial_{state.step:06d}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_policy(policy, partial / "policy", tokenizer_from)
-    if has_adapters(policy):
-        save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
-    _save_tensors(optimiser.state(), partial / "optimiser.safetensors")
-    if drafters:
-        _save_tensors(drafters, partial / DRAFTERS_FILE)
-    if calibration:
-        _save_tensors(calibration, partial / CALIBRATION_FILE)
-    (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
-    manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
-    (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in (*sorted(partial.rglob("*")), partial):
-        _sync(path)
-    if final.exists():  # the same step again, after a resume
-        shutil.rmtree(final)
-    os.rename(partial, final)
-    _sync(folder)
+    replace_folder(final, write)
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return final
+
+
+def checkpoint_bytes(
+    policy: Decoder, optimiser: MasterAdamW, *others: Mapping[str, torch.Tensor] | None
+) -> int:
+    """Returns about how many bytes a checkpoint takes: those of its tensors."""
+    tensors = [*policy.parameters(), *optimiser.state().values()]
+    tensors += [tensor for mapping in others if mapping for tensor in mapping.values()]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
@@ -92,26 +111,58 @@ def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Replaces the folder `final` as a whole by what `write` makes of an empty path."""
-    partial = final.with_name(f".partial_{final.name}")
-    old = final.with_name(f".old_{final.name}")
+    """Replaces the folder `final` as a whole by what `write` makes of an empty path.
+
+        .partial_X   being written          killed here: X is the old one
+        .old_X       X, moved aside         killed here: `tidy` puts it, or the new one, in place
+        X            the new one
+
+    Where writing fails, what was written is removed again.
+    """
+    partial = final.with_name(f"{PARTIAL}{final.name}")
+    old = final.with_name(f"{OLD}{final.name}")
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    write(partial)
+    try:
+        write(partial)
+        for path in (*sorted(partial.rglob("*")), partial):
+            _sync(path)
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if final.exists():
         os.rename(final, old)
     os.rename(partial, final)
+    _sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
+def tidy(folder: Path) -> None:
+    """Puts right what a process that was killed while saving has left; only for who holds the run's lock."""
+    for old in folder.glob(f"{OLD}*"):
+        final = folder / old.name.removeprefix(OLD)
+        partial = folder / f"{PARTIAL}{final.name}"
+        if not final.exists():  # moved aside once the new one was whole
+            os.rename(partial if partial.exists() else old, final)
+        shutil.rmtree(old, ignore_errors=True)
+    for leftover in (*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{REMOVED}*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns a run's checkpoints, oldest first, whole or not."""
-    return sorted(path for path in folder.glob("step_*") if path.suffix != ".corrupt")
+    """Returns a run's checkpoints, oldest first, whole or not; folders of other names are not ours."""
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def newest_checkpoint(folder: Path, warn: Callable[[str], None] = print) -> Path | None:
-    """Returns the newest whole checkpoint; damaged ones on the way to it are set aside, never deleted."""
-    return next(_whole_checkpoints(folder, warn), None)
+def newest_checkpoint(
+    folder: Path, warn: Callable[[str], None] = print, set_aside: bool = True
+) -> Path | None:
+    """Returns the newest whole checkpoint; damaged ones on the way to it are set aside, never deleted.
+
+    Without the run's lock nothing is moved (`set_aside=False`): another process may be at work on it.
+    """
+    return next(_whole_checkpoints(folder, warn, set_aside), None)
 
 
 def whole_checkpoints(folder: Path, warn: Callable[[str], None] = print) -> list[Path]:
@@ -119,11 +170,14 @@ def whole_checkpoints(folder: Path, warn: Callable[[str], None] = print) -> list
     return list(_whole_checkpoints(folder, warn))[::-1]
 
 
-def _whole_checkpoints(folder: Path, warn: Callable[[str], None]) -> Iterator[Path]:
+def _whole_checkpoints(folder: Path, warn: Callable[[str], None], set_aside: bool = True) -> Iterator[Path]:
     for path in reversed(list_checkpoints(folder)):
         problem = damage(path)
         if problem is None:
             yield path
+            continue
+        if not set_aside:
+            warn(f"checkpoint {path} is damaged ({problem}); trying the one before it")
             continue
         aside = path.with_name(f"{path.name}.corrupt")
         shutil.rmtree(aside, ignore_errors=True)
@@ -135,7 +189,7 @@ def damage(path: Path) -> str | None:
     """Returns what is wrong with a checkpoint; None if it is whole."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"manifest.json: {error}"
     listed = manifest if isinstance(manifest, dict) else {}  # one that lists nothing would find nothing wrong
     missing = [pattern for pattern in ALWAYS_THERE if not any(fnmatch(name, pattern) for name in listed)]
@@ -144,7 +198,11 @@ def damage(path: Path) -> str | None:
     for name, expected in manifest.items():
         if not (path / name).is_file():
             return f"{name} is missing"
-        if _fingerprint(path / name) != expected:
+        try:
+            found = _fingerprint(path / name)
+        except OSError as error:  # a disk that is failing, or a checkpoint that is being removed
+            return f"{name}: {error}"
+        if found != expected:
             return f"{name} does not have the content that was saved"
     return None
 
@@ -187,6 +245,17 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 def _load_tensors(file: Path) -> dict[str, torch.Tensor]:
     return load_file(file) if file.is_file() else {}
+
+
+def _remove(checkpoint: Path) -> None:
+    """Removes a checkpoint; under its own name it is whole or gone."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
+    out = checkpoint.with_name(f"{REMOVED}{checkpoint.name}")
+    shutil.rmtree(out, ignore_errors=True)
+    os.rename(checkpoint, out)
+    shutil.rmtree(out, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -42,7 +42,7 @@ def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[s
         if version == 3:
             state = upgrade_format_3(state)
         deepcopy(pacer).load_state(state)  # a state that fails halfway must leave nothing behind
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         warn(
             f"{path} is damaged ({type(error).__name__}: {error}); "
             "the pacer learns this machine's times again, results are the same"

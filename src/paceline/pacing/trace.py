@@ -110,7 +110,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line.decode())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS:
+        if isinstance(record, dict) and record.keys() >= REQUIRED_KEYS and isinstance(record["step"], int):
             yield record

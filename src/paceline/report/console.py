@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import rich.console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.report.summary import Summary
 from paceline.rollout.evaluation import Evaluation
@@ -18,8 +19,9 @@ class Console:
     """Prints to stdout, unless quiet, and warnings to stderr."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.out = rich.console.Console(quiet=quiet, highlight=False)
-        self.errors = rich.console.Console(stderr=True, highlight=False)
+        # Without emoji codes: a path may hold `:bug:`.
+        self.out = rich.console.Console(quiet=quiet, highlight=False, emoji=False)
+        self.errors = rich.console.Console(stderr=True, highlight=False, emoji=False)
         self.total_steps = 0
 
     def warn(self, message: str) -> None:
@@ -37,18 +39,22 @@ class Console:
 
     def start_of_run(self, policy: str, task: str, device: str, run: Path) -> None:
         """Says what is about to happen, and where it is written."""
-        self.out.print(f"training {policy} on {task}; {device}; run directory {run}", markup=False)
+        self.out.print(
+            f"training {policy} on {task}; {device}; run directory {run}", markup=False, soft_wrap=True
+        )
 
     def resumed(self, run: Path, step: int) -> None:
         """Prints where a resumed run continues."""
-        self.out.print(f"resuming {run} after step {step}")
+        self.out.print(f"resuming {run} after step {step}", markup=False, soft_wrap=True)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Prints the accuracy on held-out problems."""
         count = f"{evaluation.problems} held-out problems x {evaluation.samples}"
         self.out.print(
-            f"[bold]step {step}: accuracy {evaluation.accuracy}[/] on {count}, "
-            f"mean length {evaluation.mean_length:.0f}"
+            Text.assemble(
+                (f"step {step}: accuracy {evaluation.accuracy}", "bold"),
+                f" on {count}, mean length {evaluation.mean_length:.0f}",
+            )
         )
 
     def start(self, total_steps: int) -> None:
@@ -88,18 +94,24 @@ class Console:
     def summary(self, summary: Summary) -> None:
         """Prints accuracy and lengths before and after the run, where its time went, and its folder."""
         table = Table(show_header=True, header_style="bold", title="what the run did", title_justify="left")
-        for column in ("", "before", "after"):
+        before = summary.before
+        after = summary.after
+        # An interrupted run was last evaluated some steps ago, or never since it began.
+        late = f"after step {after.step}" if after is not None and after.step < summary.steps else "after"
+        for column in ("", "before", late):
             table.add_column(column)
-        if summary.before is not None and summary.after is not None:
-            before = summary.before
-            after = summary.after
-            table.add_row("held-out accuracy", before.accuracy_text, after.accuracy_text)
-            table.add_row("problems", f"{before.problems}", f"{after.problems}")
-            table.add_row("response length, mean", f"{before.length_mean:.1f}", f"{after.length_mean:.1f}")
+        if before is not None:
+            rows = {
+                "held-out accuracy": lambda point: point.accuracy_text,
+                "problems": lambda point: f"{point.problems}",
+                "response length, mean": lambda point: f"{point.length_mean:.1f}",
+            }
+            for name, show in rows.items():
+                table.add_row(name, Text(show(before)), Text(show(after) if after else "not evaluated yet"))
         self.out.print(table)
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
         self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
-        self.out.print(f"run directory: {summary.run}")
+        self.out.print(f"run directory: {summary.run}", markup=False, soft_wrap=True)
 
 
 def _why_skipped(metrics: dict[str, float]) -> str:

@@ -1,6 +1,8 @@
 """The folder of a run.
 
 config.yaml       the recipe, every key spelt out
+run.lock          who writes to it now (runs/lock.py)
+rewards.log       what reward functions and tools print
 metrics.jsonl     one record per step and evaluation
 trace.jsonl       the strategy of each decode step (pacing/trace.py)
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
@@ -8,11 +10,17 @@ samples/          groups of each step
 checkpoints/      see learning/checkpoint.py
 """
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import re
+import secrets
+import shlex
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +35,12 @@ logger = logging.getLogger(__name__)
 # Numbers tried behind the name of a run directory that exists already.
 MAX_SUFFIX = 1000
 
+# The first and the last line of `config.yaml`. Any beginning of a recipe is a recipe, too.
+FIRST_LINE = "# The recipe of this run, every key spelt out; the last line shows that none is missing."
+LAST_LINE = "# end of the recipe"
+
+SAMPLES_FILE = re.compile(r"step_(\d+)\.jsonl", re.ASCII)
+
 
 class RunDirectory:
     """A run's files: their paths, and reading and writing those that are text."""
@@ -37,6 +51,7 @@ class RunDirectory:
         self.metrics_path = path / "metrics.jsonl"
         self.trace_path = path / "trace.jsonl"
         self.pacing_path = path / "pacing.json"
+        self.rewards_log_path = path / "rewards.log"
         self.samples_path = path / "samples"
         self.checkpoints_path = path / "checkpoints"
 
@@ -44,28 +59,20 @@ class RunDirectory:
     def create(cls, config: Config, recipe: str) -> "RunDirectory":
         """Makes a new folder; an existing one is never written into."""
         root = Path(config.run.root)
-        if config.run.name:
-            path = root / config.run.name
-            if path.exists():
-                raise ConfigError(
-                    f"run.name = {config.run.name!r}: {path} exists. "
-                    f"Continue it with --resume {path}, or choose another name"
-                )
-        else:
-            stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            names = (stem, *(f"{stem}-{i}" for i in range(2, MAX_SUFFIX)))
-            path = next(root / name for name in names if not (root / name).exists())
-        run = cls(path)
+        stem = config.run.name or f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (stem,) if config.run.name else (stem, *(f"{stem}-{i}" for i in range(2, MAX_SUFFIX)))
         try:
-            path.mkdir(parents=True)
-            run.samples_path.mkdir()
-            run.checkpoints_path.mkdir()
-            run.write_config(config)
+            for path in (root / name for name in names):
+                if _make_whole(path, config):
+                    return cls(path)
         except OSError as error:
             raise ConfigError(
                 f"run.root = {config.run.root!r}: {error}; choose a folder that can be written to"
             ) from None
-        return run
+        raise ConfigError(
+            f"run.name = {config.run.name!r}: {path} exists. "
+            f"Continue it with --resume {shlex.quote(str(path))}, or choose another name"
+        )
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
@@ -75,22 +82,34 @@ class RunDirectory:
             raise ConfigError(f"{path} is not a run directory: it holds no config.yaml")
         return run
 
-    def config(self) -> Config:
-        """Reads the run's recipe."""
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """Reads the run's recipe and applies overrides; raises ConfigError where it is not whole."""
+        content = self.config_path.read_bytes()
+        text = content.decode(errors="replace").strip()
+        cut_off = text.startswith(FIRST_LINE) and not text.endswith(LAST_LINE)
         try:
-            empty = not yaml.safe_load(self.config_path.read_bytes())
-        except yaml.YAMLError:
+            empty = not yaml.safe_load(content)
+        except (yaml.YAMLError, RecursionError):
             empty = False  # `load_config` says what is wrong with it
-        if empty:  # it would pass for a recipe of nothing but defaults
-            raise ConfigError(
-                f"{self.config_path} is empty: the recipe of this run is lost. "
-                "Write there the one it was started with, then go on"
-            )
-        return load_config(str(self.config_path))
+        if empty or cut_off:  # it would pass for a recipe with defaults
+            what = "is empty" if empty else "was cut off"
+            raise ConfigError(f"{self.config_path} {what}: the recipe of this run is lost. {self._way_out()}")
+        try:
+            recipe = load_config(str(self.config_path))
+        except ConfigError as error:
+            raise ConfigError(f"{error} {self._way_out()}") from None
+        return load_config(str(self.config_path), list(overrides)) if overrides else recipe
+
+    def _way_out(self) -> str:
+        """Returns how to get a lost recipe back; each checkpoint has a copy."""
+        copies = sorted(self.checkpoints_path.glob("step_*/config.yaml"))
+        if copies:
+            return f"Restore it with: cp {shlex.quote(str(copies[-1]))} {shlex.quote(str(self.config_path))}"
+        return "Write there the one it was started with, then go on"
 
     def write_config(self, config: Config) -> None:
         """Writes the run's recipe, unless it is there already."""
-        text = dump_config(config)
+        text = recipe_text(config)
         if not self.config_path.is_file() or self.config_path.read_text() != text:
             replace_file(self.config_path, text)
 
@@ -104,49 +123,110 @@ class RunDirectory:
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the records of `metrics.jsonl`.
 
-        A last line that a crash cut off is left out, and so are other damaged lines, with a warning.
+        A last line that a crash cut off is left out, and so are other damaged lines, with one warning.
         """
         if not self.metrics_path.is_file():
             return
+        left_out: list[int] = []
         *lines, unfinished = self.metrics_path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, start=1):
             record = _record(line)
             if record is None:
-                logger.warning(
-                    "%s: line %d is damaged and left out; the records after it are kept",
-                    self.metrics_path,
-                    number,
-                )
+                left_out.append(number)
             else:
                 yield record
         if (record := _record(unfinished)) is not None:
             yield record
+        if left_out:
+            which = (
+                f"line {left_out[0]}"
+                if len(left_out) == 1
+                else f"{len(left_out)} lines, first {left_out[0]},"
+            )
+            logger.warning("%s: %s damaged and left out; the others are kept", self.metrics_path, which)
 
-    def cut_back(self, step: int) -> None:
-        """Drops metrics, traces and samples of later steps, which a resumed run will make again."""
+    def cut_back(self, step: int, with_evaluation: bool = True) -> None:
+        """Drops metrics, traces and samples of later steps, which a resumed run will make again.
+
+        Without `with_evaluation` the step's own evaluation goes, too.
+        """
         cut_trace(self.trace_path, step)
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        kept = [
+            record
+            for record in self.read_metrics()
+            if record["step"] < step
+            or (record["step"] == step and (with_evaluation or record["kind"] != "eval"))
+        ]
         replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
-        for file in self.samples_path.glob("step_[0-9]*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > step:
+        strangers = []
+        for file in self.samples_path.glob("step_*"):
+            name = SAMPLES_FILE.fullmatch(file.name)
+            if name is None or not file.is_file():
+                strangers.append(file.name)
+            elif int(name.group(1)) > step:
                 file.unlink()
+        if strangers:
+            logger.warning(
+                "%s: %d files with names of their own are left alone, such as %r",
+                self.samples_path,
+                len(strangers),
+                min(strangers),
+            )
+
+
+def recipe_text(config: Config) -> str:
+    """Returns what `config.yaml` says of a recipe."""
+    return f"{FIRST_LINE}\n{dump_config(config)}{LAST_LINE}\n"
+
+
+def _make_whole(path: Path, config: Config) -> bool:
+    """Makes a run directory that appears with its recipe or not at all; returns False if `path` exists."""
+    if path.exists() or path.is_symlink():
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".new-{secrets.token_hex(8)}")
+    try:
+        run = RunDirectory(beside)
+        run.samples_path.mkdir(parents=True)
+        run.checkpoints_path.mkdir()
+        run.write_config(config)
+        os.rename(beside, path)  # fails where another process was quicker: a directory that is not empty
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    return True
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """Parses a line of metrics; None where it is no record."""
     try:
         record = json.loads(line.decode())
-    except ValueError:  # also bytes that are no text
+    except (ValueError, RecursionError):  # also bytes that are no text
         return None
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+    is_record = (
+        isinstance(record, dict) and type(record.get("step")) is int and isinstance(record.get("kind"), str)
+    )
     return record if is_record else None
+
+
+def has_numbers(record: dict[str, Any], *keys: str) -> bool:
+    """Returns whether a record has all of these metrics; other programs may have written into the file."""
+    return all(type(record.get(key)) in (int, float) for key in keys)
 
 
 def replace_file(path: Path, text: str) -> None:
     """Replaces a file so that it has its old content or the new one, whatever happens meanwhile."""
     beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        beside.unlink(missing_ok=True)
+        with beside.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise

@@ -1,13 +1,22 @@
 """A run in a few numbers, read back from its metrics, so that a resumed run is summarised as a whole."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.report.run_directory import RunDirectory
+from paceline.report.run_directory import RunDirectory, has_numbers
+
+logger = logging.getLogger(__name__)
 
 # The stages of a step, in their order.
 STAGES = ("rollout", "learn", "drafter", "sync", "evaluate")
+
+# What a record of each kind has, whoever wrote it.
+NEEDED = {
+    "train": ("rollout/tokens",),
+    "eval": ("eval/accuracy", "eval/accuracy_margin", "eval/length_mean", "eval/problems"),
+}
 
 
 @dataclass(frozen=True)
@@ -16,14 +25,15 @@ class EvalPoint:
 
     step: int
     accuracy: float
-    margin: float  # half width of the accuracy's 95% interval
+    low: float  # ends of the accuracy's 95% interval
+    high: float
     length_mean: float
     problems: int
 
     @property
     def accuracy_text(self) -> str:
-        """Returns the accuracy with its margin, in percent."""
-        return f"{100 * self.accuracy:.1f}% ± {100 * self.margin:.1f}"
+        """Returns the accuracy with its interval, in percent."""
+        return f"{100 * self.accuracy:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 @dataclass(frozen=True)
@@ -34,32 +44,45 @@ class Summary:
     steps: int
     tokens: int  # sampled for training
     before: EvalPoint | None
-    after: EvalPoint | None
+    after: EvalPoint | None  # the last evaluation after `before`; None where none was made yet
     stage_seconds: dict[str, float]
 
 
 def summarise_run(run: RunDirectory) -> Summary:
     """Adds up a run's metrics."""
-    records = list(run.read_metrics())
-    trained = [record for record in records if record["kind"] == "train"]
-    evaluations = [_eval_point(record) for record in records if record["kind"] == "eval"]
-    ran = [stage for stage in STAGES if any(f"time/{stage}" in record for record in records)]
-    seconds = {stage: sum(record.get(f"time/{stage}", 0.0) for record in records) for stage in ran}
+    records = [record for record in run.read_metrics() if record["kind"] in NEEDED]
+    whole = [record for record in records if has_numbers(record, *NEEDED[record["kind"]])]
+    if len(whole) < len(records):
+        logger.warning(
+            "%s: %d records lack what every step has; they are left out of the summary",
+            run.metrics_path,
+            len(records) - len(whole),
+        )
+    trained = [record for record in whole if record["kind"] == "train"]
+    evaluations = [_eval_point(record) for record in whole if record["kind"] == "eval"]
+    ran = [stage for stage in STAGES if any(has_numbers(record, f"time/{stage}") for record in whole)]
     return Summary(
         run=run.path,
         steps=max((record["step"] for record in trained), default=0),
         tokens=int(sum(record["rollout/tokens"] for record in trained)),
         before=evaluations[0] if evaluations else None,
-        after=evaluations[-1] if evaluations else None,
-        stage_seconds=seconds,
+        after=evaluations[-1] if evaluations and evaluations[-1].step > evaluations[0].step else None,
+        stage_seconds={stage: _total(whole, f"time/{stage}") for stage in ran},
     )
 
 
+def _total(records: list[dict[str, Any]], key: str) -> float:
+    return sum(record[key] for record in records if has_numbers(record, key))
+
+
 def _eval_point(record: dict[str, Any]) -> EvalPoint:
+    accuracy = record["eval/accuracy"]
+    margin = record.get("eval/accuracy_margin", 0.0)  # of runs before the interval's ends were kept
     return EvalPoint(
         step=record["step"],
-        accuracy=record["eval/accuracy"],
-        margin=record["eval/accuracy_margin"],
+        accuracy=accuracy,
+        low=record.get("eval/accuracy_low", accuracy - margin),
+        high=record.get("eval/accuracy_high", accuracy + margin),
         length_mean=record["eval/length_mean"],
         problems=int(record["eval/problems"]),
     )

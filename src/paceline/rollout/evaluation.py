@@ -1,7 +1,7 @@
 """Accuracy on held-out problems: avg@n and pass@k with confidence intervals, from seeds of their own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.config import EvalConfig
@@ -15,13 +15,19 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems and the half width of its 95% interval."""
+    """A mean over problems and its 95% interval, which never leaves [0, 1] and is never a point."""
 
     value: float
-    margin: float
+    low: float
+    high: float
+
+    @property
+    def margin(self) -> float:
+        """Half the interval's width."""
+        return (self.high - self.low) / 2
 
     def __str__(self) -> str:
-        return f"{100 * self.value:.1f}% ± {100 * self.margin:.1f}"
+        return f"{100 * self.value:.1f}% [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 @dataclass(frozen=True)
@@ -40,20 +46,35 @@ class Evaluation:
         values = {
             "eval/accuracy": self.accuracy.value,
             "eval/accuracy_margin": self.accuracy.margin,
+            "eval/accuracy_low": self.accuracy.low,
+            "eval/accuracy_high": self.accuracy.high,
             "eval/length_mean": self.mean_length,
             "eval/truncated": self.truncated,
             "eval/problems": self.problems,
         }
         for k, estimate in self.pass_at.items():
-            values |= {f"eval/pass@{k}": estimate.value, f"eval/pass@{k}_margin": estimate.margin}
+            values |= {
+                f"eval/pass@{k}": estimate.value,
+                f"eval/pass@{k}_margin": estimate.margin,
+                f"eval/pass@{k}_low": estimate.low,
+                f"eval/pass@{k}_high": estimate.high,
+            }
         return values
 
 
-def evaluate(sampler: GroupSampler, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
-    """Samples and scores held-out problems; seeds are the same at every step, so only the policy differs."""
+def evaluate(
+    sampler: GroupSampler,
+    problems: Sequence[Problem],
+    config: EvalConfig,
+    stopped: Callable[[], bool] | None = None,
+) -> Evaluation:
+    """Samples and scores held-out problems; seeds are the same at every step, so only the policy differs.
+
+    Raises `SamplingStopped` once `stopped` says so and the backend is paused.
+    """
     problems = problems[: config.problems or None]
     sampling = SamplingParams(config.temperature, config.max_tokens, config.top_p)
-    groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling)
+    groups = sampler.sample(problems, Purpose.EVAL, 0, config.samples, sampling, stopped)
     sampler.take_stats()  # they are not the next rollout's
     return summarise(groups, config.pass_k)
 
@@ -64,8 +85,8 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
     completions = [sample.completion for group in groups for sample in group.samples]
     samples = len(groups[0].samples)
     return Evaluation(
-        accuracy=estimate([c / samples for c in correct]),
-        pass_at={k: estimate([pass_at_k(samples, c, k) for c in correct]) for k in pass_k},
+        accuracy=estimate([c / samples for c in correct], samples),
+        pass_at={k: estimate([pass_at_k(samples, c, k) for c in correct], samples) for k in pass_k},
         mean_length=sum(len(c.tokens) for c in completions) / len(completions),
         truncated=sum(c.truncated for c in completions) / len(completions),
         problems=len(groups),
@@ -73,16 +94,25 @@ def summarise(groups: Sequence[Group], pass_k: Sequence[int]) -> Evaluation:
     )
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Returns mean and margin of per-problem values.
+def estimate(values: Sequence[float], samples: int = 1) -> Estimate:
+    """Returns the mean of per-problem values with Wilson's interval (1927, JASA 22, 209).
 
-    Problems are the independent draws and samples of one problem are not, so the variance is that between
-    problems.
+    Problems are the independent draws and samples of one problem are not, so the number of draws n is the one
+    whose binomial variance p(1 - p) / n equals that of the mean over problems: about the number of problems
+    where each is right or wrong, and more, up to every sample, where problems differ less than that. At 0 and
+    1 nothing is known of their differences, and n is the number of problems.
     """
     count = len(values)
-    mean = sum(values) / count
-    variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1)
-    return Estimate(mean, NORMAL_95 * math.sqrt(variance / count))
+    mean = min(1.0, max(0.0, sum(values) / count))
+    variance = sum((v - mean) ** 2 for v in values) / max(1, count - 1) / count
+    spread = mean * (1 - mean)
+    draws = float(count)
+    if spread > 0:
+        draws = min(spread / variance, count * samples) if variance > 0 else count * samples
+    z2 = NORMAL_95**2
+    centre = (mean + z2 / (2 * draws)) / (1 + z2 / draws)
+    half = NORMAL_95 / (1 + z2 / draws) * math.sqrt(spread / draws + z2 / (4 * draws**2))
+    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

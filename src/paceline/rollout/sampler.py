@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +37,10 @@ class NothingSampled(ValueError):
     """The error of a backend that refused every request; its message quotes the first refusal."""
 
 
+class SamplingStopped(Exception):
+    """Sampling was given up halfway, because the caller asked for it; nothing is outstanding."""
+
+
 class GroupSampler:
     """Samples groups for problems on a backend and scores each sample as soon as it is complete.
 
@@ -53,9 +57,19 @@ class GroupSampler:
         self.reward_wait_seconds = 0.0
 
     def sample(
-        self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
+        self,
+        problems: Sequence[Problem],
+        purpose: Purpose,
+        step: int,
+        samples: int,
+        sampling: SamplingParams,
+        stopped: Callable[[], bool] | None = None,
     ) -> list[Group]:
-        """Returns one scored group per problem, in their order, with `samples` samples each."""
+        """Returns one scored group per problem, in their order, with `samples` samples each.
+
+        Whoever wants to stop pauses the backend and has `stopped` return True; then `SamplingStopped` is
+        raised. Where the task has turns, it goes to the end.
+        """
         requests = self._requests(problems, purpose, step, samples, sampling)
         groups = [self.task.scoring.open_group(problem, samples) for problem in problems]
         underway = {
@@ -67,6 +81,9 @@ class GroupSampler:
         if self.task.turns is None:
             for completion in self.backend.completions():
                 self._add_response(underway, completion).finish()
+            if stopped is not None and stopped():
+                self._give_up(underway)
+                raise SamplingStopped
         else:
             self._take_turns(self.task.turns, underway)
         self._report_refusals([sample.dialogue for sample in underway.values()])
@@ -82,6 +99,14 @@ class GroupSampler:
             )
             for group, siblings, group_scores in zip(groups, requests, scores, strict=True)
         ]
+
+    def _give_up(self, request_ids: Iterable[str]) -> None:
+        """Ends what is still running."""
+        self.backend.resume()
+        self.backend.abort(request_ids)
+        for _ in self.backend.completions():
+            pass
+        self.take_stats()
 
     def take_stats(self) -> RolloutStats:
         """Returns the backend's statistics since the last call, with the time spent waiting for rewards."""

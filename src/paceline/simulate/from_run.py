@@ -13,7 +13,7 @@ from statistics import mean, median
 
 from paceline.config import Config
 from paceline.pacing.trace import read_trace
-from paceline.report.run_directory import RunDirectory
+from paceline.report.run_directory import SAMPLES_FILE, RunDirectory, has_numbers
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.questions import Flags, ask, build, flags_from_recipe
 from paceline.simulate.report import Answer
@@ -23,6 +23,10 @@ from paceline.simulate.workload import Lengths
 
 FEW_SAMPLES = 32  # below this many lengths the metrics' mean and 95th percentile are better than the samples
 DEFAULT_PROMPT_TOKENS = 128  # of a run without samples
+NEEDED_METRICS = (
+    *("time/rollout", "time/learn", "time/sync"),
+    *("rollout/tokens", "rollout/length_mean", "rollout/length_p95"),
+)
 Z95 = 1.645  # the standard normal's 95th percentile
 
 
@@ -46,7 +50,11 @@ def read_run(path: Path) -> RunFacts:
     """Reads a run directory."""
     run = RunDirectory.open(path)
     config = run.config()
-    trained = [record for record in run.read_metrics() if record["kind"] == "train"]
+    trained = [
+        record
+        for record in run.read_metrics()
+        if record["kind"] == "train" and has_numbers(record, *NEEDED_METRICS)
+    ]
     if not trained:
         raise ValueError(f"{path} holds no finished training step yet: let the run make at least one")
     late = trained[len(trained) // 2 :]  # the first steps compile, and lengths drift
@@ -104,7 +112,8 @@ def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
     """Returns the lengths of the responses and of their prompts."""
     lengths, prompts = [], []
     for file in sorted(run.samples_path.glob("step_*.jsonl")):
-        if int(file.stem.removeprefix("step_")) not in steps:
+        name = SAMPLES_FILE.fullmatch(file.name)
+        if name is None or int(name.group(1)) not in steps:
             continue
         for line in file.read_text().splitlines():
             for sample in json.loads(line)["samples"]:

@@ -118,10 +118,11 @@ def _workers(config: TaskConfig, problems: ProblemSet) -> tuple[Scoring, Turns |
         ]
         return Scoring(verifiers), None
 
-    pool = WorkerPool(targets, config.reward_workers)
+    pool = WorkerPool(targets, config.reward_workers, config.reward_memory_gb)
     try:
         coroutines = pool.load_targets().coroutines
     except ValueError as error:
+        pool.close()
         raise ConfigError(f"task.{'rewards or task.turns.step' if tool else 'rewards'}: {error}") from None
     if tool and coroutines[-1]:
         raise ConfigError(

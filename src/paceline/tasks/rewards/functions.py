@@ -10,7 +10,6 @@ It may return a number, or {"score": number, "correct": bool}. verl's argument n
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,9 @@ from typing import Any
 
 from paceline.tasks.base import Problem, Response
 from paceline.tasks.extract import extract
+
+# A score beyond this is a mistake: its square, summed over a step, must be a number in float32.
+MAX_SCORE = 1e6
 
 # The built-in scorers by their recipe names.
 BUILTIN = {
@@ -68,7 +70,7 @@ class RewardResult:
 class Failed:
     """Why a call has no result; the reason becomes part of a metric's name."""
 
-    reason: str  # error, timeout, died
+    reason: str  # error, timeout, memory, died
     message: str
 
 
@@ -175,7 +177,12 @@ def _read_one(entry: Any) -> RewardResult:
     if isinstance(entry, Mapping):
         correct = entry.get("correct")
         entry = entry["score"]
-    score = float(entry)
-    if not math.isfinite(score):
-        raise ValueError(f"returned {score}")
+    score = check_score(float(entry))
     return RewardResult(score, score >= 1.0 if correct is None else bool(correct))
+
+
+def check_score(score: float) -> float:
+    """Returns a score that can be learned from; raises ValueError where it is none."""
+    if not abs(score) <= MAX_SCORE:  # also where it is not a number
+        raise ValueError(f"returned {score:g}; a score must lie between {-MAX_SCORE:g} and {MAX_SCORE:g}")
+    return score

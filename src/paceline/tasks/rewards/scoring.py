@@ -10,11 +10,12 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.config import ConfigError, RewardConfig
 from paceline.tasks.base import FAILED, Problem, Response
 from paceline.tasks.rewards.coroutines import CoroutineReward, EventLoop
-from paceline.tasks.rewards.functions import Failed, Reply, RewardResult, ScoringInput, Target
+from paceline.tasks.rewards.functions import Failed, Reply, RewardResult, ScoringInput, Target, check_score
 from paceline.tasks.rewards.pool import WorkerPool
 from paceline.types import Score
 
@@ -47,6 +48,15 @@ class Scoring:
     def open_group(self, problem: Problem, samples: int) -> "GroupScoring":
         """Begins to score the samples of a problem."""
         return GroupScoring(self, problem, samples)
+
+    def log_output(self, path: Path | None) -> None:
+        """Sends what reward functions and tools print to this file, or to stderr."""
+        if self.pool is None:
+            return
+        if path is None:
+            self.pool.state.output.to_stderr()
+        else:
+            self.pool.state.output.to_log(path)
 
     def report(self, name: str, failed: Failed) -> None:
         """Logs the first failure of each kind."""
@@ -144,7 +154,7 @@ def from_verifier(score: Callable[[Problem, str, bool], Score]) -> Run:
         future: Future[Reply] = Future()
         try:
             scores = [score(problem, response.text, response.truncated) for problem, response in inputs]
-            future.set_result([RewardResult(s.reward, s.correct, s.components) for s in scores])
+            future.set_result([RewardResult(check_score(s.reward), s.correct, s.components) for s in scores])
         except Exception as error:
             future.set_result(Failed("error", f"{type(error).__name__}: {error}"))
         return future

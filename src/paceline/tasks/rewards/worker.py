@@ -3,23 +3,30 @@
     parent ──▶ worker    [targets]             once
     worker ──▶ parent    Ready or LoadError    once
     parent ──▶ worker    (index, arguments)    per call
+    worker ──▶ parent    Importing             when a call begins to import, and when it has
     worker ──▶ parent    [RewardResult], Observation, Done or Failed
 
-It ends when the parent closes the connection or dies, even while a function hangs.
+It ends when the parent closes the connection or dies, even while a function hangs, and takes along what it
+has started. Signals that ask the run to stop are the parent's business: a scheduler sends them to every
+process, and the step that is being finished still needs its rewards. A child that a function forks answers
+nothing.
 """
 
 import inspect
 import os
+import resource
 import signal
+import socket
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.tasks.base import Done, Observation, Problem, Turn
+from paceline.tasks.rewards.channel import Channel, TooLong
 from paceline.tasks.rewards.functions import (
     Failed,
     RewardResult,
@@ -30,6 +37,8 @@ from paceline.tasks.rewards.functions import (
     read_result,
     wanted_arguments,
 )
+from paceline.tasks.rewards.import_watch import ImportWatch
+from paceline.tasks.rewards.processes import adopt_orphans, end_descendants
 
 
 @dataclass(frozen=True)
@@ -55,42 +64,132 @@ class LoadError:
     message: str
 
 
+@dataclass(frozen=True)
+class Importing:
+    """Says that a call begins to import modules, or has ended it: its time limit waits meanwhile."""
+
+    begins: bool
+
+
 # A loaded target.
 Call = Callable[[Any], Any]
 
 # Processor seconds beyond the time limit after which the kernel ends a worker that nobody watches.
 PROCESSOR_GRACE_SECONDS = 5
 
+# Seconds for a worker to import what it needs, at its start and within one call.
+IMPORT_LIMIT_SECONDS = 300.0
 
-def main(descriptor: int, parent: int) -> None:
-    """Serves calls that come through the connection `descriptor`; `parent` is the parent's process id."""
+
+# Signals that end or preempt a run; the worker leaves them to its parent.
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(descriptor: int, parent: int, mark: str, memory_bytes: int) -> None:
+    """Serves calls that come through the socket `descriptor`; `parent` is the parent's process id.
+
+    `mark` is what this worker's descendants have in their environment; `memory_bytes` may be 0 for no limit.
+    """
+    _leave_signals_to_parent()
+    adopt_orphans()
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
     os.set_inheritable(descriptor, False)  # what a reward starts must not keep the connection open
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    connection = Connection(descriptor)
+    threading.Thread(target=_exit_with_parent, args=(parent, mark), daemon=True).start()
+    channel = Channel(socket.socket(fileno=descriptor))
+    os.register_at_fork(after_in_child=channel.close)
     try:
-        targets: list[Target | Step] = connection.recv()
+        Server(channel, memory_bytes).serve()
+    except ConnectionError:
+        return
+
+
+class Server:
+    """Answers the calls that come through a channel."""
+
+    def __init__(self, channel: Channel, memory_bytes: int) -> None:
+        self.channel = channel
+        self.memory_bytes = memory_bytes
+        self.pid = os.getpid()
+        self.call = 0  # the number of the one that is being answered
+        self.processor_seconds = 0.0  # that it may take
+
+    def serve(self) -> None:
+        """Loads the targets and answers until the parent closes the connection."""
+        targets: list[Target | Step] = self._receive()
         try:
             calls = [_prepare(target) for target in targets]
         except Exception as error:
-            connection.send(LoadError(str(error)))
+            self.channel.send(0, LoadError(str(error)))
             return
-        connection.send(
-            Ready(tuple(inspect.iscoroutinefunction(load_function(target.function)) for target in targets))
-        )
+        coroutines = (inspect.iscoroutinefunction(load_function(target.function)) for target in targets)
+        self.channel.send(0, Ready(tuple(coroutines)))
+        ImportWatch(self._imports).install()
         while True:
-            index, arguments = connection.recv()
+            index, arguments = self._receive()
             # Should the parent be killed while a function holds the interpreter's lock (a regular expression
             # that never ends), no thread of ours can react; the kernel can, by processor time.
-            processor_seconds = targets[index].time_limit * (os.cpu_count() or 1) + PROCESSOR_GRACE_SECONDS
-            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-            try:
-                reply = calls[index](arguments)
-            except BaseException as error:  # also SystemExit: a reward must not end its worker by accident
-                reply = Failed("error", _describe(error))
+            self.processor_seconds = (
+                targets[index].time_limit * (os.cpu_count() or 1) + PROCESSOR_GRACE_SECONDS
+            )
+            signal.setitimer(signal.ITIMER_PROF, self.processor_seconds)
+            reply = self._answer(calls[index], arguments)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send(reply)
-    except (EOFError, ConnectionError):
-        return
+            number, self.call = self.call, 0
+            try:
+                self.channel.send(number, reply)
+            except TooLong as error:
+                self.channel.send(number, Failed("error", f"returned too much: {error}"))
+
+    def _receive(self) -> Any:
+        message = self.channel.receive()
+        assert message is not None, "without a time limit there is one, or an error"
+        self.call = message.call
+        return message.content
+
+    def _answer(self, call: Call, arguments: Any) -> Any:
+        try:
+            reply = call(arguments)
+        except MemoryError:
+            limit = f"more than task.reward_memory_gb = {self.memory_bytes / 1e9:g}"
+            reply = Failed("memory", f"needed {limit if self.memory_bytes else 'more memory than there is'}")
+        except BaseException as error:  # also SystemExit: a reward must not end its worker by accident
+            reply = Failed("error", _describe(error))
+        if os.getpid() != self.pid:  # a child that the function forked, and that came back from it
+            os._exit(0)
+        return reply
+
+    def _imports(self, begins: bool) -> None:
+        if self.call:
+            self.channel.send(self.call, Importing(begins))
+            limit = IMPORT_LIMIT_SECONDS * (os.cpu_count() or 1) if begins else self.processor_seconds
+            signal.setitimer(signal.ITIMER_PROF, limit)
+
+
+def _leave_signals_to_parent() -> None:
+    """Makes the parent's signals do nothing here, and what they always do in processes started from here.
+
+    A program that a function runs begins with the defaults by itself, a forked child gets them back; while it
+    is being made they are blocked, because Python forgets one that comes in between.
+    """
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
+
+    def restore() -> None:
+        for number in PARENTS_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+    unblock()  # the parent started us with them blocked
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def _prepare(target: Target | Step) -> Call:
@@ -140,7 +239,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:500]}{where}"
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_parent(parent: int, mark: str) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)  # with whatever the functions have started
+    end_descendants(mark)

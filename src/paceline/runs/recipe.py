@@ -1,0 +1,44 @@
+"""Whether a run that is resumed still has the recipe it began with.
+
+`config.yaml` lies open in the run directory, so it can be cut off or edited. Each checkpoint has a copy that
+its manifest covers: what resumes is compared with that.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.config import RESUME_MAY_CHANGE, Config, ConfigError, changed_keys, flat_keys, load_config
+from paceline.learning.checkpoint import CONFIG_FILE
+from paceline.report.run_directory import RunDirectory
+
+
+def check_recipe(run: RunDirectory, checkpoint: Path | None, config: Config) -> None:
+    """Raises ConfigError where `config` would continue the run as something else."""
+    _refuse_changes(run, changed_keys(run.config(), config), "")
+    if checkpoint is None or not (checkpoint / CONFIG_FILE).is_file():
+        return  # an earlier version kept no copy
+    saved = checkpoint / CONFIG_FILE
+    restore = f"cp {shlex.quote(str(saved))} {shlex.quote(str(run.config_path))}"
+    way_out = f" {run.config_path} is not what this run was trained with; restore it with: {restore}"
+    lost = sorted(flat_keys(_tree(saved)) - flat_keys(_tree(run.config_path)))
+    if lost:
+        listing = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise ConfigError(f"{run.config_path} has lost the keys {listing}.{way_out}")
+    _refuse_changes(run, changed_keys(load_config(str(saved)), config), way_out)
+
+
+def _refuse_changes(run: RunDirectory, changed: dict[str, tuple[Any, Any]], way_out: str) -> None:
+    refused = {key: values for key, values in changed.items() if key not in RESUME_MAY_CHANGE}
+    if refused:
+        listing = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
+        raise ConfigError(
+            f"{run.path} cannot resume with changed keys ({listing}). "
+            f"Allowed to change: {', '.join(RESUME_MAY_CHANGE)}.{way_out}"
+        )
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text()) or {}

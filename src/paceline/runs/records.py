@@ -1,0 +1,99 @@
+"""A run directory that this process holds: every write of a run goes through here.
+
+Each one sees first whether the run is still ours (`RunLock.check`), and ends the run with what to do where
+the disk is full.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from paceline.config import Config
+from paceline.learning.checkpoint import newest_checkpoint, tidy
+from paceline.pacing.trace import TraceRow, append_trace
+from paceline.report.run_directory import RunDirectory
+from paceline.report.writers import Writer, make_writers
+from paceline.rollout.samples import write_groups
+from paceline.runs.disk import writing
+from paceline.runs.lock import RunLock
+from paceline.runs.recipe import check_recipe
+from paceline.types import Group
+
+
+class RunRecords:
+    """The records of one run: metrics, traces, samples; `checkpoint` is where a resumed one goes on from."""
+
+    def __init__(self, directory: RunDirectory, config: Config, warn: Callable[[str], None]) -> None:
+        """Takes the directory's lock; raises `RunIsHeld` where another process has it."""
+        self.directory = directory
+        self.config = config
+        self.lock = RunLock(directory.path, warn)
+        self.checkpoint: Path | None = None
+        self.writers: list[Writer] = []
+
+    @classmethod
+    def create(cls, config: Config, recipe: str, warn: Callable[[str], None]) -> "RunRecords":
+        """Makes the folder of a new run."""
+        records = cls(RunDirectory.create(config, recipe), config, warn)
+        records.writers = make_writers(config, records.directory.path)
+        return records
+
+    @classmethod
+    def reopen(cls, path: Path, config: Config, warn: Callable[[str], None]) -> "RunRecords":
+        """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none."""
+        records = cls(RunDirectory.open(path), config, warn)
+        try:
+            directory = records.directory
+            tidy(directory.checkpoints_path)
+            records.checkpoint = newest_checkpoint(directory.checkpoints_path, warn)
+            check_recipe(directory, records.checkpoint, config)
+            with records.writing("the recipe", directory.config_path):
+                directory.write_config(config)
+            records.writers = make_writers(config, directory.path)
+        except BaseException:
+            records.close()
+            raise
+        return records
+
+    def cut_back(self, step: int, with_evaluation: bool) -> None:
+        """Drops what a resumed run will make again: everything after `step`, -1 for all."""
+        with self.writing("the metrics of the steps that stay", self.directory.metrics_path):
+            self.directory.cut_back(step, with_evaluation)
+
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        trace: Sequence[TraceRow],
+        groups: Sequence[Group],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Writes down a training step, with the first of its groups."""
+        with self.writing("the trace", self.directory.trace_path):
+            append_trace(self.directory.trace_path, step, trace)
+        self.metrics("train", step, metrics)
+        samples = self.directory.samples_path / f"step_{step:06d}.jsonl"
+        with self.writing("the samples", samples):
+            write_groups(samples, groups[: self.config.report.samples_per_step], tokenizer)
+
+    def metrics(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Appends metrics to `metrics.jsonl` and hands them to the other writers."""
+        with self.writing("the metrics", self.directory.metrics_path):
+            self.directory.append_metrics({"step": step, "kind": kind, **metrics})
+        for writer in self.writers:
+            writer.write(step, metrics)
+
+    def writing(self, what: str, where: Path, size: int = 0) -> AbstractContextManager[None]:
+        """Returns a context to write `what` in; `size`: the bytes that it needs, where they are many."""
+        self.lock.check()
+        return writing(self.directory.path, what, where, size)
+
+    def close(self) -> None:
+        """Ends the writers and gives the lock back."""
+        try:
+            for writer in self.writers:
+                writer.close()
+        finally:
+            self.lock.release()

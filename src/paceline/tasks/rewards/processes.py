@@ -1,0 +1,96 @@
+"""Ends a worker with everything that it has started, also what has left its session.
+
+On Linux a worker adopts the orphans among its descendants (`adopt_orphans`), so they stay below it; what was
+started and orphaned by a worker that is dead already carries the worker's mark in its environment. Elsewhere
+only the worker's own process group is ended.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "PACELINE_REWARD_WORKER"
+
+PROC = Path("/proc")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+# A process that starts others faster than they are found is given up on after so many looks.
+MAX_LOOKS = 50
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants' orphans, where the system can do that."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_descendants(worker: int, mark: str) -> None:
+    """Kills a worker and what it has started; it must not have been reaped, so its number is still its own.
+
+    Everything is stopped first, until a look finds nothing new: a process that forks cannot slip away.
+    """
+    found: set[int] = set()
+    for _ in range(MAX_LOOKS):
+        new = _started_by(worker, mark) - found
+        if not new:
+            break
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        found |= new
+    for pid in found:
+        _send(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+
+
+def end_descendants(mark: str) -> None:
+    """Kills what the calling worker has started, and then the worker itself."""
+    for pid in _started_by(os.getpid(), mark):
+        _send(pid, signal.SIGKILL)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _started_by(worker: int, mark: str) -> set[int]:
+    living = {process.pid: process for process in _living()}
+    wanted = {pid for pid, p in living.items() if worker in (pid, p.group, p.session) or _has_mark(pid, mark)}
+    new = wanted | {worker}
+    while new:
+        new = {pid for pid, process in living.items() if process.parent in new} - wanted
+        wanted |= new
+    return wanted - {os.getpid()}
+
+
+def _living() -> list[Process]:
+    processes = []
+    for entry in PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent, group, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                processes.append(Process(int(entry.name), int(parent), int(group), int(session)))
+    return processes
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    with contextlib.suppress(OSError):
+        return f"{MARK}={mark}".encode() in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    return False
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,0 +1,99 @@
+"""A run goes on with the recipe it began with, or not at all."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from paceline.config import ConfigError, load_config
+from paceline.report.run_directory import RunDirectory
+from paceline.runs.recipe import check_recipe
+
+
+@pytest.fixture
+def run(whole, tmp_path) -> RunDirectory:
+    shutil.copytree(whole, tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+def resume(run: RunDirectory) -> None:
+    """What `--resume` reads and compares, without the run itself."""
+    check_recipe(run, run.checkpoints_path / "step_000006", run.config())
+
+
+def restore(message: str, run: RunDirectory) -> None:
+    """Does what the message says, and sees that it helps."""
+    command = message.rpartition("with: ")[2]
+    assert command.startswith("cp ")
+    subprocess.run(command, shell=True, check=True)
+    resume(run)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.9, 0.99])
+def test_a_recipe_that_was_cut_off_is_refused_and_can_be_restored(run, share):
+    content = run.config_path.read_bytes()
+    run.config_path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ConfigError, match="cut off|is empty|not readable YAML") as refused:
+        resume(run)
+    restore(str(refused.value), run)
+
+
+@pytest.mark.parametrize("section", ["run", "learning", "report", "checkpoint", "rollout"])
+def test_a_recipe_that_has_lost_a_section_is_refused(run, section):
+    """Also where the keys that are gone may change: nobody asked for their defaults."""
+    lines = run.config_path.read_text().splitlines(keepends=True)
+    start = lines.index(f"{section}:\n")
+    end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
+    run.config_path.write_text("".join(lines[:start] + lines[end:]))
+    with pytest.raises(ConfigError, match=rf"has lost the keys {section}\.") as refused:
+        resume(run)
+    restore(str(refused.value), run)
+
+
+def test_a_recipe_that_was_edited_is_refused(run):
+    run.config_path.write_text(run.config_path.read_text().replace("lr: 0.001", "lr: 0.5"))
+    with pytest.raises(ConfigError, match=r"learning.lr: 0.001 -> 0.5") as refused:
+        resume(run)
+    restore(str(refused.value), run)
+
+
+def test_what_may_change_may_be_edited(run):
+    run.config_path.write_text(run.config_path.read_text().replace("steps: 6", "steps: 9"))
+    resume(run)
+
+
+def test_the_command_line_refuses_it_in_one_line(run, start):
+    content = run.config_path.read_bytes()
+    run.config_path.write_bytes(content[: len(content) // 2])
+    command = start("train", "--resume", str(run.path))
+    assert command.wait() == 2
+    (line,) = command.text().splitlines()
+    assert line.startswith("error: ") and "was cut off" in line and "Restore it with: cp " in line
+
+
+def test_runs_of_earlier_versions_still_resume(run):
+    """Without the first and last line, and without a copy in the checkpoint."""
+    lines = run.config_path.read_text().splitlines(keepends=True)
+    run.config_path.write_text("".join(lines[1:-1]))
+    resume(run)
+    check_recipe(run, None, run.config())
+    (run.checkpoints_path / "step_000006/config.yaml").unlink()
+    resume(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "../../x", "/tmp/x", "a/../../x", "..", ".", "a//b", "a/", "x\n", "\x1b[2J", "x\0y"]
+)
+def test_a_name_cannot_leave_the_root(name):
+    with pytest.raises(ConfigError, match="run.name = .*within run.root"):
+        load_config(None, [f"run.name={name!r}"] if name.isprintable() else [f'run.name="{_escape(name)}"'])
+
+
+def _escape(text: str) -> str:
+    return text.encode("unicode_escape").decode()
+
+
+@pytest.mark.parametrize("name", ["a", "sweep/lr-1e-4", "ä b[1]", "..a", "a..b"])
+def test_other_names_are_free(name, tmp_path):
+    config = load_config(None, [f"run.name='{name}'", f"run.root={tmp_path}"])
+    assert RunDirectory.create(config, "default").path == tmp_path / name
