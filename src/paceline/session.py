@@ -30,6 +30,7 @@ from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.rollout.sampler import GroupSampler
 from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts, training_params
+from paceline.rollout.stream import StreamingRollouts
 from paceline.tasks import make_task
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.task import Task
@@ -61,10 +62,14 @@ class Session:
         if replay is not None:
             return SavedRollouts(replay)
         rollout = self.config.rollout
+        rounds = self.config.learning.dynamic_sampling_rounds
+        if rollout.mode == "async":
+            raise ConfigError("rollout.mode = 'async' needs the worker process; use mode=partial")
+        if rollout.mode != "sync":
+            return StreamingRollouts(self.sampler, order, rollout, rounds, warn)
         live = LiveRollouts(
             self.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, self.train_sampling()
         )
-        rounds = self.config.learning.dynamic_sampling_rounds
         return DynamicSampling(live, rollout.prompts_per_step, rounds, warn) if rounds else live
 
     @property
