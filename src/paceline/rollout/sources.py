@@ -35,7 +35,11 @@ class RolloutSource(ABC):
 
     def rewinder(self) -> Callable[[], None]:
         """Returns a function that puts the source back to where it is now, to make the step again."""
-        return self.take_stats
+
+        def rewind() -> None:
+            self.take_stats()
+
+        return rewind
 
     def suspend(self) -> None:  # noqa: B027
         """Takes everything off the backend, which somebody else needs; the next step goes on with it."""
