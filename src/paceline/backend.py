@@ -134,7 +134,7 @@ class Backend(ABC):
         """Drops everything that is outstanding and releases what is held."""
 
     def sleep(self) -> None:  # noqa: B027 - optional: a generator on a device of its own has nothing to give
-        """Gives cache memory back; only while nothing is outstanding."""
+        """Gives cache memory back; what is outstanding computes its cache again."""
 
     def wake(self) -> None:  # noqa: B027
         """Takes the cache memory again."""

@@ -9,7 +9,6 @@ have computed; `runs/` keeps out a second process and hears signals.
 """
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from paceline.learning.checkpoint import (
     load_calibration,
     load_checkpoint,
     load_drafters,
+    load_under_way,
     replace_folder,
     save_best,
     save_checkpoint,
@@ -42,7 +42,6 @@ from paceline.report.metrics import rollout_metrics
 from paceline.report.profiler import StepProfiler
 from paceline.report.run_directory import RunDirectory, recipe_text
 from paceline.report.summary import Summary, summarise_run
-from paceline.rollout.dynamic_sampling import sampling_metrics
 from paceline.rollout.evaluation import evaluate
 from paceline.rollout.sampler import SamplingStopped
 from paceline.runs.interruption import Interrupted, Interruption
@@ -136,6 +135,8 @@ class Trainer:
         )
         self.order = ProblemOrder(self.session.task.train, config.run.seed, state.task_position)
         self.source = self.session.rollout_source(self.order, replay, console.warn)
+        if resumed is not None and resumed.checkpoint is not None:
+            self.source.restore(load_under_way(resumed.checkpoint))
         if resumed is not None and state.step:
             self._load_pacing(resumed.directory)
         return state
@@ -191,7 +192,7 @@ class Trainer:
         """Makes one step: rollout, update, drafter, new weights, records."""
         step = self.step_number
         start = time.perf_counter()
-        groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self._rewinder())
+        groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
         if self.online is not None:
             metrics |= self._train_drafter(self.online, groups)
         with self.clock("sync"):
@@ -201,7 +202,7 @@ class Trainer:
         if self.online is not None and self.online.name in stats.drafts:
             drafts = stats.drafts[self.online.name]
             self.online.observe(drafts.first_accepted, drafts.drafts)
-        metrics |= rollout_metrics(groups, stats) | sampling_metrics(self.source) | self.clock.take_metrics()
+        metrics |= rollout_metrics(groups, stats) | self.source.metrics | self.clock.take_metrics()
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
         self.records.step(step, metrics, stats, self.clock.take_spans(), groups, self.session.tokenizer)
@@ -215,6 +216,7 @@ class Trainer:
         An interruption ends it: it changes nothing, and `eval_due` stays for whoever resumes.
         """
         backend = self.session.backend
+        self.source.suspend()
         try:
             with self.clock("evaluate"), interruption.pausing(backend.pause):
                 evaluation = evaluate(
@@ -242,6 +244,7 @@ class Trainer:
                 f"after step {self.step_number} {len(harmed)} parameters are not finite, first {harmed[0]}"
             )
         backend = self.session.backend
+        under_way = self.source.state()  # first: drafters see what it takes off the backend
         drafters = backend.speculation.drafter_state() if backend.speculation else {}
         if self.online is not None:
             drafters |= self.online.state()
@@ -259,6 +262,7 @@ class Trainer:
                 drafters,
                 calibration,
                 recipe_text(self.config),
+                under_way,
             )
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
@@ -292,16 +296,6 @@ class Trainer:
     def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
         with self.clock("learn"), self.session.learning():
             return self.learner.update(groups, inspect)
-
-    def _rewinder(self) -> Callable[[], None]:
-        """Returns a function that restores the problem order and drops statistics, to redo the step."""
-        position = self.order.position
-
-        def rewind() -> None:
-            self.order.position = position
-            self.source.take_stats()
-
-        return rewind
 
     def _train_drafter(self, online: OnlineDrafter, groups: list[Group]) -> dict[str, float]:
         with self.clock("drafter"), self.session.learning(needs_memory=online.due):
@@ -339,6 +333,7 @@ class Trainer:
 
     def _closing_check(self) -> None:
         """Compares the next step's rollout, several times with and without speculation."""
+        self.source.suspend()
         rollout = self.config.rollout
         problems = ProblemOrder(self.session.task.train, self.config.run.seed, self.order.position).take(
             rollout.prompts_per_step

@@ -3,6 +3,7 @@
 `train`, `eval` and `rollout` all start here, so they agree on what a recipe means.
 """
 
+import logging
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
-from paceline.config import Config, ConfigError
+from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
 from paceline.drafting.factory import DrafterFactory
 from paceline.engine.factory import cpu_kv_tokens, make_engine
@@ -25,15 +27,21 @@ from paceline.plan.machine import gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.decoder import Decoder, not_finite
+from paceline.policy.huggingface import exported_tensors
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.rollout.sampler import GroupSampler
 from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts, training_params
+from paceline.rollout.stream import StreamingRollouts
 from paceline.tasks import make_task
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.task import Task
 from paceline.types import Precision, SamplingParams
+from paceline.worker.client import WorkerBackend
+from paceline.worker.process import Launch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -61,10 +69,12 @@ class Session:
         if replay is not None:
             return SavedRollouts(replay)
         rollout = self.config.rollout
+        rounds = self.config.learning.dynamic_sampling_rounds
+        if rollout.mode != "sync":
+            return StreamingRollouts(self.sampler, order, rollout, rounds, warn)
         live = LiveRollouts(
             self.sampler, order, rollout.prompts_per_step, rollout.samples_per_prompt, self.train_sampling()
         )
-        rounds = self.config.learning.dynamic_sampling_rounds
         return DynamicSampling(live, rollout.prompts_per_step, rounds, warn) if rounds else live
 
     @property
@@ -94,7 +104,8 @@ class Session:
 
     @contextmanager
     def _learning_memory(self, needed: bool) -> Iterator[None]:
-        if self.plan is None or not self.plan.sleeps or not needed:
+        apart = isinstance(self.backend, WorkerBackend)
+        if self.plan is None or not self.plan.sleeps or not needed or apart:
             yield
             return
         self.backend.sleep()
@@ -126,7 +137,10 @@ def open_session(config: Config, learns: bool = False) -> Session:
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    backend = make_backend(policy, tokenizer, config, plan)
+    in_worker = learns and config.rollout.mode == "async"
+    backend = (
+        start_worker(policy, config, device) if in_worker else make_backend(policy, tokenizer, config, plan)
+    )
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan)
 
@@ -147,7 +161,8 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     """Returns the generator that a recipe names."""
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
-    kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
+    kv_tokens = plan.kv_tokens if plan is not None else config.rollout.kv_tokens
+    kv_tokens = kv_tokens or cpu_kv_tokens(policy, config)
     drafters = DrafterFactory(
         config.rollout.speculation, PolicySource.of(config.policy).heads, tokenizer=tokenizer
     )
@@ -155,6 +170,26 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     return make_engine(
         policy, config.rollout, kv_tokens, tokenizer, config.run.seed, request_tokens, drafters
     )
+
+
+def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backend:
+    """Returns the recipe's generator in a process of its own, which gets the policy's weights by copy."""
+    if device.type == "cuda" and not config.rollout.kv_tokens:
+        raise ConfigError(
+            "rollout.mode = 'async' on one GPU: two processes share its memory, and the plan is made for one; "
+            "say how large the KV pool may be (rollout.kv_tokens)"
+        )
+    launch = Launch("paceline.session:hosted_backend", dump_config(config))
+    return WorkerBackend(launch, lambda: exported_tensors(policy), logger.warning)
+
+
+def hosted_backend(settings: str) -> Backend:
+    """Returns the generator of a recipe, for the process that hosts it."""
+    config = parse_config(yaml.safe_load(settings))
+    device = prepare_device(config)
+    source = PolicySource.of(config.policy)
+    policy = source.load(policy_dtype(config.policy, device), device)
+    return make_backend(policy, load_tokenizer(source.folder), config)
 
 
 def _check_finite(policy: Decoder, path: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.learning.learner import Learner
-from paceline.rollout.dynamic_sampling import DynamicSampling, sampling_metrics
+from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.stats import RolloutStats
 from paceline.types import Group, Sample, Score
 from tests.learning.samples import make_config, make_groups, make_policy
@@ -42,7 +42,7 @@ def collect(rounds: list[str], prompts: int = 4, limit: int = 10):
     source = Rounds(*rounds)
     dynamic = DynamicSampling(source, prompts, limit, warnings.append)
     names = [group.prompt_id for group in dynamic.collect(3)]
-    metrics = {name.removeprefix("rollout/"): value for name, value in sampling_metrics(dynamic).items()}
+    metrics = {name.removeprefix("rollout/"): value for name, value in dynamic.metrics.items()}
     return names, metrics, warnings, source
 
 
@@ -79,10 +79,6 @@ def test_without_any_signal_the_step_is_reported_and_its_update_skipped():
         Learner(make_policy(), make_config("rollout.prompts_per_step=4")).update(groups)["policy/skipped"]
         == 1.0
     )
-
-
-def test_a_plain_source_has_no_sampling_metrics():
-    assert sampling_metrics(Rounds()) == {}
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 4])

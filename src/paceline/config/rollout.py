@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from paceline.config.modes import ModeKeys
 from paceline.config.section import Section
 from paceline.types import Precision
 
@@ -143,13 +144,12 @@ class SentinelConfig(Section):
     )
 
 
-class RolloutConfig(Section):
+class RolloutConfig(ModeKeys):
     """The section `rollout`: what is sampled at each step, and how the engine runs."""
 
     backend: Literal["native", "reference"] = Field(
         "native", description="native: the engine; reference: a plain generator, the engine's test oracle"
     )
-    prompts_per_step: int = Field(16, ge=1, description="prompts, and thus groups, of a step")
     samples_per_prompt: int = Field(8, ge=1, description="responses sampled per prompt: the group's size")
     temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
     max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
@@ -232,5 +232,32 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which "
                 "experts it chose; use rollout.backend=native, or leave router_replay out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mode_can(self) -> "RolloutConfig":
+        """Refuses what a mode cannot do, by name."""
+        if self.on_update == "keep" and self.precision.fp8_kv:
+            raise ValueError(
+                "rollout.on_update = 'keep': with rollout.precision = 'fp8+kv' the scales change with the "
+                "weights, and a cache would hold two; use on_update=recompute, or precision=fp8"
+            )
+        if self.on_update == "keep" and self.backend != "native":
+            raise ValueError(
+                f"rollout.on_update = 'keep': rollout.backend = {self.backend!r} always computes its cache "
+                "again; use rollout.backend=native, or on_update=recompute"
+            )
+        if self.mode == "async" and self.precision.fp8_kv:
+            raise ValueError(
+                "rollout.mode = 'async': with rollout.precision = 'fp8+kv' scales are measured in the "
+                "learner's forward passes, and generation runs in another process; use precision=fp8, or "
+                "mode=partial"
+            )
+        if self.mode == "async" and self.speculation.online.when != "never":
+            raise ValueError(
+                f"rollout.speculation.online.when = {self.speculation.online.when!r}: the head that drafts "
+                "lies in the process that generates with rollout.mode = 'async'; use online.when=never, or "
+                "mode=partial"
             )
         return self

@@ -95,7 +95,10 @@ class ReferenceBackend(Backend):
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
         self.version = version
-        # What is running continues under the new weights with a recomputed cache, ahead of what waits.
+        self._requeue()
+
+    def _requeue(self) -> None:
+        """Sends what is running back, ahead of what waits; it goes on with a recomputed cache."""
         self.waiting.extendleft(reversed(self.running))
         self.running, self.cache = [], []
 
@@ -106,8 +109,7 @@ class ReferenceBackend(Backend):
         self.paused = False
 
     def sleep(self) -> None:
-        assert not self.running, "sleep with requests running would lose their cache"
-        self.cache = []
+        self._requeue()
 
     def take_stats(self) -> RolloutStats:
         stats, self.stats = self.stats, RolloutStats()

@@ -6,6 +6,7 @@
       optimiser.safetensors   moments, and float32 masters where the policy is not float32
       drafters.safetensors    what the drafters know, where there are any
       calibration.safetensors scales of an FP8 KV cache, where there is one
+      under_way.json          groups that the next steps go on with, where the mode leaves any
       config.yaml             the recipe that the run had, every key spelt out
       state.json              step, optimiser steps, position in the task, best accuracy, the sentinel's state
       manifest.json           size and digest of every other file
@@ -38,6 +39,7 @@ from paceline.policy.model_files import save_tensors
 DRAFTERS_FILE = "drafters.safetensors"
 CALIBRATION_FILE = "calibration.safetensors"
 CONFIG_FILE = "config.yaml"
+UNDER_WAY_FILE = "under_way.json"
 CALIBRATION_PREFIX = "precision."  # of the names of its tensors
 ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
 
@@ -71,6 +73,7 @@ def save_checkpoint(
     drafters: Mapping[str, torch.Tensor] | None = None,
     calibration: Mapping[str, torch.Tensor] | None = None,
     recipe: str = "",
+    under_way: str = "",
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
 
@@ -86,6 +89,8 @@ def save_checkpoint(
             _save_tensors(calibration, partial / CALIBRATION_FILE)
         if recipe:
             (partial / CONFIG_FILE).write_text(recipe)
+        if under_way:
+            (partial / UNDER_WAY_FILE).write_text(under_way)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
         manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -234,6 +239,12 @@ def load_calibration(path: Path) -> dict[str, torch.Tensor]:
     everything = _load_tensors(path / DRAFTERS_FILE)
     drafters = _without_calibration(everything)
     return {name: tensor for name, tensor in everything.items() if name not in drafters}
+
+
+def load_under_way(path: Path) -> str:
+    """Returns what a checkpoint's source had under way; empty where it had nothing."""
+    file = path / UNDER_WAY_FILE
+    return file.read_text() if file.is_file() else ""
 
 
 def _without_calibration(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

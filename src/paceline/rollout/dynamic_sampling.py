@@ -24,15 +24,15 @@ from paceline.types import Group
 ROUND_STRIDE = 1 << 32
 
 
-class DynamicSampling:
-    """A `RolloutSource` that filters another's groups; `metrics` are those of the last `collect`."""
+class DynamicSampling(RolloutSource):
+    """A source that filters another's groups."""
 
     def __init__(self, source: RolloutSource, prompts: int, rounds: int, warn: Callable[[str], None]) -> None:
+        super().__init__()
         self.source = source
         self.prompts = prompts
         self.rounds = rounds
         self.warn = warn
-        self.metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> list[Group]:
         first_round: list[Group] = []
@@ -60,12 +60,10 @@ class DynamicSampling:
     def take_stats(self) -> RolloutStats:
         return self.source.take_stats()
 
+    def rewinder(self) -> Callable[[], None]:
+        return self.source.rewinder()
+
 
 def scored_unevenly(group: Group) -> bool:
     """Returns whether the group's rewards differ, so that its samples have advantages."""
     return len(set(group.rewards)) > 1
-
-
-def sampling_metrics(source: RolloutSource) -> dict[str, float]:
-    """Returns the metrics of dynamic sampling, where the source does it."""
-    return source.metrics if isinstance(source, DynamicSampling) else {}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -89,8 +90,8 @@ class GroupSampler:
                 raise SamplingStopped
         else:
             self._take_turns(self.task.turns, underway)
-        self._report_refusals([sample.dialogue for sample in underway.values()])
-        with self._waiting_for_rewards():
+        self.report_refusals([sample.dialogue for sample in underway.values()])
+        with self.waiting_for_rewards():
             scores = [group.scores() for group in groups]
         return [
             Group(
@@ -119,12 +120,13 @@ class GroupSampler:
         return stats
 
     @contextmanager
-    def _waiting_for_rewards(self) -> Iterator[None]:
+    def waiting_for_rewards(self) -> Iterator[None]:
+        """Counts the time within as spent waiting for rewards."""
         start = time.perf_counter()
         yield
         self.reward_wait_seconds += time.perf_counter() - start
 
-    def _report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
+    def report_refusals(self, dialogues: Sequence[Dialogue]) -> None:
         """Warns of the first refused requests and raises where all are refused.
 
         A refused request scores 0, which looks like a wrong answer.
@@ -164,7 +166,7 @@ class GroupSampler:
                     sample.finish()
             continuations = []
             if not generating and in_tool > 0:
-                with self._waiting_for_rewards():
+                with self.waiting_for_rewards():
                     replies.wait()
             for sample, reply in replies.take():
                 in_tool -= 1
@@ -198,32 +200,54 @@ class GroupSampler:
     def _requests(
         self, problems: Sequence[Problem], purpose: Purpose, step: int, samples: int, sampling: SamplingParams
     ) -> list[list[Request]]:
-        turns = self.task.turns
-        if turns is not None:
-            sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))
         seen: Counter[str] = Counter()
         groups = []
         for number, problem in enumerate(problems):
-            prompt = self.task.prompts.encode(problem)
-            occurrence = seen[problem.id]
+            identity = GroupIdentity(purpose, step, number, seen[problem.id])
             seen[problem.id] += 1
-            name = f"{purpose}/{step}/{number}"
-            seeds = [
-                request_seed(purpose, self.run_seed, step, problem.id, occurrence, i) for i in range(samples)
-            ]
-            groups.append(
-                [
-                    Request(
-                        f"{name}/{i}", prompt, seed, sampling, name, hold=turns is not None, purpose=purpose
-                    )
-                    for i, seed in enumerate(seeds)
-                ]
-            )
+            groups.append(self.requests_of(problem, identity, samples, sampling))
         return groups
+
+    def requests_of(
+        self, problem: Problem, identity: "GroupIdentity", samples: int, sampling: SamplingParams
+    ) -> list[Request]:
+        """Returns the requests of one group, as its identity and the run's seed decide them."""
+        turns = self.task.turns
+        if turns is not None:
+            sampling = replace(sampling, stop=(*sampling.stop, *turns.stop))
+        prompt = self.task.prompts.encode(problem)
+        purpose, step, occurrence = identity.purpose, identity.step, identity.occurrence
+        return [
+            Request(
+                f"{identity.name}/{i}",
+                prompt,
+                request_seed(purpose, self.run_seed, step, problem.id, occurrence, i),
+                sampling,
+                identity.name,
+                hold=turns is not None,
+                purpose=purpose,
+            )
+            for i in range(samples)
+        ]
 
     def close(self) -> None:
         """Ends the task's worker processes."""
         self.task.close()
+
+
+@dataclass(frozen=True)
+class GroupIdentity:
+    """What a group's seeds and name are made of."""
+
+    purpose: Purpose
+    step: int  # in which it went in
+    number: int  # among the groups of that step
+    occurrence: int  # of its problem, among the groups of that step
+
+    @property
+    def name(self) -> str:
+        """The name of the group, which its requests begin with."""
+        return f"{self.purpose}/{self.step}/{self.number}"
 
 
 @dataclass(frozen=True)
@@ -251,27 +275,36 @@ class ToolReplies:
     """Carries the tool's replies from the threads that wait for them to the one that generates.
 
     A new reply pauses the backend, so that `completions` returns; taking the replies resumes it. Both happen
-    under one lock: a pause that came late would stop whoever uses the backend next.
+    under one lock: a pause that came late would stop whoever uses the backend next. While nobody listens,
+    replies are only kept.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, listening: bool = True) -> None:
         self.backend = backend
+        self.listening = listening
         self.changed = Condition()
-        self.replies: list[tuple[SampleUnderway, Observation | Done | Failed]] = []
+        self.replies: list[tuple[object, Observation | Done | Failed]] = []
 
-    def put(self, sample: SampleUnderway, future: "Future[Observation | Done | Failed]") -> None:
+    def put(self, sample: object, future: "Future[Observation | Done | Failed]") -> None:
         """Stores a finished call's reply and pauses the backend."""
         with self.changed:
             self.replies.append((sample, future.result()))
-            self.backend.pause()
+            if self.listening:
+                self.backend.pause()
             self.changed.notify()
+
+    def listen(self, listening: bool) -> None:
+        """Says whether replies pause the backend from now on; it is left running."""
+        with self.changed:
+            self.listening = listening
+            self.backend.resume()
 
     def wait(self) -> None:
         """Waits for a reply."""
         with self.changed:
             self.changed.wait_for(lambda: self.replies)
 
-    def take(self) -> list[tuple[SampleUnderway, Observation | Done | Failed]]:
+    def take(self) -> list[tuple[Any, Observation | Done | Failed]]:
         """Returns and removes the replies so far; resumes the backend."""
         with self.changed:
             self.backend.resume()

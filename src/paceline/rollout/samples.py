@@ -56,7 +56,7 @@ def _group_record(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
             "segments": [asdict(segment) for segment in sample.completion.segments],
             "error": sample.completion.error,
             "request": asdict(sample.completion.request),
-            "routing": _routing_record(sample.completion.routing),
+            "routing": routing_record(sample.completion.routing),
         }
         for sample in group.samples
     ]
@@ -85,17 +85,19 @@ def _parse_group(record: dict[str, Any]) -> Group:
             FinishReason(entry["finish_reason"]),
             segments,
             entry["error"],
-            routing=_parse_routing(entry.get("routing")),
+            routing=parse_routing(entry.get("routing")),
         )
         samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
     return Group(record["prompt_id"], tuple(samples))
 
 
-def _routing_record(routing: Routing | None) -> dict[str, Any] | None:
+def routing_record(routing: Routing | None) -> dict[str, Any] | None:
+    """Returns a recorded routing as JSON."""
     if routing is None:
         return None
     return asdict(routing) | {"experts": base64.b64encode(routing.experts).decode()}
 
 
-def _parse_routing(record: dict[str, Any] | None) -> Routing | None:
+def parse_routing(record: dict[str, Any] | None) -> Routing | None:
+    """Returns the routing that `routing_record` wrote down."""
     return None if record is None else Routing(**record | {"experts": base64.b64decode(record["experts"])})

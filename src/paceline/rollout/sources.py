@@ -1,11 +1,12 @@
 """The sources of a step's groups.
 
-`LiveRollouts` asks a backend and scores completions as they arrive; `SavedRollouts` reads what an earlier run
-wrote. The loop cannot tell them apart.
+`LiveRollouts` asks a backend and waits for all of it; `stream.py` has the source whose groups outlive a step;
+`SavedRollouts` reads what an earlier run wrote. The loop cannot tell them apart.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from paceline.config import RolloutConfig
 from paceline.rollout.sampler import GroupSampler
@@ -15,22 +16,49 @@ from paceline.tasks.order import ProblemOrder
 from paceline.types import Group, Purpose, SamplingParams
 
 
-class RolloutSource(Protocol):
-    """What the loop asks for a step's groups."""
+class RolloutSource(ABC):
+    """What the loop asks for a step's groups; `metrics` are the source's own, of the last `collect`.
 
+    A source that leaves nothing under way between steps has nothing to suspend, save or restore.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    @abstractmethod
     def collect(self, step: int) -> list[Group]:
         """Returns the groups that step `step` learns from, in prompt order."""
 
+    @abstractmethod
     def take_stats(self) -> RolloutStats:
         """Returns the backend's statistics since the last call."""
 
+    def rewinder(self) -> Callable[[], None]:
+        """Returns a function that puts the source back to where it is now, to make the step again."""
 
-class LiveRollouts:
+        def rewind() -> None:
+            self.take_stats()
+
+        return rewind
+
+    def suspend(self) -> None:  # noqa: B027
+        """Takes everything off the backend, which somebody else needs; the next step goes on with it."""
+
+    def state(self) -> str:
+        """Returns what is under way, for a checkpoint; empty: nothing ever is."""
+        return ""
+
+    def restore(self, state: str) -> None:  # noqa: B027
+        """Goes on with what `state` returned."""
+
+
+class LiveRollouts(RolloutSource):
     """Samples every step's groups with the current policy, from the next problems in order."""
 
     def __init__(
         self, sampler: GroupSampler, order: ProblemOrder, prompts: int, samples: int, sampling: SamplingParams
     ) -> None:
+        super().__init__()
         self.sampler = sampler
         self.order = order
         self.prompts = prompts
@@ -44,11 +72,21 @@ class LiveRollouts:
     def take_stats(self) -> RolloutStats:
         return self.sampler.take_stats()
 
+    def rewinder(self) -> Callable[[], None]:
+        position = self.order.position
 
-class SavedRollouts:
+        def rewind() -> None:
+            self.order.position = position
+            self.take_stats()
+
+        return rewind
+
+
+class SavedRollouts(RolloutSource):
     """Replays `paceline rollout --save`: step n learns from the n-th saved file, cycling through them."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.files = sorted(folder.glob("step_*.jsonl"))
         if not self.files:
             raise FileNotFoundError(

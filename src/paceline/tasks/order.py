@@ -26,11 +26,12 @@ class ProblemOrder:
 
     def take(self, count: int) -> list[Problem]:
         """Returns the next `count` problems and moves on behind them."""
-        taken = [self._problem_at(self.position + i) for i in range(count)]
+        taken = [self.problem_at(self.position + i) for i in range(count)]
         self.position += count
         return taken
 
-    def _problem_at(self, position: int) -> Problem:
+    def problem_at(self, position: int) -> Problem:
+        """Returns the problem that is handed out at this position."""
         epoch, index = divmod(position, len(self.problems))
         if epoch not in self._shuffles:
             order = list(range(len(self.problems)))

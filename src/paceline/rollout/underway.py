@@ -1,0 +1,261 @@
+"""Groups that are being generated, sample by sample, and how they are written down and read again.
+
+    NEW ──submitted──▶ RUNNING ──completion──▶ IN_TOOL ──reply──▶ NEW ... ──▶ DONE
+     ▲                    │
+     └── taken off ◀──────┘   with what it has: noise depends on position, so it goes on as a new request
+
+A sample that was taken off a backend (`park`) is continued by a request with the same seed whose prompt is
+everything so far, on the same backend, after a restart or in another process. The parts are joined before
+anybody sees them.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from paceline.rollout.sampler import GroupIdentity
+from paceline.rollout.samples import parse_routing, routing_record
+from paceline.tasks.base import Problem, Response, Turn
+from paceline.tasks.dialogue import Dialogue
+from paceline.tasks.rewards.scoring import GroupScoring
+from paceline.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Purpose,
+    Request,
+    Sample,
+    Score,
+    Segment,
+)
+
+
+class Stage(StrEnum):
+    """Where a sample is."""
+
+    NEW = "new"  # its next request has not been handed in
+    RUNNING = "running"
+    IN_TOOL = "in tool"
+    DONE = "done"
+
+
+@dataclass
+class OpenSample:
+    """One sample: the turns that are over, and what the turn at hand has so far."""
+
+    index: int  # within the group
+    dialogue: Dialogue
+    turn: Request  # of the turn at hand, as it was first asked
+    stage: Stage = Stage.NEW
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    segments: tuple[Segment, ...] = ()
+
+    @classmethod
+    def of(cls, index: int, request: Request) -> "OpenSample":
+        """Begins a sample."""
+        return cls(index, Dialogue(request), request)
+
+    @property
+    def id(self) -> str:
+        """The id of its requests."""
+        return self.turn.id
+
+    @property
+    def length(self) -> int:
+        """Response tokens so far, as far as they are known here."""
+        return len(self.dialogue.tokens) + len(self.tokens)
+
+    def request(self) -> Request:
+        """Returns the request that goes on from here."""
+        if not self.tokens:
+            return self.turn
+        sampling = self.turn.sampling
+        return replace(
+            self.turn,
+            prompt=self.turn.prompt + self.tokens,
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self.tokens)),
+            continues="",
+        )
+
+    def park(self, completion: Completion) -> None:
+        """Takes in what an aborted request had, to go on from there later.
+
+        A stop string is looked for in what one request writes, so tokens in which one may have begun are
+        sampled again.
+        """
+        joined = self.join(completion)
+        kept = len(joined.tokens)
+        if self.turn.sampling.stop:
+            kept = max(0, kept - 4 * max(len(stop.encode()) for stop in self.turn.sampling.stop) - 16)
+        self.tokens = joined.tokens[:kept]
+        self.logprobs = joined.logprobs[:kept]
+        self.segments = tuple(replace(s, stop=min(s.stop, kept)) for s in joined.segments if s.start < kept)
+        self.stage = Stage.NEW
+
+    def join(self, completion: Completion) -> Completion:
+        """Returns the turn at hand as one completion that ends with this one."""
+        start = len(self.tokens)
+        segments = [*self.segments]
+        for segment in completion.segments:
+            moved = replace(segment, start=segment.start + start, stop=segment.stop + start)
+            last = segments[-1] if segments else None
+            if last is not None and (last.weight_version, last.sampled) == (
+                moved.weight_version,
+                moved.sampled,
+            ):
+                moved = replace(moved, start=segments.pop().start)
+            segments.append(moved)
+        return replace(
+            completion,
+            request=self.turn,
+            tokens=self.tokens + completion.tokens,
+            logprobs=self.logprobs + completion.logprobs,
+            segments=tuple(segments),
+        )
+
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """Ends the turn at hand with its joined completion."""
+        self.dialogue.add_response(completion, text)
+        self.tokens, self.logprobs, self.segments = (), (), ()
+
+    def begin_turn(self, request: Request) -> None:
+        """Begins the next turn."""
+        self.turn = request
+        self.stage = Stage.NEW
+
+    def response(self) -> Response | None:
+        """Returns what rewards see of it once it is done; None where there is nothing to score."""
+        dialogue = self.dialogue
+        if dialogue.finish_reason in (FinishReason.REFUSED, FinishReason.ABORTED):
+            return None
+        last = dialogue.conversation[-1].text if dialogue.conversation else ""
+        return Response(last, dialogue.finish_reason is FinishReason.LENGTH, dialogue.conversation)
+
+
+@dataclass
+class GroupUnderway:
+    """The samples of one prompt from when their requests are made until a step learns from them."""
+
+    identity: GroupIdentity
+    position: int  # of its problem in the order
+    problem: Problem
+    born: int  # weight version when it went in: none of its tokens is older
+    scoring: GroupScoring
+    samples: list[OpenSample]
+    scores: list[Score] | None = field(default=None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample is done."""
+        return all(sample.stage is Stage.DONE for sample in self.samples)
+
+    def finish(self, sample: OpenSample) -> None:
+        """Hands a sample that is done to its rewards."""
+        sample.stage = Stage.DONE
+        self.scoring.add(sample.index, sample.response())
+
+    def group(self) -> Group:
+        """Waits for its rewards and returns it as learning takes it."""
+        if self.scores is None:
+            self.scores = self.scoring.scores()
+        return Group(
+            self.problem.id,
+            tuple(
+                Sample(sample.dialogue.completion(), score)
+                for sample, score in zip(self.samples, self.scores, strict=True)
+            ),
+        )
+
+
+def group_record(group: GroupUnderway) -> dict[str, Any]:
+    """Returns a group that nothing of is running, as JSON."""
+    if group.complete:
+        group.group()
+    return {
+        **asdict(group.identity),
+        "position": group.position,
+        "born": group.born,
+        "samples": [_sample_record(sample) for sample in group.samples],
+        "scores": None if group.scores is None else [asdict(score) for score in group.scores],
+    }
+
+
+def read_identity(record: dict[str, Any]) -> GroupIdentity:
+    """Returns the identity in a group's record."""
+    return GroupIdentity(Purpose(record["purpose"]), record["step"], record["number"], record["occurrence"])
+
+
+def restore_group(
+    record: dict[str, Any],
+    problem: Problem,
+    requests: list[Request],
+    scoring: GroupScoring,
+) -> GroupUnderway:
+    """Returns the group of a record; `requests` are those that its identity stands for."""
+    samples = [
+        _restore_sample(index, entry, request)
+        for index, (entry, request) in enumerate(zip(record["samples"], requests, strict=True))
+    ]
+    scores = None if record["scores"] is None else [Score(**score) for score in record["scores"]]
+    group = GroupUnderway(
+        read_identity(record), record["position"], problem, record["born"], scoring, samples, scores
+    )
+    for sample in samples:
+        if sample.stage is Stage.DONE and scores is None:
+            group.finish(sample)
+    return group
+
+
+def _sample_record(sample: OpenSample) -> dict[str, Any]:
+    dialogue = sample.dialogue
+    assert sample.stage is not Stage.RUNNING, "take it off the backend first"
+    return {
+        "stage": sample.stage,
+        "prompt": sample.turn.prompt,
+        "max_tokens": sample.turn.sampling.max_tokens,
+        "continues": sample.turn.continues,
+        "tokens": sample.tokens,
+        "logprobs": sample.logprobs,
+        "segments": [asdict(segment) for segment in sample.segments],
+        "dialogue": {
+            "conversation": [asdict(turn) for turn in dialogue.conversation],
+            "tokens": dialogue.tokens,
+            "logprobs": dialogue.logprobs,
+            "segments": [asdict(segment) for segment in dialogue.segments],
+            "finish_reason": dialogue.finish_reason,
+            "error": dialogue.error,
+            "observation": dialogue.observation,
+            "observation_text": dialogue.observation_text,
+            "routing": routing_record(dialogue.routing),
+        },
+    }
+
+
+def _restore_sample(index: int, record: dict[str, Any], request: Request) -> OpenSample:
+    said = record["dialogue"]
+    dialogue = Dialogue(request)
+    dialogue.conversation = tuple(Turn(**turn) for turn in said["conversation"])
+    dialogue.tokens = tuple(said["tokens"])
+    dialogue.logprobs = tuple(said["logprobs"])
+    dialogue.segments = tuple(Segment(**segment) for segment in said["segments"])
+    dialogue.finish_reason = FinishReason(said["finish_reason"])
+    dialogue.error = said["error"]
+    dialogue.observation = tuple(said["observation"])
+    dialogue.observation_text = said["observation_text"]
+    dialogue.routing = parse_routing(said["routing"])
+    turn = replace(
+        request,
+        prompt=tuple(record["prompt"]),
+        sampling=replace(request.sampling, max_tokens=record["max_tokens"]),
+        continues=record["continues"],
+    )
+    return OpenSample(
+        index,
+        dialogue,
+        turn,
+        Stage(record["stage"]),
+        tuple(record["tokens"]),
+        tuple(record["logprobs"]),
+        tuple(Segment(**segment) for segment in record["segments"]),
+    )

@@ -1,0 +1,134 @@
+"""Requests, completions, statistics and tensors as messages of `wire.py`, and back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.pacing.strategy import Decision, Strategy
+from paceline.pacing.trace import TraceRow
+from paceline.stats import DraftStats, PrecisionStats, RolloutStats
+from paceline.types import (
+    Completion,
+    FinishReason,
+    Precision,
+    Purpose,
+    Request,
+    Routing,
+    SamplingParams,
+    Segment,
+)
+from paceline.worker.wire import Message
+
+# What statistics hold beside numbers and lists of them.
+NESTED = ("drafts", "precision", "trace")
+
+
+def submit_message(requests: Sequence[Request]) -> Message:
+    """Returns the message that hands requests in."""
+    records = []
+    for request in requests:
+        record = asdict(request)
+        del record["prompt"]
+        records.append(record)
+    return Message("submit", {"requests": records}, [np.array(r.prompt, dtype=np.int64) for r in requests])
+
+
+def read_requests(message: Message) -> list[Request]:
+    """Returns the requests of a `submit` message."""
+    requests = []
+    for record, prompt in zip(message.fields["requests"], message.arrays, strict=True):
+        sampling = record.pop("sampling")
+        sampling |= {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
+        purpose = Purpose(record.pop("purpose"))
+        requests.append(
+            Request(
+                prompt=tuple(prompt.tolist()), sampling=SamplingParams(**sampling), purpose=purpose, **record
+            )
+        )
+    return requests
+
+
+def completion_message(completion: Completion) -> Message:
+    """Returns the message that hands a completion out; who asked has the request."""
+    routing = completion.routing
+    record = {
+        "id": completion.request.id,
+        "finish_reason": completion.finish_reason,
+        "segments": [asdict(segment) for segment in completion.segments],
+        "error": completion.error,
+        "top_logprobs": [list(top.items()) for top in completion.top_logprobs],
+        "routing": None if routing is None else [routing.layers, routing.choices, routing.item_bytes],
+    }
+    arrays = [
+        np.array(completion.tokens, dtype=np.int64),
+        np.array(completion.logprobs, dtype=np.float64),
+        np.frombuffer(routing.experts if routing is not None else b"", dtype=np.uint8),
+    ]
+    return Message("completion", record, arrays)
+
+
+def read_completion(message: Message, request: Request) -> Completion:
+    """Returns the completion of this request."""
+    record = message.fields
+    tokens, logprobs, experts = message.arrays
+    return Completion(
+        request,
+        tuple(tokens.tolist()),
+        tuple(logprobs.tolist()),
+        FinishReason(record["finish_reason"]),
+        tuple(Segment(**segment) for segment in record["segments"]),
+        record["error"],
+        tuple({int(token): value for token, value in top} for top in record["top_logprobs"]),
+        None if record["routing"] is None else Routing(experts.tobytes(), *record["routing"]),
+    )
+
+
+def stats_record(stats: RolloutStats) -> dict[str, Any]:
+    """Returns statistics as JSON."""
+    plain = {f.name: getattr(stats, f.name) for f in fields(stats) if f.name not in NESTED}
+    rows = [
+        asdict(row) | {"decision": asdict(row.decision) | {"strategy": str(row.decision.strategy)}}
+        for row in stats.trace
+    ]
+    return plain | {
+        "drafts": {name: asdict(drafts) for name, drafts in stats.drafts.items()},
+        "precision": None if stats.precision is None else asdict(stats.precision),
+        "trace": rows,
+    }
+
+
+def read_stats(record: dict[str, Any]) -> RolloutStats:
+    """Returns the statistics of a record."""
+    nested = {name: record.pop(name) for name in NESTED}
+    stats = RolloutStats(**record)
+    stats.drafts = {name: DraftStats(**drafts) for name, drafts in nested["drafts"].items()}
+    if nested["precision"] is not None:
+        precision = Precision(nested["precision"].pop("precision"))
+        stats.precision = PrecisionStats(precision, **nested["precision"])
+    for row in nested["trace"]:
+        decision = row.pop("decision")
+        strategy = Strategy.parse(decision.pop("strategy"))
+        stats.trace.append(TraceRow(Decision(strategy, **decision), **row))
+    return stats
+
+
+def tensor_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[list[list[str]], list[np.ndarray]]:
+    """Returns names and types of tensors, and their values as arrays; bfloat16 travels as its bits."""
+    names, arrays = [], []
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        names.append([name, str(plain.dtype).removeprefix("torch.")])
+        arrays.append((plain.view(torch.uint8) if plain.dtype == torch.bfloat16 else plain).numpy())
+    return names, arrays
+
+
+def read_tensors(names: Sequence[Sequence[str]], arrays: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+    """Returns the tensors that `tensor_arrays` took apart."""
+    tensors = {}
+    for (name, dtype), array in zip(names, arrays, strict=True):
+        tensor = torch.from_numpy(array)
+        tensors[name] = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    return tensors

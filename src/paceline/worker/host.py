@@ -1,0 +1,136 @@
+"""The worker's end: drives a backend and takes messages in between its steps.
+
+    listener thread   message ──▶ inbox, and backend.pause()
+    main thread       inbox ──▶ handled, backend.resume() ──▶ completions() ──▶ each one sent
+
+A message is handled by the thread that generates, never while a step runs, so a backend needs no locks; an
+answered `ping` says that this thread is alive, not merely the process. Inbox and socket are bounded: a
+client that hands in faster than this end takes has to wait.
+"""
+
+import os
+import threading
+from collections import deque
+
+from paceline.backend import Backend, WeightsNotFinite
+from paceline.worker.codec import (
+    completion_message,
+    read_requests,
+    read_tensors,
+    stats_record,
+    tensor_arrays,
+)
+from paceline.worker.weights import WeightsReader
+from paceline.worker.wire import Connection, Disconnected, Message
+
+MAX_INBOX = 64
+
+
+class Host:
+    """Serves one client until it goes."""
+
+    def __init__(self, backend: Backend, connection: Connection, weights: WeightsReader) -> None:
+        self.backend = backend
+        self.connection = connection
+        self.weights = weights
+        self.inbox: deque[Message] = deque()
+        self.changed = threading.Condition()
+        self.outstanding = 0
+
+    def serve(self) -> None:
+        """Generates what the client asks for; returns when it asks to close."""
+        self.connection.send(self._description("hello"))
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            while (message := self._next_message()) is not None:
+                if message.kind == "close":
+                    self.backend.close()
+                    return
+                self._handle(message)
+            for completion in self.backend.completions():
+                self.outstanding -= 1
+                self.connection.send(completion_message(completion))
+
+    def _listen(self) -> None:
+        """Puts messages into the inbox; without a client there is nothing left to do."""
+        try:
+            while True:
+                message = self.connection.receive()
+                with self.changed:
+                    self.changed.wait_for(lambda: len(self.inbox) < MAX_INBOX)
+                    self.inbox.append(message)
+                    self.backend.pause()
+                    self.changed.notify_all()
+        except Disconnected:
+            os._exit(0)
+
+    def _next_message(self) -> Message | None:
+        """Returns the next message; None, with the backend running, where there is none but work to do."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.inbox or self.outstanding)
+            if not self.inbox:
+                self.backend.resume()
+                return None
+            message = self.inbox.popleft()
+            self.changed.notify_all()
+            return message
+
+    def _handle(self, message: Message) -> None:
+        try:
+            answer = self._answer(message)
+        except WeightsNotFinite as problem:
+            answer = Message("refused", {"problem": str(problem)})
+        if message.call:
+            self.connection.send(Message(answer.kind, answer.fields, answer.arrays, message.call))
+
+    def _answer(self, message: Message) -> Message:
+        backend = self.backend
+        fields = message.fields
+        done = Message("done")
+        match message.kind:
+            case "submit":
+                requests = read_requests(message)
+                self.outstanding += len(requests)
+                backend.submit(requests)
+            case "abort":
+                backend.abort(fields["ids"])
+            case "update_weights":
+                backend.update_weights(fields["version"], self.weights.read(fields["layout"]))
+                return self._description("done")
+            case "publish_drafter":
+                tensors = read_tensors(fields["tensors"], message.arrays)
+                backend.speculation.publish_drafter(fields["version"], tensors)
+            case "load_drafter_state":
+                backend.speculation.load_drafter_state(read_tensors(fields["tensors"], message.arrays))
+            case "drafter_state":
+                names, arrays = tensor_arrays(backend.speculation.drafter_state())
+                return Message("done", {"tensors": names}, arrays)
+            case "take_stats":
+                return Message("done", {"stats": stats_record(backend.take_stats())})
+            case "fall_back":
+                backend.low_precision.fall_back_to_base_precision()
+                return self._description("done")
+            case "sleep":
+                backend.sleep()
+            case "wake":
+                backend.wake()
+            case "ping":
+                pass
+            case unknown:
+                return Message("refused", {"problem": f"a worker of this version knows no {unknown!r}"})
+        return done
+
+    def _description(self, kind: str) -> Message:
+        """Returns what the backend can do now."""
+        backend = self.backend
+        speculation = backend.speculation
+        return Message(
+            kind,
+            {
+                "process": os.getpid(),
+                "precision": backend.precision,
+                "speculates": speculation is not None,
+                "keeps_tokens": speculation is None or speculation.keeps_tokens,
+                "low_precision": backend.low_precision is not None,
+            },
+        )

@@ -1,0 +1,56 @@
+"""One worker process: started with a socket and the weights' memory, ended for good when asked."""
+
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from paceline.worker.weights import SharedWeights
+from paceline.worker.wire import Connection, Message
+
+
+class WorkerFailed(RuntimeError):
+    """The worker cannot be made to work; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a worker process hosts."""
+
+    factory: str  # `module:function`, which makes a backend from the settings
+    settings: str  # for the function; a recipe, for the backends of this project
+
+
+class WorkerProcess:
+    """A running worker and the connection to it."""
+
+    def __init__(self, launch: Launch, weights: SharedWeights) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptors = (theirs.fileno(), weights.file.fileno())
+            command = [sys.executable, "-m", "paceline.worker", *map(str, descriptors), launch.factory]
+            # A session of its own: Ctrl-C in the terminal is for the run, which then closes the worker.
+            self.process = subprocess.Popen(
+                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.connection = Connection(ours)
+        self.connection.send(Message("open", {"settings": launch.settings}))
+
+    @property
+    def id(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    def end(self) -> int:
+        """Kills the process, closes the connection and returns the exit code."""
+        self.process.kill()
+        self.connection.close()
+        return self.process.wait()
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether it has ended within so many seconds."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True

@@ -1,0 +1,174 @@
+"""A generator in a process of its own: every request ends once, whatever happens to the process."""
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.types import FinishReason, Request, SamplingParams
+from paceline.worker.client import Patience, WorkerBackend
+from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.wire import FRAME, MAGIC, Connection, Disconnected, Message
+from tests.worker.slow_backend import SlowBackend
+
+QUICK = Patience(start=60, answer=1.5, beat=0.2, close=2, restarts=3)
+
+
+def request(name: str, tokens: int = 5, first: int = 1) -> Request:
+    return Request(name, (first, 2), hash_of(name), SamplingParams(max_tokens=tokens))
+
+
+def hash_of(name: str) -> int:
+    return sum(map(ord, name))
+
+
+@pytest.fixture
+def start(tmp_path):
+    opened = []
+
+    def make(seconds: float = 0.002, weight: float = 0.0, patience: Patience = QUICK) -> WorkerBackend:
+        settings = json.dumps({"seconds": seconds, "die_once": str(tmp_path / "died")})
+        opened.append(
+            WorkerBackend(
+                Launch("tests.worker.slow_backend:make", settings),
+                lambda: [("w", torch.tensor([weight]))],
+                patience=patience,
+            )
+        )
+        return opened[-1]
+
+    yield make
+    for backend in opened:
+        backend.close()
+        assert backend.worker.process.returncode is not None
+
+
+def expected(requests, weight: int = 0):
+    backend = SlowBackend(0.0, "")
+    backend.update_weights(1, [("w", torch.tensor([weight]))])
+    backend.submit(requests)
+    return {c.request.id: c.tokens for c in backend.completions()}
+
+
+def test_a_client_gives_what_the_hosted_backend_gives_and_takes_new_weights(start):
+    backend = start()
+    backend.update_weights(1, [("w", torch.tensor([3.0, 4.0]))])
+    requests = [request(f"r{i}", 3 + i) for i in range(6)]
+    backend.submit(requests)
+    assert {c.request.id: c.tokens for c in backend.completions()} == expected(requests, 7)
+    backend.update_weights(2, [("w", torch.tensor([1.0, 1.0]))])
+    backend.submit(requests[:1])
+    (completion,) = backend.completions()
+    assert completion.request is requests[0] and completion.segments[0].weight_version == 2
+    assert completion.tokens == expected(requests[:1], 2)["r0"]
+    assert backend.take_stats().generated_tokens == 0
+
+
+def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding(start):
+    backend = start(seconds=0.005)
+    backend.update_weights(1)
+    backend.submit([request(f"r{i}", 4) for i in range(4)])
+    deadline = time.monotonic() + 30
+    while len(backend.arrived) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(backend.arrived) == 4, "the worker waited for its reader"
+    read = []
+    for completion in backend.completions():
+        read.append(completion.request.id)
+        backend.pause()
+    assert len(read) == 1
+    backend.resume()
+    assert len(list(backend.completions())) == 3
+
+
+def test_requests_run_again_where_the_worker_dies_and_end_once(start):
+    backend = start()
+    backend.update_weights(1)
+    requests = [request("fatal", 6, first=666), *(request(f"r{i}", 6) for i in range(5))]
+    backend.submit(requests)
+    completions = list(backend.completions())
+    assert sorted(c.request.id for c in completions) == sorted(r.id for r in requests)
+    assert {c.request.id: c.tokens for c in completions} == expected(requests)
+    assert backend.restarts == 1
+
+
+def test_a_hung_worker_is_noticed_and_replaced(start):
+    backend = start()
+    backend.update_weights(1)
+    backend.submit([request("stuck", 4, first=667)])
+    (completion,) = backend.completions()
+    assert completion.tokens == expected([request("stuck", 4, first=667)])["stuck"]
+    assert backend.restarts == 1
+
+
+def test_a_worker_that_dies_again_and_again_is_an_error(start):
+    backend = start()
+    backend.update_weights(1)
+    backend.submit([request("fatal", 4, first=668)])
+    with pytest.raises(WorkerFailed, match="4 times in a row without finishing anything, last with code 4"):
+        list(backend.completions())
+
+
+def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
+    backend = start(seconds=0.003, patience=Patience(60, 30, 0.2, 2, restarts=100))
+    backend.update_weights(0)
+    rng = random.Random(3)
+    stopped = threading.Event()
+
+    def kill_now_and_then():
+        for kills in range(1, 3):
+            time.sleep(0.3)
+            os.kill(backend.worker.id, signal.SIGKILL)
+            while backend.restarts < kills or not backend.ready:
+                time.sleep(0.01)
+        stopped.set()
+
+    threading.Thread(target=kill_now_and_then, daemon=True).start()
+    ended: list[str] = []
+    submitted: list[str] = []
+    version = 0
+    while not stopped.is_set() or backend.outstanding or backend.arrived:
+        if not stopped.is_set():
+            new = [request(f"r{len(submitted) + i}", rng.randint(1, 30)) for i in range(5)]
+            submitted += [r.id for r in new]
+            backend.submit(new)
+            if rng.random() < 0.5:
+                backend.abort([rng.choice(submitted)])
+            version += 1
+            backend.update_weights(version, [("w", torch.tensor([float(version)]))])
+        backend.resume()
+        for completion in backend.completions():
+            ended.append(completion.request.id)
+            for segment in completion.segments:
+                assert 0 <= segment.weight_version <= version
+            assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.ABORTED)
+            if rng.random() < 0.2 and not stopped.is_set():
+                backend.pause()
+    assert sorted(ended) == sorted(submitted) and backend.restarts == 2
+
+
+def test_messages_of_another_version_or_kind_are_refused():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(FRAME.pack(MAGIC, 99, 2, 0) + b"{}")
+        with pytest.raises(Disconnected, match="protocol version 99"):
+            Connection(ours).receive()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"\x80\x04pickle?" + b"\0" * 20)
+        with pytest.raises(Disconnected, match="no message"):
+            Connection(ours).receive()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sent = [np.arange(6, dtype=np.int64).reshape(2, 3), np.array(1.5), np.zeros(0, dtype=np.uint8)]
+        Connection(theirs).send(Message("x", {"a": float("inf")}, sent, call=7))
+        got = Connection(ours).receive()
+        assert got.call == 7 and got.fields == {"a": float("inf")}
+        assert all(a.shape == b.shape and (a == b).all() for a, b in zip(got.arrays, sent, strict=True))
