@@ -44,7 +44,8 @@ def test_products_over_an_e4m3_cache_run_alike():
         assert products == results["prefill, 128"] and "asynchronous" not in products, (kernel, results)
 
 
-@pytest.mark.parametrize("capability", [89, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90])
 def test_kernels_of_learning_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
     assert len(results) == 7 and not any(results.values()), results

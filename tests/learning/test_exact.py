@@ -19,7 +19,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.fused import Recompute
 from paceline.types import Completion, Group, Request, Sample, SamplingParams, Score
 from tests.learning.samples import make_config
-from tests.learning.test_fused import CASES, make_policy
+from tests.learning.test_fused import MARKED_CASES, make_policy
 
 VOCABULARY = 50
 
@@ -59,7 +59,7 @@ def reported(completions: list[Completion]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize("family, lora", CASES)
+@pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_logprobs_are_the_rollouts(family, lora, drafting):
     policy = make_policy(family, lora, torch.float32)
     completions = roll_out(policy, 20, drafting)
@@ -88,8 +88,8 @@ def test_they_are_computed_not_copied():
     assert not torch.equal(computed(policy, sequences), honest)
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-@pytest.mark.parametrize("family, lora", CASES)
+@pytest.mark.parametrize("layers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_gradients_are_those_of_the_plain_pass(family, lora, layers):
     found = []
     for logprobs in (token_logprobs, exact_logprobs):

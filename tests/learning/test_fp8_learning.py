@@ -16,7 +16,7 @@ from paceline.precision.products import use_fp8
 from paceline.types import Completion, Precision
 from tests.learning.samples import make_config
 from tests.learning.test_exact import make_requests, reported
-from tests.learning.test_fused import CASES, SHAPES, make_policy, results
+from tests.learning.test_fused import MARKED_CASES, SHAPES, make_policy, results
 
 LARGE = DecoderConfig("qwen3", 50, 256, 384, 2, 4, 2, 64, 64, qk_norm=True)
 
@@ -37,7 +37,7 @@ def test_a_product_is_that_of_the_quantised_numbers():
     assert 0.005 < relative(product.forward(x_TI, weight_OI, None), x_TI @ weight_OI.t()) < 0.06
 
 
-@pytest.mark.parametrize("family, lora", CASES)
+@pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_gradients_are_near_the_exact_ones(family, lora):
     """E4M3 keeps three bits of a fraction: single numbers are off by up to 6%."""
     oracle = results(make_policy(family, lora, torch.float64))
@@ -66,7 +66,7 @@ def roll_out(policy: Decoder) -> list[Completion]:
     return list(engine.completions())
 
 
-@pytest.mark.parametrize("family, lora", CASES)
+@pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_exact_logprobs_are_those_of_fp8_rollouts(family, lora):
     policy = make_policy(family, lora, torch.float32)
     completions = roll_out(policy)

@@ -31,6 +31,9 @@ SHAPES = {
 }
 LORA = LoraConfig(rank=4, alpha=8, targets=["q_proj", "v_proj", "o_proj"])
 CASES = [(family, None) for family in SHAPES] + [("qwen3", LORA), ("qwen3_moe", LORA)]
+# The quick ones between them have every kind of layer; the others run in the full suite.
+QUICK = [("qwen3_moe", LORA), ("qwen3", None)]
+MARKED_CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 KEPT = {
     "kept": Recompute(between=False),
     "between": Recompute(),
@@ -103,7 +106,7 @@ def assert_close(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("family, lora", CASES)
+@pytest.mark.parametrize("family, lora", MARKED_CASES)
 def test_gradients_in_float64(family, lora, kept, kernel_path):
     oracle = results(make_policy(family, lora, torch.float64))
     kernel_path(interpreted=False)

@@ -46,6 +46,10 @@ def test_minibatches_take_one_optimiser_step_each():
     assert learner.optimiser.steps == 6
 
 
+# The samples fill the micro-batches only if those without an advantage pass, too.
+EVERYONE = "learning.skip_zero_advantages=false"
+
+
 def fail_above(monkeypatch, token_limit: int) -> list[int]:
     """Micro-batches of more tokens than the limit run out of memory; returns the sizes that were tried."""
     tried: list[int] = []
@@ -66,7 +70,7 @@ def fail_above(monkeypatch, token_limit: int) -> list[int]:
 @pytest.mark.parametrize("limit, smaller", [(64, 64), (20, 16)])
 def test_out_of_memory_ends_where_the_smaller_budget_would_have(monkeypatch, algorithm, limit, smaller):
     groups = make_groups()
-    overrides = [f"learning.algorithm={algorithm}", "learning.epochs=2", "learning.lr=1e-2"]
+    overrides = [f"learning.algorithm={algorithm}", "learning.epochs=2", "learning.lr=1e-2", EVERYONE]
     calm = Learner(make_policy(), make_config(*overrides))
     calm.token_budget = smaller
     calm_metrics = calm.update(groups)
@@ -99,7 +103,8 @@ def test_out_of_memory_ends_where_the_smaller_budget_would_have(monkeypatch, alg
 
 def test_later_steps_keep_the_smaller_budget(monkeypatch):
     warnings: list[str] = []
-    learner = Learner(make_policy(), make_config("learning.micro_batch_tokens=128"), warnings.append)
+    config = make_config("learning.micro_batch_tokens=128", EVERYONE)
+    learner = Learner(make_policy(), config, warnings.append)
     fail_above(monkeypatch, 64)
     learner.update(make_groups())
     assert learner.update(make_groups(seed=1))["memory/micro_batch_halvings"] == 0 and len(warnings) == 1

@@ -95,6 +95,7 @@ def test_the_plan_knows_each():
     assert found["host"].masters == found["host"].moments == 0 < found["host"].staging
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, fits", [("device", False), ("8bit", True), ("host", True)])
 def test_what_fits_a_card_of_24_gb(kind, fits):
     """Qwen3-1.7B in full."""
