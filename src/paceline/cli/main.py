@@ -57,6 +57,10 @@ def train(
     replay: Annotated[
         Optional[Path], typer.Option(help="learn from rollouts saved by `paceline rollout --save`")
     ] = None,
+    schedule: Annotated[
+        Optional[Path],
+        typer.Option(help="repeat which groups each step learned from: an earlier run's schedule.jsonl"),
+    ] = None,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
@@ -67,7 +71,7 @@ def train(
             f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
             "section.key=value"
         )
-    run_train_command(named, overrides, resume, replay)
+    run_train_command(named, overrides, resume, replay, schedule)
 
 
 @app.command()

@@ -14,13 +14,19 @@ from paceline.report.run_directory import RunDirectory
 from paceline.runs.interruption import EXIT_FAILED, EXIT_INTERRUPTED, Interrupted, Interruption
 
 
-def run_train_command(recipe: str, overrides: list[str], resume: Path | None, replay: Path | None) -> None:
+def run_train_command(
+    recipe: str,
+    overrides: list[str],
+    resume: Path | None,
+    replay: Path | None,
+    schedule: Path | None = None,
+) -> None:
     """Trains; raises SystemExit with the exit code where the run does not finish."""
     # Before torch is imported, which takes seconds.
     with lasting_output(), Interruption() as interruption:
         try:
             config = _config(recipe, overrides, resume)
-            _train(config, recipe, resume, replay, interruption)
+            _train(config, recipe, resume, replay, schedule, interruption)
         except Interrupted as signal:
             _say(_ended_at_once(signal, resume))
             raise SystemExit(signal.exit_code) from None
@@ -31,18 +37,25 @@ def _config(recipe: str, overrides: list[str], resume: Path | None) -> Config:
 
 
 def _train(
-    config: Config, recipe: str, resume: Path | None, replay: Path | None, interruption: Interruption
+    config: Config,
+    recipe: str,
+    resume: Path | None,
+    replay: Path | None,
+    schedule: Path | None,
+    interruption: Interruption,
 ) -> None:
     from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train
     from paceline.report.console import Console
+    from paceline.rollout.schedule import ScheduleMismatch
     from paceline.runs.disk import resume_command
     from paceline.runs.lock import LockLost
+    from paceline.worker.process import WorkerFailed
 
     console = Console()
     try:
-        result = train(config, recipe, resume, replay, console, interruption)
-    except (TrainingFailed, LockLost) as error:
+        result = train(config, recipe, resume, replay, console, interruption, schedule)
+    except (TrainingFailed, LockLost, WorkerFailed, ScheduleMismatch) as error:
         _say(f"error: {error}")
         raise SystemExit(EXIT_FAILED) from None
     console.summary(result.summary)

@@ -6,13 +6,32 @@ micro-batches: all fields are sums, except the largest difference.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from paceline.learning.batch import MicroBatch
 from paceline.learning.correction import Correction, k3, ratio
 from paceline.learning.logprobs import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True)
+class VersionMismatch:
+    """The sums over the tokens that one version of the weights sampled."""
+
+    tokens: float = 0.0
+    log_ratio: float = 0.0
+    k3: float = 0.0
+
+    def __add__(self, other: "VersionMismatch") -> "VersionMismatch":
+        return VersionMismatch(
+            self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.k3 + other.k3
+        )
+
+    @property
+    def kl(self) -> float:
+        """Returns E[-delta] over these tokens."""
+        return -self.log_ratio / max(1.0, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -38,11 +57,18 @@ class Mismatch:
     routed: float = 0.0  # (token, MoE layer) pairs whose routing was replayed
     rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
+    by_version: dict[int, VersionMismatch] = field(default_factory=dict)  # as far as versions are told
 
     def __add__(self, other: "Mismatch") -> "Mismatch":
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        names = [f.name for f in fields(self) if f.name != "by_version"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         largest = max(self.largest_probability_difference, other.largest_probability_difference)
-        return Mismatch(**sums | {"largest_probability_difference": largest})
+        versions = {
+            version: self.by_version.get(version, VersionMismatch())
+            + other.by_version.get(version, VersionMismatch())
+            for version in sorted({*self.by_version, *other.by_version})
+        }
+        return Mismatch(**sums | {"largest_probability_difference": largest}, by_version=versions)
 
     @property
     def finite(self) -> bool:
@@ -53,6 +79,27 @@ class Mismatch:
     def kl(self) -> float:
         """Returns E[-delta], the plain estimate of KL(rollout, learner)."""
         return -self.log_ratio / max(1.0, self.tokens)
+
+    @property
+    def newest_kl(self) -> float:
+        """Returns the KL of the tokens that the newest weights sampled: what is not due to age."""
+        told = [sums for sums in self.by_version.values() if sums.tokens]
+        return told[-1].kl if told else self.kl
+
+    def lag_metrics(self, version: int) -> dict[str, float]:
+        """Returns the mismatch by how many versions a token is behind `version`; nothing if none is."""
+        told = {version - sampled: sums for sampled, sums in self.by_version.items() if sums.tokens}
+        if not any(told):
+            return {}
+        return {
+            name: value
+            for lag, sums in sorted(told.items())
+            for name, value in (
+                (f"mismatch/lag_{lag}/kl", sums.kl),
+                (f"mismatch/lag_{lag}/k3", sums.k3 / sums.tokens),
+                (f"mismatch/lag_{lag}/tokens", sums.tokens / max(1.0, self.tokens)),
+            )
+        }
 
     def metrics(self) -> dict[str, float]:
         """Returns the means under their `mismatch/` and `correction/` names (docs/metrics.md)."""
@@ -122,7 +169,25 @@ def measure_mismatch(
     }
     stacked = torch.stack([value.double().to(delta_R.device) for value in values.values()])
     numbers = stacked.tolist()  # one transfer from the GPU
-    return Mismatch(**dict(zip(values, numbers, strict=True)))
+    sums = dict(zip(values, numbers, strict=True))
+    return Mismatch(**sums, by_version=_by_version(batch, delta_R, sums))
+
+
+def _by_version(
+    batch: MicroBatch, delta_R: torch.Tensor, sums: dict[str, float]
+) -> dict[int, VersionMismatch]:
+    if batch.versions_R is None:
+        whole = VersionMismatch(sums["tokens"], sums["log_ratio"], sums["k3"])
+        return dict.fromkeys(batch.versions, whole)
+    k3_R = k3(delta_R)
+    rows = []
+    for version in batch.versions:
+        own_R = batch.mask_R & (batch.versions_R == version)
+        rows.append(torch.stack([own_R.sum(), delta_R[own_R].sum(), k3_R[own_R].sum()]))
+    return {
+        version: VersionMismatch(*row)
+        for version, row in zip(batch.versions, torch.stack(rows).tolist(), strict=True)
+    }
 
 
 def sum_mismatches(parts: Iterable[Mismatch]) -> Mismatch:

@@ -6,6 +6,7 @@ rewards.log       what reward functions and tools print
 metrics.jsonl     one record per step and evaluation
 trace.jsonl       the strategy of each decode step (pacing/trace.py)
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
+schedule.jsonl    in modes other than sync: what each step took (rollout/schedule.py)
 samples/          groups of each step
 checkpoints/      see learning/checkpoint.py
 """
@@ -52,6 +53,7 @@ class RunDirectory:
         self.trace_path = path / "trace.jsonl"
         self.pacing_path = path / "pacing.json"
         self.rewards_log_path = path / "rewards.log"
+        self.schedule_path = path / "schedule.jsonl"
         self.samples_path = path / "samples"
         self.checkpoints_path = path / "checkpoints"
 
