@@ -67,14 +67,16 @@ def train(
     console: Console | None = None,
     interruption: Interruption | None = None,
     profile_step: int = 0,
+    schedule: Path | None = None,
 ) -> Result:
     """Trains a policy; `resume` continues a run directory, `replay` learns from saved rollouts.
 
     `interruption` hears signals already; without one, they are heard once the run is set up. `profile_step`
-    names a step that torch's profiler watches; 0: none.
+    names a step that torch's profiler watches; 0: none. `schedule` repeats which groups the steps of an
+    earlier run learned from.
     """
     console = console or Console(quiet=True)
-    trainer = Trainer(config, recipe, resume, replay, console)
+    trainer = Trainer(config, recipe, resume, replay, console, schedule)
     trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
     with console.watching(trainer.session.sampler, trainer.clock):
         if interruption is not None:
@@ -87,7 +89,13 @@ class Trainer:
     """One training run: its parts, and what each step does with them."""
 
     def __init__(
-        self, config: Config, recipe: str, resume: Path | None, replay: Path | None, console: Console
+        self,
+        config: Config,
+        recipe: str,
+        resume: Path | None,
+        replay: Path | None,
+        console: Console,
+        schedule: Path | None = None,
     ) -> None:
         self.config = config
         self.console = console
@@ -97,7 +105,7 @@ class Trainer:
             if resume is not None:
                 resumed = RunRecords.reopen(resume, config, console.warn)
                 opened.callback(resumed.close)
-            self.session = open_session(config, learns=True)
+            self.session = open_session(config, learns=True, schedule=schedule)
             opened.callback(self.session.close)
             state = self._set_up(resumed, replay)
             if resumed is None:  # now that nothing is missing
@@ -205,6 +213,8 @@ class Trainer:
         metrics |= rollout_metrics(groups, stats) | self.source.metrics | self.clock.take_metrics()
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
+        if self.source.schedule:
+            self.records.schedule(self.source.schedule)
         self.records.step(step, metrics, stats, self.clock.take_spans(), groups, self.session.tokenizer)
         self.console.step(step, metrics)
         if self.sentinel.stop_reason:

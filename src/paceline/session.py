@@ -32,6 +32,7 @@ from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.rollout.sampler import GroupSampler
+from paceline.rollout.schedule import ScheduledRollouts
 from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts, training_params
 from paceline.rollout.stream import StreamingRollouts
 from paceline.tasks import make_task
@@ -57,6 +58,7 @@ class Session:
     backend: Backend
     sampler: GroupSampler
     plan: Plan | None = None  # of a GPU's memory; None on a CPU
+    schedule: Path | None = None  # of an earlier run, to repeat
 
     def train_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of training responses."""
@@ -70,6 +72,9 @@ class Session:
             return SavedRollouts(replay)
         rollout = self.config.rollout
         rounds = self.config.learning.dynamic_sampling_rounds
+        if self.schedule is not None:
+            samples = rollout.samples_per_prompt
+            return ScheduledRollouts(self.sampler, order, samples, self.train_sampling(), self.schedule)
         if rollout.mode != "sync":
             return StreamingRollouts(self.sampler, order, rollout, rounds, warn)
         live = LiveRollouts(
@@ -121,8 +126,13 @@ class Session:
         self.backend.close()
 
 
-def open_session(config: Config, learns: bool = False) -> Session:
-    """Opens the parts that a recipe names; `learns`: memory is planned for training, too."""
+def open_session(config: Config, learns: bool = False, schedule: Path | None = None) -> Session:
+    """Opens the parts that a recipe names; `learns`: memory is planned for training, too.
+
+    What a schedule says is repeated in this process, whatever the mode.
+    """
+    if schedule is not None:
+        _check_schedule(schedule, config)
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
     plan = plan_gpu(config, source, device, learns)
@@ -137,12 +147,12 @@ def open_session(config: Config, learns: bool = False) -> Session:
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    in_worker = learns and config.rollout.mode == "async"
+    in_worker = learns and config.rollout.mode == "async" and schedule is None
     backend = (
         start_worker(policy, config, device) if in_worker else make_backend(policy, tokenizer, config, plan)
     )
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
-    return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan)
+    return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule)
 
 
 def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns: bool) -> Plan | None:
@@ -176,7 +186,7 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
     """Returns the recipe's generator in a process of its own, which gets the policy's weights by copy."""
     if device.type == "cuda" and not config.rollout.kv_tokens:
         raise ConfigError(
-            "rollout.mode = 'async' on one GPU: two processes share its memory, and the plan is made for one; "
+            "rollout.mode = 'async' on one GPU: two processes share its memory, the plan is made for one; "
             "say how large the KV pool may be (rollout.kv_tokens)"
         )
     launch = Launch("paceline.session:hosted_backend", dump_config(config))
@@ -190,6 +200,20 @@ def hosted_backend(settings: str) -> Backend:
     source = PolicySource.of(config.policy)
     policy = source.load(policy_dtype(config.policy, device), device)
     return make_backend(policy, load_tokenizer(source.folder), config)
+
+
+def _check_schedule(path: Path, config: Config) -> None:
+    rollout = config.rollout
+    if rollout.mode == "sync":
+        raise ConfigError(
+            f"--schedule {path}: rollout.mode = 'sync' takes its groups in prompt order, there is nothing to "
+            "repeat; leave it out"
+        )
+    if rollout.on_update == "keep":
+        raise ConfigError(
+            f"--schedule {path}: with rollout.on_update = 'keep' a response depends on caches of older "
+            "weights, which a repetition does not have; schedules of on_update=recompute can be repeated"
+        )
 
 
 def _check_finite(policy: Decoder, path: str) -> None:

@@ -66,11 +66,11 @@ def test_a_recipe_is_a_starting_point():
         (["--lengths", "long"], "lognormal:MEAN,SIGMA,MIN,MAX"),
         (["--accept", "5@3"], "between 1 and 4"),
         (["-k", "many"], "paced:MAX"),
-        (["--mode", "later"], "sync, one-step-off, async"),
+        (["--mode", "later"], "sync, one-step-off, partial, oversample, async"),
         (["--model", "qwen3-235b-a22b"], "raise --tp or --ep"),
         (["--tp", "3"], "must divide the 32 attention heads"),
         (["--hardware", "a100", "--weights", "fp8"], "has no FP8"),
-        (["--lag", "2"], "synchronous steps have none"),
+        (["--lag", "2"], "--mode sync has none"),
         (["from", "nowhere", "--hardware", "h200"], "is not a run directory"),
     ],
 )

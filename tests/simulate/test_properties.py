@@ -105,7 +105,7 @@ def scenario(**changes) -> Scenario:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    mode=st.sampled_from(["sync", "one-step-off", "async"]),
+    mode=st.sampled_from(["sync", "one-step-off", "partial", "oversample", "async"]),
     seed=st.integers(0, 1000),
     k=st.sampled_from([(0,), (3,), (0, 1, 2, 3)]),
     kv_tokens=st.sampled_from([0, 2600, 4000]),
@@ -117,7 +117,7 @@ def test_tokens_in_are_tokens_out_and_the_lag_is_a_bound(mode, seed, k, kv_token
         seed=seed,
         speculation=Speculation(k, Acceptance((0.8, 0.6))),
         kv_tokens=kv_tokens,
-        lag=None if mode == "sync" else lag,
+        lag=None if mode in ("sync", "oversample") else lag,
     )
     outcome = simulate(asked)
     steps = asked.schedule.steps
@@ -161,6 +161,24 @@ def test_asynchronous_steps_wait_less_than_synchronous_ones():
     sync = simulate(scenario(steps=6, speculation=Speculation()))
     off = scenario(steps=6, speculation=Speculation(), mode="one-step-off", gpus=8, train_share=0.5)
     assert simulate(off).exposed_generation_seconds < sync.exposed_generation_seconds
+
+
+def test_modes_that_do_not_wait_for_the_tail_wait_less_and_over_sampling_takes_shorter_responses():
+    """On the same devices; what over-sampling leaves out is the long end, and partial leaves out nothing."""
+    shared = dict(steps=6, speculation=Speculation(), max_running=64)
+    sync, partial, oversample = (
+        simulate(scenario(**shared, mode=mode)) for mode in ("sync", "partial", "oversample")
+    )
+    assert partial.exposed_generation_seconds < sync.exposed_generation_seconds
+    assert oversample.exposed_generation_seconds < sync.exposed_generation_seconds
+    assert oversample.tokens < 0.9 * sync.tokens
+    assert 0 < partial.mean_lag <= partial.max_lag <= 1
+
+
+def test_one_device_is_shared_where_generation_never_stops():
+    alone = simulate(scenario(mode="async", gpus=1, steps=6))
+    assert alone.provenance["sharing"].note.endswith("a lower bound")
+    assert alone.step_seconds < simulate(scenario(mode="sync", gpus=1, steps=6)).step_seconds
 
 
 def test_four_thousand_long_responses_on_thousands_of_devices_take_seconds():

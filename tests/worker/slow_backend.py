@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 
@@ -37,7 +38,7 @@ class SlowBackend(Backend):
                     done.append((row, FinishReason.ABORTED))
                     continue
                 start = len(tokens)
-                tokens.append((request.seed * 31 + len(request.prompt) + start + self.weight) % 97)
+                tokens.append((request.seed * 31 + len(request.prompt) + start + self.weight) % 11)
                 if segments and segments[-1].weight_version == self.version:
                     start = segments.pop().start
                 segments.append(Segment(start, len(tokens), self.version))
@@ -50,12 +51,11 @@ class SlowBackend(Backend):
                 yield Completion(request, tuple(tokens), logprobs, reason, tuple(segments))
 
     def _misbehave(self, request):
-        marker = self.die_once
-        if request.prompt[0] == 666 and marker and not os.path.exists(marker):
-            open(marker, "w").close()
-            os._exit(3)
-        if request.prompt[0] == 667 and marker and not os.path.exists(marker):
-            open(marker, "w").close()
+        first = request.prompt[0]
+        if first in (666, 667) and self.die_once and not Path(self.die_once).exists():
+            Path(self.die_once).touch()
+            if first == 666:
+                os._exit(3)
             time.sleep(3600)
         if request.prompt[0] == 668:
             os._exit(4)
@@ -65,7 +65,8 @@ class SlowBackend(Backend):
 
     def update_weights(self, version, weights=None):
         self.version = version
-        self.weight = int(dict(weights)["w"].sum()) if weights is not None else 0
+        own = dict(weights or ()).get("w")
+        self.weight = 0 if own is None else int(own.sum())
 
     def pause(self):
         self.paused = True

@@ -67,6 +67,10 @@ def train(
         int, typer.Option(help="watch this step with torch's profiler; profile/ in the run directory", min=0)
     ] = 0,
     quiet: QuietOption = False,
+    schedule: Annotated[
+        Optional[Path],
+        typer.Option(help="repeat which groups each step learned from: an earlier run's schedule.jsonl"),
+    ] = None,
 ) -> None:
     """Trains a policy; without a recipe, the built-in one on the CPU."""
     named, overrides = split_recipe(recipe or "default", overrides)
@@ -77,7 +81,7 @@ def train(
             f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
             "section.key=value"
         )
-    run_train_command(named, overrides, resume, replay, quiet, torch_profiler)
+    run_train_command(named, overrides, resume, replay, schedule, quiet, torch_profiler)
 
 
 @app.command()

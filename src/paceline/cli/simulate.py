@@ -52,7 +52,7 @@ DrafterOption = Annotated[Text, typer.Option(help="eagle, history, or a smaller 
 SpecMaxRunningOption = Annotated[
     Number, typer.Option(help="speculate only while at most this many run; 0: always")
 ]
-ModeOption = Annotated[Text, typer.Option(help="sync, one-step-off or async")]
+ModeOption = Annotated[Text, typer.Option(help="sync, partial, oversample, one-step-off or async")]
 LagOption = Annotated[
     Number, typer.Option(help="weight versions a response may be old; default: the mode's own")
 ]
@@ -279,6 +279,7 @@ def from_command(
     accept: Annotated[Text, typer.Option(help="a better drafter: 0.8, by depth, or 3.0@3")] = None,
     drafter: Annotated[Text, typer.Option(help="eagle or history")] = None,
     mode: ModeOption = None,
+    lag: LagOption = None,
     prompts: Number = None,
     samples: Number = None,
     max_running: Number = None,

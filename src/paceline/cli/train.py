@@ -18,6 +18,7 @@ def run_train_command(
     overrides: list[str],
     resume: Path | None,
     replay: Path | None,
+    schedule: Path | None = None,
     quiet: bool = False,
     profile_step: int = 0,
 ) -> None:
@@ -25,10 +26,11 @@ def run_train_command(
 
     `profile_step` names a step that torch's profiler watches; 0: none.
     """
-    with Interruption() as interruption:  # before torch is imported, which takes seconds
+    # Before torch is imported, which takes seconds.
+    with Interruption() as interruption:
         try:
             config = _config(recipe, overrides, resume)
-            _train(config, recipe, resume, replay, quiet, profile_step, interruption)
+            _train(config, recipe, resume, replay, schedule, quiet, profile_step, interruption)
         except Interrupted as signal:
             _say(_ended_at_once(signal, resume))
             raise SystemExit(signal.exit_code) from None
@@ -43,6 +45,7 @@ def _train(
     recipe: str,
     resume: Path | None,
     replay: Path | None,
+    schedule: Path | None,
     quiet: bool,
     profile_step: int,
     interruption: Interruption,
@@ -50,13 +53,15 @@ def _train(
     from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train
     from paceline.report.console import Console
+    from paceline.rollout.schedule import ScheduleMismatch
     from paceline.runs.disk import resume_command
     from paceline.runs.lock import LockLost
+    from paceline.worker.process import WorkerFailed
 
     console = Console(quiet)
     try:
-        result = train(config, recipe, resume, replay, console, interruption, profile_step)
-    except (TrainingFailed, LockLost) as error:
+        result = train(config, recipe, resume, replay, console, interruption, profile_step, schedule)
+    except (TrainingFailed, LockLost, WorkerFailed, ScheduleMismatch) as error:
         _say(f"error: {error}")
         raise SystemExit(EXIT_FAILED) from None
     console.summary(result.summary)

@@ -220,8 +220,12 @@ class Engine(Backend):
             self._complete(sequence, FinishReason.ABORTED)
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Takes the new weights and requeues running requests, whose cache is recomputed."""
-        self._preempt_all()
+        """Takes the new weights; running requests recompute their cache, or keep it if so configured."""
+        if self.settings.keeps_cache:
+            self._drain()
+            self.outcomes.take_tokens(list(self.running.values()), self.stats, self.version)
+        else:
+            self._preempt_all()
         if weights is not None:
             fill(self.policy, dict(weights).__getitem__)
         if self.rollout_precision.refresh():

@@ -47,6 +47,7 @@ def make_engine(
         verify=speculation.verify,
         graph_memory=int(rollout.graph_memory_gb * 1e9),
         max_proposal=speculation.tokens,
+        keeps_cache=rollout.on_update == "keep",
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)

@@ -143,6 +143,8 @@ class Outcomes:
 
     def take_tokens(self, sequences: list[RequestState], stats: RolloutStats, version: int) -> None:
         """Brings what rows have sampled, as far as it is known, to the host."""
+        if not sequences:
+            return
         slots = [sequence.slot for sequence in sequences]
         lengths = self.length[slots].tolist()
         tokens, logprobs = self.rows.read(slots, max(lengths))

@@ -28,4 +28,5 @@ class EngineSettings:
     precision: Precision = Precision.BASE
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False
+    keeps_cache: bool = False  # over a weight update: rows go on with keys and values of older weights
     records_routing: bool = False  # completions say which experts their tokens went through

@@ -33,6 +33,7 @@ class TrainingSequence:
     # Over the response, by the learner before the step's first update; empty: not computed.
     learner_logprobs: tuple[float, ...] = ()
     routing: Routing | None = None  # of all tokens but the last, where the rollout recorded it
+    versions: tuple[int, ...] = ()  # over the response: of the weights that sampled; empty: not told
 
     @property
     def loss_tokens(self) -> int:
@@ -62,6 +63,8 @@ class MicroBatch:
     sequence_R: torch.Tensor  # which sequence of the micro-batch a token belongs to
     response_lengths: tuple[int, ...]  # of each sequence, in tokens R
     replay: RouterReplay | None = None  # of the sequences whose routing was recorded
+    versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: not told
+    versions_R: torch.Tensor | None = None  # where there are several
 
     @property
     def num_sequences(self) -> int:
@@ -94,7 +97,14 @@ def training_sequence(completion: Completion) -> TrainingSequence:
         0.0,
         temperature,
         routing=completion.routing,
+        versions=_versions(completion),
     )
+
+
+def _versions(completion: Completion) -> tuple[int, ...]:
+    """Returns the weight version of every response token; empty where a file of old says nothing of it."""
+    versions = [v for s in completion.segments for v in [s.weight_version] * (s.stop - s.start)]
+    return tuple(versions) if len(versions) == len(completion.tokens) else ()
 
 
 def split_by_tokens(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
@@ -137,6 +147,9 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
     tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
     rollout_logprobs_R = tensor([x for s in sequences for x in s.rollout_logprobs])
     computed = any(s.learner_logprobs for s in sequences)
+    told = all(len(s.versions) == len(s.loss_mask) for s in sequences)
+    versions = [v for s in sequences for v in s.versions] if told else []
+    distinct = tuple(sorted(set(versions)))
     predictors_R = torch.tensor(predictors, device=device)
     sequence_R = torch.tensor(sequence_ids, device=device)
     return MicroBatch(
@@ -153,4 +166,6 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         sequence_R=sequence_R,
         response_lengths=tuple(len(s.tokens) - s.prompt_length for s in sequences),
         replay=packed_replay([s.routing for s in sequences], [len(s.tokens) for s in sequences], device),
+        versions=distinct,
+        versions_R=tensor(versions, torch.int64) if len(distinct) > 1 else None,
     )

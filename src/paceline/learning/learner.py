@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -126,14 +127,17 @@ class Learner:
             totals.add_skipped_update(learning_rate)
             return
 
-        def backward(batch: MicroBatch) -> torch.Tensor:
-            return self._backward(batch, total_tokens, len(sequences), mean_weight)
+        def backward(batch: MicroBatch) -> tuple[torch.Tensor, tuple[int, ...]]:
+            return self._backward(batch, total_tokens, len(sequences), mean_weight), batch.versions
 
         taught = self._that_teach(sequences)
         totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
         measured = [result for _, result in self._over_micro_batches(taught, backward, totals)]
         # The first time that the host waits for the device since the update began.
-        sums = [MicroBatchSums.of(values) for values in torch.stack(measured).tolist()]
+        numbers = iter(torch.cat([values for values, _ in measured]).tolist())
+        sums = [
+            MicroBatchSums.of(list(islice(numbers, len(values))), versions) for values, versions in measured
+        ]
         mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
             if totals.mismatch is None:
@@ -224,18 +228,17 @@ class Learner:
         Those that nobody will learn from stay without where there is any `signal`.
         """
 
-        def compute(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        def compute(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
             logprobs_R = self.token_logprobs(self.policy, batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
-            return logprobs_R, mismatch_values(
-                batch, correction, logprobs_R, self.config.correction.weight != "none"
-            )
+            weighted = self.config.correction.weight != "none"
+            return logprobs_R, mismatch_values(batch, correction, logprobs_R, weighted), batch.versions
 
         sequences = [sequence for own in sequences_by_group for sequence in own]
         sequences = self._that_teach(sequences) if signal else sequences
         results = self._over_micro_batches(sequences, compute, totals)
         found: dict[int, tuple[float, ...]] = {}
-        for part, (logprobs_R, _) in results:
+        for part, (logprobs_R, _, _) in results:
             for sequence, values in _split(part, logprobs_R.tolist()):
                 found[id(sequence)] = tuple(values)
         if self.config.correction.mode == "decoupled":
@@ -243,7 +246,10 @@ class Learner:
                 [replace(sequence, learner_logprobs=found.get(id(sequence), ())) for sequence in own]
                 for own in sequences_by_group
             ]
-        return sequences_by_group, sum_mismatches(Mismatch.of(values.tolist()) for _, (_, values) in results)
+        mismatch = sum_mismatches(
+            Mismatch.of(values.tolist(), versions) for _, (_, values, versions) in results
+        )
+        return sequences_by_group, mismatch
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
         """Returns what normalising divides by; 1 where it is off or would divide by nothing."""

@@ -6,13 +6,32 @@ micro-batches: all fields are sums, except the largest difference.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from paceline.learning.batch import MicroBatch
 from paceline.learning.correction import Correction, k3, ratio
 from paceline.learning.logprobs import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True)
+class VersionMismatch:
+    """The sums over the tokens that one version of the weights sampled."""
+
+    tokens: float = 0.0
+    log_ratio: float = 0.0
+    k3: float = 0.0
+
+    def __add__(self, other: "VersionMismatch") -> "VersionMismatch":
+        return VersionMismatch(
+            self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.k3 + other.k3
+        )
+
+    @property
+    def kl(self) -> float:
+        """Returns E[-delta] over these tokens."""
+        return -self.log_ratio / max(1.0, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -38,16 +57,24 @@ class Mismatch:
     routed: float = 0.0  # (token, MoE layer) pairs whose routing was replayed
     rerouted: float = 0.0  # of these, where the learner's router would have chosen other experts
     largest_probability_difference: float = 0.0
+    by_version: dict[int, VersionMismatch] = field(default_factory=dict)  # as far as versions are told
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Mismatch":
-        """Returns a mismatch from what `mismatch_values` measured, brought to the host."""
-        return cls(*values)
+    def of(cls, values: Sequence[float], versions: Sequence[int] = ()) -> "Mismatch":
+        """Returns a mismatch from what `mismatch_values` measured of a batch with these versions."""
+        sums, told = values[: len(SUMS)], values[len(SUMS) :]
+        by_version = {v: VersionMismatch(*told[3 * i : 3 * i + 3]) for i, v in enumerate(versions)}
+        return cls(*sums, by_version=by_version)
 
     def __add__(self, other: "Mismatch") -> "Mismatch":
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
         largest = max(self.largest_probability_difference, other.largest_probability_difference)
-        return Mismatch(**sums | {"largest_probability_difference": largest})
+        versions = {
+            version: self.by_version.get(version, VersionMismatch())
+            + other.by_version.get(version, VersionMismatch())
+            for version in sorted({*self.by_version, *other.by_version})
+        }
+        return Mismatch(**sums | {"largest_probability_difference": largest}, by_version=versions)
 
     @property
     def finite(self) -> bool:
@@ -58,6 +85,27 @@ class Mismatch:
     def kl(self) -> float:
         """Returns E[-delta], the plain estimate of KL(rollout, learner)."""
         return -self.log_ratio / max(1.0, self.tokens)
+
+    @property
+    def newest_kl(self) -> float:
+        """Returns the KL of the tokens that the newest weights sampled: what is not due to age."""
+        told = [sums for sums in self.by_version.values() if sums.tokens]
+        return told[-1].kl if told else self.kl
+
+    def lag_metrics(self, version: int) -> dict[str, float]:
+        """Returns the mismatch by how many versions a token is behind `version`; nothing if none is."""
+        told = {version - sampled: sums for sampled, sums in self.by_version.items() if sums.tokens}
+        if not any(told):
+            return {}
+        return {
+            name: value
+            for lag, sums in sorted(told.items())
+            for name, value in (
+                (f"mismatch/lag_{lag}/kl", sums.kl),
+                (f"mismatch/lag_{lag}/k3", sums.k3 / sums.tokens),
+                (f"mismatch/lag_{lag}/tokens", sums.tokens / max(1.0, self.tokens)),
+            )
+        }
 
     def metrics(self) -> dict[str, float]:
         """Returns the means under their `mismatch/` and `correction/` names (docs/metrics.md)."""
@@ -81,6 +129,9 @@ class Mismatch:
             "correction/rejected_sequences": self.rejected_sequences / sequences,
         }
 
+
+# What is summed over all versions, in the order of `mismatch_values`.
+SUMS = tuple(f.name for f in fields(Mismatch) if f.name != "by_version")
 
 # Is shown the mismatch of a step before the weights move; what it raises stops the update.
 MismatchCheck = Callable[[Mismatch], None]
@@ -127,7 +178,8 @@ def mismatch_values(
         if len(mask_R)
         else zero,
     }
-    ordered = [values[field.name] for field in fields(Mismatch)]
+    ordered = [values[name] for name in SUMS]
+    ordered += _version_values(batch, delta_R, values)
     return torch.stack([value.double().to(delta_R.device) for value in ordered])
 
 
@@ -135,7 +187,22 @@ def measure_mismatch(
     batch: MicroBatch, correction: Correction, learner_logprobs_R: torch.Tensor, weighted: bool
 ) -> Mismatch:
     """Returns what `mismatch_values` measures, brought to the host."""
-    return Mismatch.of(mismatch_values(batch, correction, learner_logprobs_R, weighted).tolist())
+    values = mismatch_values(batch, correction, learner_logprobs_R, weighted)
+    return Mismatch.of(values.tolist(), batch.versions)
+
+
+def _version_values(
+    batch: MicroBatch, delta_R: torch.Tensor, values: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the sums of `VersionMismatch` for each of the batch's versions, one after the other."""
+    if batch.versions_R is None:
+        return [values["tokens"], values["log_ratio"], values["k3"]] * len(batch.versions)
+    k3_R = k3(delta_R)
+    sums = []
+    for version in batch.versions:
+        own_R = batch.mask_R & (batch.versions_R == version)
+        sums += [own_R.sum(), torch.where(own_R, delta_R, 0.0).sum(), torch.where(own_R, k3_R, 0.0).sum()]
+    return sums
 
 
 def sum_mismatches(parts: Iterable[Mismatch]) -> Mismatch:

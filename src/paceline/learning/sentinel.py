@@ -59,6 +59,7 @@ class Sentinel:
         self.capped_steps = state.capped_steps
         self.failed_steps = 0  # after a failed step no checkpoint is saved, so no run resumes behind one
         self._capped = False
+        self._mismatch = Mismatch()  # of the last update, before the weights moved
         if self.fallback and self.armed:
             backend.low_precision.fall_back_to_base_precision()
 
@@ -122,7 +123,11 @@ class Sentinel:
             )
 
     def check_mismatch(self, mismatch: Mismatch) -> None:
-        """Raises `UnsafeRollouts` for too large a mismatch; the learner calls it before the weights move."""
+        """Raises `UnsafeRollouts` for too large a mismatch; the learner calls it before the weights move.
+
+        Tokens that older weights sampled differ because of their age, so only those of the newest count.
+        """
+        self._mismatch = mismatch
         if not self.armed:
             return
         if not mismatch.finite:
@@ -130,9 +135,9 @@ class Sentinel:
                 f"the learner finds {mismatch.not_finite:.0f} of {mismatch.tokens:.0f} tokens "
                 "without a finite logprob"
             )
-        if 0 < self.config.kl < mismatch.kl:
+        if 0 < self.config.kl < mismatch.newest_kl:
             raise UnsafeRollouts(
-                f"mismatch/kl = {mismatch.kl:.3g} exceeds rollout.sentinel.kl = {self.config.kl:g}"
+                f"mismatch/kl = {mismatch.newest_kl:.3g} exceeds rollout.sentinel.kl = {self.config.kl:g}"
             )
 
     def check_update(self, step: int, metrics: dict[str, float]) -> None:
@@ -171,7 +176,8 @@ class Sentinel:
                 f"step {step}: a loss or gradient was not finite; the update was skipped, "
                 "the weights are as they were, nothing is saved"
             )
-        return {
+        by_lag = self._mismatch.lag_metrics(step - 1) if self.live else {}
+        return by_lag | {
             "rollout/fell_back": float(bool(self.fallback)),
             "policy/failed_steps": float(self.failed_steps),
         }

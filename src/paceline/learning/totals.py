@@ -22,10 +22,13 @@ class MicroBatchSums:
     mismatch: Mismatch  # of the policy as it was in this forward pass
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "MicroBatchSums":
-        """Returns sums from numbers in the fields' order, those of the mismatch last and side by side."""
+    def of(cls, values: Sequence[float], versions: Sequence[int]) -> "MicroBatchSums":
+        """Returns sums from numbers in the fields' order, those of the mismatch last and side by side.
+
+        `versions` are those of the weights that sampled the micro-batch.
+        """
         own = len(fields(cls)) - 1
-        return cls(*values[:own], Mismatch.of(values[own:]))
+        return cls(*values[:own], Mismatch.of(values[own:], versions))
 
 
 @dataclass

@@ -7,6 +7,7 @@ metrics.jsonl     one record per step and evaluation
 trace.jsonl       the strategy of each decode step (pacing/trace.py)
 requests/         when each request of the newest steps waited, ran and left (report/step_trace.py)
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
+schedule.jsonl    in modes other than sync: what each step took (rollout/schedule.py)
 samples/          groups of each step
 closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
@@ -57,6 +58,7 @@ class RunDirectory:
         self.trace_path = path / "trace.jsonl"
         self.pacing_path = path / "pacing.json"
         self.rewards_log_path = path / "rewards.log"
+        self.schedule_path = path / "schedule.jsonl"
         self.samples_path = path / "samples"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"

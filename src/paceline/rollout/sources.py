@@ -7,6 +7,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from paceline.config import RolloutConfig
 from paceline.rollout.sampler import GroupSampler
@@ -24,6 +25,7 @@ class RolloutSource(ABC):
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.schedule: dict[str, Any] = {}  # what a repetition of the last step needs (schedule.py)
 
     @abstractmethod
     def collect(self, step: int) -> list[Group]:

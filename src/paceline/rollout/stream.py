@@ -25,6 +25,7 @@ from typing import Any
 from paceline.config import RolloutConfig
 from paceline.rollout.lag import lag_metrics, straggler_metrics
 from paceline.rollout.sampler import GroupIdentity, GroupSampler, ToolReplies
+from paceline.rollout.schedule import schedule_line
 from paceline.rollout.sources import RolloutSource, training_params
 from paceline.rollout.staleness import StepRules
 from paceline.rollout.underway import (
@@ -104,6 +105,7 @@ class StreamingRollouts(RolloutSource):
         with self.sampler.waiting_for_rewards():
             groups = [group.group() for group in self.taken]
         self.metrics = self._measure(groups, version, stragglers)
+        self.schedule = schedule_line(step, self.taken, self.metrics)
         return groups
 
     def take_stats(self) -> RolloutStats:

@@ -7,6 +7,7 @@ the disk is full.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -18,6 +19,7 @@ from paceline.report.run_directory import RunDirectory
 from paceline.report.step_trace import write_step_trace
 from paceline.report.writers import Writer, make_writers
 from paceline.rollout.samples import write_groups
+from paceline.rollout.schedule import append_schedule, cut_schedule
 from paceline.runs.disk import writing
 from paceline.runs.lock import RunLock
 from paceline.runs.recipe import check_recipe
@@ -65,6 +67,7 @@ class RunRecords:
         """Drops what a resumed run will make again: everything after `step`, -1 for all."""
         with self.writing("the metrics of the steps that stay", self.directory.metrics_path):
             self.directory.cut_back(step, with_evaluation)
+            cut_schedule(self.directory.schedule_path, step)
 
     def step(
         self,
@@ -84,6 +87,11 @@ class RunRecords:
         samples = self.directory.samples_path / f"step_{step:06d}.jsonl"
         with self.writing("the samples", samples):
             write_groups(samples, groups[: self.config.report.samples_per_step], tokenizer)
+
+    def schedule(self, line: dict[str, Any]) -> None:
+        """Writes down which groups a step took, for `train --schedule`."""
+        with self.writing("the schedule", self.directory.schedule_path):
+            append_schedule(self.directory.schedule_path, line)
 
     def metrics(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Appends metrics to `metrics.jsonl` and hands them to the other writers."""

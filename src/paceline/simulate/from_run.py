@@ -50,6 +50,11 @@ def read_run(path: Path) -> RunFacts:
     """Reads a run directory."""
     run = RunDirectory.open(path)
     config = run.config()
+    if config.rollout.mode != "sync":
+        raise ValueError(
+            f"{path} ran with rollout.mode = {config.rollout.mode!r}, whose rollouts cross updates: "
+            "start from a run with mode=sync, and ask for the other with --mode"
+        )
     trained = [
         record
         for record in run.read_metrics()

@@ -1,6 +1,4 @@
-"""RL steps on simulated replicas: synchronous, one step off, and asynchronous with a bounded lag.
-
-One event loop serves all three.
+"""RL steps on simulated replicas: every mode of docs/modes.md, and one step off, by one event loop.
 
 The requests of RL step n are released when the weights have version n - lag or later (version = updates made
 so far). Update n starts when its samples are there and the learner is free:
@@ -8,6 +6,10 @@ so far). Update n starts when its samples are there and the learner is free:
     take "batch"   all responses of step n: synchronous with lag 0, one-step-off with lag 1
     take "any"     as many finished responses as a step has, oldest weights first; but an update waits for
                    responses that would otherwise be older than the lag allows
+    take "first"   the first responses of step n whose groups are whole; the others are given up
+
+With `whole_groups` a response counts once all of its group are scored; with `stops` nothing is generated
+while the learner works.
 
 Events are finishing requests, ends of updates, rewards that arrive. Between them every replica runs on its
 own.
@@ -41,6 +43,9 @@ class Schedule:
     take: str = "batch"
     steps: int = 1
     recompute: bool = False  # running requests compute their cache again under new weights
+    whole_groups: bool = False  # a response counts once its siblings are there
+    stops: bool = False  # no generation while the learner works
+    step_responses: int = 0  # that an update learns from; 0: as many as are released for it
 
 
 @dataclass
@@ -82,7 +87,9 @@ class Pipeline:
         self.stages = stages
         self.schedule = schedule
         self.batches = [_requests(index, lengths, group, prompt) for index, lengths in enumerate(batches)]
-        self.batch_size = len(batches[0])
+        self.batch_size = schedule.step_responses or len(batches[0])
+        self.group_size = group
+        self.scored: dict[int, list[SimulatedRequest]] = {}  # of groups that are not whole yet
         self.version = 0
         self.released = 0
         self.queue: deque[SimulatedRequest] = deque()  # released, but no replica had a slot
@@ -136,17 +143,17 @@ class Pipeline:
         """Takes one event in, and returns the replicas whose plans changed."""
         if kind == "scored":
             assert isinstance(payload, SimulatedRequest)
-            self.outstanding[payload.version] -= 1
-            key = self._ready_key(payload)
-            heapq.heappush(self.ready, (key, payload.id, payload))
-            self.ready_counts[key] += 1
-            self._try_update(time)
-            return []
+            for request in self._whole(payload):
+                self.outstanding[request.version] -= 1
+                key = self._ready_key(request)
+                heapq.heappush(self.ready, (key, request.id, request))
+                self.ready_counts[key] += 1
+            began = self._try_update(time)
+            return list(range(len(self.replicas))) if began and self.schedule.stops else []
         if kind == "trained":
             assert isinstance(payload, StepRecord)
-            for replica in self.replicas:
-                self._finished(replica.run_until(time), time)
-                replica.pause(payload.stop, self.schedule.recompute)
+            if not self.schedule.stops:
+                self._pause(time, payload.stop)
             self._at(payload.stop, "updated", payload)
         else:
             assert isinstance(payload, StepRecord)
@@ -158,20 +165,46 @@ class Pipeline:
             self._try_update(time)
         return list(range(len(self.replicas)))
 
+    def _whole(self, request: SimulatedRequest) -> list[SimulatedRequest]:
+        """Returns the responses that count now that this one is scored."""
+        if not self.schedule.whole_groups:
+            return [request]
+        siblings = self.scored.setdefault(request.group, [])
+        siblings.append(request)
+        return self.scored.pop(request.group) if len(siblings) == self.group_size else []
+
+    def _pause(self, time: float, until: float) -> None:
+        for replica in self.replicas:
+            self._finished(replica.run_until(time), time)
+            replica.pause(until, self.schedule.recompute)
+
+    def _give_up(self) -> None:
+        """Ends what the step did not wait for."""
+        self.queue.clear()
+        self.ready.clear()
+        self.ready_counts.clear()
+        self.outstanding.clear()
+        self.scored.clear()
+        self.events = [event for event in self.events if event[2] != "scored"]
+        heapq.heapify(self.events)
+        for replica in self.replicas:
+            replica.abort_all()
+
     def _ready_key(self, request: SimulatedRequest) -> int:
-        return request.batch if self.schedule.take == "batch" else request.version
+        return request.version if self.schedule.take == "any" else request.batch
 
     def _finished(self, requests: list[SimulatedRequest], time: float) -> None:
         for request in requests:
             self.response_times[request.batch].append(time)
             self._at(time + self.stages.reward, "scored", request)
 
-    def _try_update(self, time: float) -> None:
+    def _try_update(self, time: float) -> bool:
+        """Begins the next update where its samples are there; returns whether it did."""
         if self.updating:
-            return
-        ready = self._batch_is_ready() if self.schedule.take == "batch" else self._lag_stays_bounded()
+            return False
+        ready = self._lag_stays_bounded() if self.schedule.take == "any" else self._batch_is_ready()
         if not ready:
-            return
+            return False
         taken = [heapq.heappop(self.ready)[2] for _ in range(self.batch_size)]
         self.ready_counts.subtract(self._ready_key(request) for request in taken)
         self.updating = True
@@ -186,9 +219,14 @@ class Pipeline:
             generated_tokens=sum(request.done for request in taken),
         )
         self._at(trained, "trained", record)
+        if self.schedule.stops:
+            self._pause(time, record.stop)
+        if self.schedule.take == "first":
+            self._give_up()
+        return True
 
     def _batch_is_ready(self) -> bool:
-        return self.ready_counts[self.version] == self.batch_size
+        return self.ready_counts[self.version] >= self.batch_size
 
     def _lag_stays_bounded(self) -> bool:
         """Returns whether update u = `version` may take the oldest ready responses now.

@@ -93,6 +93,8 @@ def flags_from_recipe(config: Config) -> Flags:
         k="0" if drafter == "none" else k,
         drafter=shapes.get(drafter, "eagle"),
         spec_max_running=speculation.max_running,
+        mode=rollout.mode,
+        lag=rollout.max_lag if rollout.mode in ("partial", "async") else -1,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
     )

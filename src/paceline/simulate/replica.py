@@ -223,6 +223,13 @@ class Replica:
             self.shared_tokens += request.prompt
         self.groups[request.group] += 1
 
+    def abort_all(self) -> None:
+        """Ends everything that runs or waits here."""
+        for request in list(self.rows.values()):
+            self._leave(request)
+        self.waiting.clear()
+        self.plan = None
+
     def _leave(self, request: SimulatedRequest) -> None:
         entered = self.entered.pop(request.id)
         self.offset_sum -= request.prompt + request.done - entered

@@ -1,10 +1,12 @@
 """A complete question to the simulator (what runs where, on what, how) and its simulation."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.config.modes import OVERSAMPLED
 from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Precision
 from paceline.simulate.hardware import Hardware, Origin, Source
 from paceline.simulate.learning import drafter_train_seconds, logprob_seconds, sync_seconds, train_seconds
@@ -17,7 +19,16 @@ from paceline.simulate.step_cost import StepCost
 from paceline.simulate.workload import Workload
 
 # By mode: the weight versions a response may be behind, and which responses an update takes.
-MODES = {"sync": (0, "batch"), "one-step-off": (1, "batch"), "async": (2, "any")}
+MODES = {
+    "sync": (0, "batch"),
+    "one-step-off": (1, "batch"),
+    "partial": (1, "any"),
+    "oversample": (0, "first"),
+    "async": (2, "any"),
+}
+# Those in which every device generates and then learns, and those in which nothing outlives a step.
+COLOCATED = ("sync", "partial", "oversample")
+ON_POLICY = ("sync", "oversample")
 
 
 @dataclass(frozen=True)
@@ -65,9 +76,9 @@ class Scenario:
                 f"--gpus {self.gpus}: {self.rollout_devices} remain for generation, "
                 f"and a replica with this tp and ep needs {need}"
             )
-        if self.colocated and self.lag:
+        if self.mode in ON_POLICY and self.lag:
             raise ValueError(
-                f"--lag {self.lag}: synchronous steps have none; use --mode one-step-off or async"
+                f"--lag {self.lag}: --mode {self.mode} has none; use --mode partial, one-step-off or async"
             )
         if self.max_running < 1:
             raise ValueError(f"--max-running {self.max_running}: must be at least 1")
@@ -91,17 +102,24 @@ class Scenario:
     @property
     def colocated(self) -> bool:
         """Returns whether every device generates and then learns, as in synchronous steps."""
-        return self.mode == "sync"
+        return self.mode in COLOCATED
+
+    @property
+    def shares_device(self) -> bool:
+        """Returns whether learning and generation run on one device at the same time."""
+        return not self.colocated and self.gpus == 1
 
     @property
     def train_devices(self) -> int:
         """Returns the devices that learn."""
-        return self.gpus if self.colocated else max(1, round(self.gpus * self.train_share))
+        return (
+            self.gpus if self.colocated or self.shares_device else max(1, round(self.gpus * self.train_share))
+        )
 
     @property
     def rollout_devices(self) -> int:
         """Returns the devices that generate."""
-        return self.gpus if self.colocated else self.gpus - self.train_devices
+        return self.gpus if self.colocated or self.shares_device else self.gpus - self.train_devices
 
     @property
     def replicas(self) -> int:
@@ -112,9 +130,25 @@ class Scenario:
     def schedule(self) -> Schedule:
         """Returns the mode's schedule, with this scenario's lag and steps."""
         lag, take = MODES[self.mode]
-        recompute = ENGINES[self.engine].recomputes_on_update and not self.colocated
-        steps = self.steps or (1 if self.colocated else 8)
-        return Schedule(lag if self.lag is None else self.lag, take, steps, recompute)
+        recompute = ENGINES[self.engine].recomputes_on_update and self.mode not in ON_POLICY
+        steps = self.steps or (1 if self.mode in ON_POLICY else 8)
+        return Schedule(
+            lag if self.lag is None else self.lag,
+            take,
+            steps,
+            recompute,
+            whole_groups=self.mode in ("partial", "oversample"),
+            stops=self.mode == "partial",
+            step_responses=self.workload.responses,
+        )
+
+    @property
+    def released(self) -> Workload:
+        """Returns what is asked for at each step: more prompts than it learns from where it over-samples."""
+        if self.mode != "oversample":
+            return self.workload
+        prompts = math.ceil(OVERSAMPLED * self.workload.prompts)
+        return dataclasses.replace(self.workload, prompts=prompts)
 
     def plain(self) -> "Scenario":
         """Returns the same scenario without speculation, to compare with."""
@@ -140,7 +174,7 @@ def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds
 def simulate(scenario: Scenario) -> Outcome:
     """Simulates the scenario's RL steps."""
     schedule, workload = scenario.schedule, scenario.workload
-    batches = [workload.draw(scenario.seed + i) for i in range(schedule.steps + schedule.lag)]
+    batches = [scenario.released.draw(scenario.seed + i) for i in range(schedule.steps + schedule.lag)]
     stages = stage_seconds(scenario, batches)
     drafter = scenario.drafter or eagle(scenario.model)
     cost = StepCost(scenario.deployment, drafter)
@@ -167,6 +201,11 @@ def provenance(scenario: Scenario) -> dict[str, Origin]:
         parts["experts"] = hardware["experts"]
     if scenario.gpus > 1:
         parts["links"] = hardware["links"]
+    if scenario.shares_device:
+        parts["sharing"] = Origin(
+            Source.ASSUMED,
+            "learning and generation share the device without slowing each other: a lower bound",
+        )
     parts["engine"] = ENGINES[scenario.engine].origin
     parts["lengths"] = scenario.workload.lengths.origin
     if not scenario.speculation.off:

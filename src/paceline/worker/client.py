@@ -10,22 +10,21 @@ often it was run. A worker that dies, or does not answer a ping in time, is repl
 seeds, so those under the same weights give the same tokens.
 """
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from paceline.backend import Backend, LowPrecision, Speculation, WeightsNotFinite
-from paceline.pacing.strategy import Pacer
-from paceline.policy.attention import AttentionObserver
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
-from paceline.worker.codec import read_completion, read_stats, read_tensors, submit_message, tensor_arrays
+from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
+from paceline.worker.codec import publish_message, read_completion, read_stats, submit_message
 from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
@@ -61,7 +60,7 @@ class WorkerBackend(Backend):
         self.outstanding: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.arrived: deque[Completion] = deque()
-        self.answers: dict[int, Message] = {}
+        self.answers: dict[int, Message | None] = {}  # by call that somebody waits for; None: not yet
         self.calls = itertools.count(1)
         self.paused = False
         self.closed = False
@@ -69,11 +68,13 @@ class WorkerBackend(Backend):
         self.restarts = 0  # in all
         self._tries = 0  # since anything was finished
         self._generation = 0
+        self._greeting = 0  # the call whose answer says that a new worker is up to date
+        self._handed_in: set[str] = set()  # requests that it was given before that
         self.ready = False
         self._last_answer = time.monotonic()
-        self._fell_back = False
+        self.fell_back = False
         self._version: int | None = None
-        self._drafter: dict[str, torch.Tensor] = {}
+        self.drafter: dict[str, torch.Tensor] = {}
         self.description: dict = {}
         self.weights = SharedWeights()
         self.worker = WorkerProcess(launch, self.weights)
@@ -117,7 +118,7 @@ class WorkerBackend(Backend):
             self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
             self.weights.write(self.own_weights() if weights is None else weights)
             self._version = version
-        self.description = self._call(self._weights_message()).fields
+        self.description = self.call(self._weights_message()).fields
 
     def pause(self) -> None:
         self.paused = True
@@ -129,13 +130,13 @@ class WorkerBackend(Backend):
         self.paused = False
 
     def take_stats(self) -> RolloutStats:
-        return read_stats(self._call(Message("take_stats")).fields["stats"])
+        return read_stats(self.call(Message("take_stats")).fields["stats"])
 
     def sleep(self) -> None:
-        self._call(Message("sleep"))
+        self.call(Message("sleep"))
 
     def wake(self) -> None:
-        self._call(Message("wake"))
+        self.call(Message("wake"))
 
     def close(self) -> None:
         with self.changed:
@@ -144,11 +145,9 @@ class WorkerBackend(Backend):
             self.closed = True
             self.outstanding.clear()
             self.changed.notify_all()
-        try:
+        with contextlib.suppress(Disconnected):
             self.worker.connection.send(Message("close"))
             self.worker.wait(self.patience.close)
-        except Disconnected:
-            pass
         self.worker.end()
         self.weights.close()
 
@@ -168,25 +167,28 @@ class WorkerBackend(Backend):
 
     def call(self, message: Message) -> Message:
         """Asks the worker and returns its answer; asks again where the worker was replaced meanwhile."""
-        return self._call(message)
-
-    def _call(self, message: Message) -> Message:
         while True:
-            number = next(self.calls)
             with self.changed:
                 self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
                 self._check()
+                number = next(self.calls)
+                self.answers[number] = None
                 worker, generation = self.worker, self._generation
             self._send(worker, Message(message.kind, message.fields, message.arrays, number))
-            with self.changed:
-                self.changed.wait_for(
-                    lambda: number in self.answers
-                    or generation != self._generation
-                    or self.failure is not None
-                )
-                self._check()
-                if number in self.answers:
-                    return self._accepted(self.answers.pop(number))
+            answer = self._wait_for(number, generation)
+            if answer is not None:
+                return self._accepted(answer)
+
+    def _wait_for(self, number: int, generation: int) -> Message | None:
+        """Returns the answer to a call; None where the worker that was asked is gone."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.answers[number] is not None
+                or generation != self._generation
+                or self.failure is not None
+            )
+            self._check()
+            return self.answers.pop(number)
 
     def _accepted(self, answer: Message) -> Message:
         if answer.kind == "refused":
@@ -195,10 +197,8 @@ class WorkerBackend(Backend):
 
     def _send(self, worker: WorkerProcess, message: Message) -> None:
         """Sends; a worker that is gone is replaced by its reader, which hands in everything again."""
-        try:
+        with contextlib.suppress(Disconnected):
             worker.connection.send(message)
-        except Disconnected:
-            pass
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -225,29 +225,31 @@ class WorkerBackend(Backend):
             self.worker = worker
             self._generation += 1
             self._last_answer = time.monotonic()
-            restored = self._restored_messages()
-        for message in restored:
-            self._send(worker, message)
-        with self.changed:
-            late = [r for r in self.outstanding.values() if r.id not in self._handed_in]
-            if late:
-                self._send(worker, submit_message(late))
-            self.ready = True
-            self.changed.notify_all()
+            self._greeting = next(self.calls)
+            messages = self._restored_messages()
         threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+        for message in (*messages, Message("ping", call=self._greeting)):
+            self._send(worker, message)
+
+    def _be_ready(self, worker: WorkerProcess) -> None:
+        """Opens for calls: the worker has the weights, so they may be written anew."""
+        late = [request for request in self.outstanding.values() if request.id not in self._handed_in]
+        if late:
+            self._send(worker, submit_message(late))
+        if self.aborted:
+            self._send(worker, Message("abort", {"ids": sorted(self.aborted)}))
+        self.ready = True
 
     def _restored_messages(self) -> list[Message]:
         """Returns what a new worker must be told: precision, weights, the head, every request."""
         self._handed_in = set(self.outstanding)
-        messages = [Message("fall_back")] if self._fell_back else []
+        messages = [Message("fall_back")] if self.fell_back else []
         if self._version is not None:
             messages.append(self._weights_message())
-        if self._drafter:
-            messages.append(_publish_message(self._version or 0, self._drafter))
+        if self.drafter:
+            messages.append(publish_message(self._version or 0, self.drafter))
         if self.outstanding:
             messages.append(submit_message(list(self.outstanding.values())))
-        if self.aborted:
-            messages.append(Message("abort", {"ids": sorted(self.aborted)}))
         return messages
 
     def _weights_message(self) -> Message:
@@ -262,7 +264,9 @@ class WorkerBackend(Backend):
                     self._last_answer = time.monotonic()
                     if message.kind == "completion":
                         self._arrive(message)
-                    elif message.call:
+                    elif message.call == self._greeting:
+                        self._be_ready(worker)
+                    elif message.call in self.answers:
                         self.answers[message.call] = message
                     self.changed.notify_all()
         except Disconnected as reason:
@@ -315,63 +319,3 @@ class WorkerBackend(Backend):
                 self._last_answer = time.monotonic()
             else:
                 self._send(worker, Message("ping", call=next(self.calls)))
-
-
-@dataclass(frozen=True)
-class RemoteSpeculation:
-    """The worker's drafters, as far as another process can reach them."""
-
-    backend: WorkerBackend
-    # The pacer lives in the worker; nobody here can switch it off or save it.
-    pacer: Pacer | None = None
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether completions are the same tokens with and without speculation."""
-        return bool(self.backend.description["keeps_tokens"])
-
-    @property
-    def trainable_head(self) -> nn.Module | None:
-        """None: the head that drafts lies in the worker."""
-        return None
-
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Sends a trained head to the worker; kept, for one that takes over."""
-        assert weights is not None, "the head lies in another process: its weights must be sent"
-        self.backend._drafter = dict(weights)
-        self.backend.call(_publish_message(version, weights))
-
-    def drafter_state(self) -> dict[str, torch.Tensor]:
-        """Returns what drafters have learned, for a checkpoint."""
-        answer = self.backend.call(Message("drafter_state"))
-        return read_tensors(answer.fields["tensors"], answer.arrays)
-
-    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores what `drafter_state` returned."""
-        names, arrays = tensor_arrays(tensors)
-        self.backend.call(Message("load_drafter_state", {"tensors": names}, arrays))
-
-
-@dataclass(frozen=True)
-class RemotePrecision:
-    """The worker's low precision; its scales do not depend on the learner."""
-
-    backend: WorkerBackend
-    attention_observer: AttentionObserver | None = None
-
-    def fall_back_to_base_precision(self) -> None:
-        """Switches to `Precision.BASE` with the current weights."""
-        self.backend._fell_back = True
-        self.backend.description = self.backend.call(Message("fall_back")).fields
-
-    def calibration_state(self) -> dict[str, torch.Tensor]:
-        """Returns nothing: an FP8 cache is refused where the learner is in another process."""
-        return {}
-
-    def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes nothing over."""
-
-
-def _publish_message(version: int, weights: Mapping[str, torch.Tensor]) -> Message:
-    names, arrays = tensor_arrays(weights)
-    return Message("publish_drafter", {"version": version, "tensors": names}, arrays)

@@ -62,7 +62,7 @@ def completion_message(completion: Completion) -> Message:
         "top_logprobs": [list(top.items()) for top in completion.top_logprobs],
         "routing": None if routing is None else [routing.layers, routing.choices, routing.item_bytes],
     }
-    arrays = [
+    arrays: list[np.ndarray] = [
         np.array(completion.tokens, dtype=np.int64),
         np.array(completion.logprobs, dtype=np.float64),
         np.frombuffer(routing.experts if routing is not None else b"", dtype=np.uint8),
@@ -132,3 +132,9 @@ def read_tensors(names: Sequence[Sequence[str]], arrays: Sequence[np.ndarray]) -
         tensor = torch.from_numpy(array)
         tensors[name] = tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
     return tensors
+
+
+def publish_message(version: int, weights: Mapping[str, torch.Tensor]) -> Message:
+    """Returns the message that hands a trained head over."""
+    names, arrays = tensor_arrays(weights)
+    return Message("publish_drafter", {"version": version, "tensors": names}, arrays)

@@ -22,7 +22,7 @@ class SharedWeights:
 
     def __init__(self) -> None:
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        self.file = tempfile.TemporaryFile(dir=folder)
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long as the client lives
         self.layout: list[dict[str, Any]] = []
         self._memory: mmap.mmap | None = None
 

@@ -7,6 +7,7 @@ array. A version that is not ours, a length beyond the bounds and a type that is
 that whatever the other side sends, nothing of it is executed.
 """
 
+import contextlib
 import json
 import socket
 import struct
@@ -62,7 +63,7 @@ class Connection:
             with self._sending:
                 self.socket.sendall(frame + header)
                 for array in arrays:
-                    self.socket.sendall(memoryview(array.reshape(-1)).cast("B") if array.size else b"")
+                    self.socket.sendall(array.reshape(-1).view(np.uint8).data if array.size else b"")
         except OSError as error:
             raise Disconnected(str(error)) from None
 
@@ -82,10 +83,8 @@ class Connection:
 
     def close(self) -> None:
         """Closes this end; who waits on it gets `Disconnected`."""
-        try:
+        with contextlib.suppress(OSError):  # the other side was quicker
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was quicker
         self.socket.close()
 
     def _read_array(self, name: str, shape: list[int]) -> np.ndarray:
@@ -93,7 +92,7 @@ class Connection:
             raise ValueError(f"arrays of {name}")
         array = np.empty(shape, dtype=name)
         if array.size:
-            self._read_into(memoryview(array.reshape(-1)).cast("B"))
+            self._read_into(array.reshape(-1).view(np.uint8).data)
         return array
 
     def _read(self, count: int) -> bytearray:

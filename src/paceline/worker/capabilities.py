@@ -1,0 +1,79 @@
+"""What a hosted backend can do beyond generating, as far as it can be reached from another process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from paceline.pacing.strategy import Pacer
+from paceline.policy.attention import AttentionObserver
+from paceline.worker.codec import publish_message, read_tensors, tensor_arrays
+from paceline.worker.wire import Message
+
+
+class Caller(Protocol):
+    """The client, as its capabilities see it."""
+
+    description: dict
+    drafter: dict[str, torch.Tensor]  # the head that was published last, for a worker that takes over
+    fell_back: bool
+
+    def call(self, message: Message) -> Message:
+        """Asks the worker and returns its answer."""
+
+
+@dataclass
+class RemoteSpeculation:
+    """The worker's drafters, as far as another process can reach them."""
+
+    backend: Caller
+    # The pacer lives in the worker; nobody here can switch it off or save it.
+    pacer: Pacer | None = None
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether completions are the same tokens with and without speculation."""
+        return bool(self.backend.description["keeps_tokens"])
+
+    @property
+    def trainable_head(self) -> nn.Module | None:
+        """None: the head that drafts lies in the worker."""
+        return None
+
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Sends a trained head to the worker; kept, for one that takes over."""
+        assert weights is not None, "the head lies in another process: its weights must be sent"
+        self.backend.drafter = dict(weights)
+        self.backend.call(publish_message(version, weights))
+
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        """Returns what drafters have learned, for a checkpoint."""
+        answer = self.backend.call(Message("drafter_state"))
+        return read_tensors(answer.fields["tensors"], answer.arrays)
+
+    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `drafter_state` returned."""
+        names, arrays = tensor_arrays(tensors)
+        self.backend.call(Message("load_drafter_state", {"tensors": names}, arrays))
+
+
+@dataclass
+class RemotePrecision:
+    """The worker's low precision; its scales do not depend on the learner."""
+
+    backend: Caller
+    attention_observer: AttentionObserver | None = None
+
+    def fall_back_to_base_precision(self) -> None:
+        """Switches to `Precision.BASE` with the current weights."""
+        self.backend.fell_back = True
+        self.backend.description = self.backend.call(Message("fall_back")).fields
+
+    def calibration_state(self) -> dict[str, torch.Tensor]:
+        """Returns nothing: an FP8 cache is refused where the learner is in another process."""
+        return {}
+
+    def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes nothing over."""

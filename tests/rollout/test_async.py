@@ -1,0 +1,177 @@
+"""Async: generation goes on in a worker while the policy learns; what it samples is still exact."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from paceline.config import ConfigError, load_config
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.learning.learner import Learner
+from paceline.loop import Trainer, train
+from paceline.policy.huggingface import exported_tensors, load_policy
+from paceline.report.console import Console
+from paceline.rollout.samples import read_groups
+from paceline.rollout.schedule import ScheduleMismatch
+from paceline.tasks.running_sums import RunningSums
+from paceline.types import FinishReason, Request, SamplingParams
+from tests.length_reward import pay_for_length
+from tests.loop_helpers import make_tiny_policy, tiny_config
+from tests.rollout.test_modes import NO_DRAFTER, trained
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def length_reward(monkeypatch):
+    monkeypatch.setattr(RunningSums, "score", pay_for_length)
+
+
+SMALL = ("eval.every=0", "eval.problems=1", "rollout.speculation.drafters=[]", *NO_DRAFTER, "run.steps=4")
+
+
+def perturbed(decoder, version: int):
+    """Yields the weights of a version: near the policy's own, a function of the version."""
+    generator = torch.Generator().manual_seed(version)
+    for name, tensor in exported_tensors(decoder):
+        yield name, tensor + version * 0.02 * torch.randn(tensor.shape, generator=generator)
+
+
+def test_a_response_that_crossed_updates_is_sampled_as_if_each_part_were_alone(policy):
+    """Each segment equals what an engine with those weights samples after everything before it."""
+    base = load_policy(policy, torch.float32)
+    settings = EngineSettings(max_running=4, kv_tokens=2048)
+    engine = Engine(load_policy(policy, torch.float32), settings)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [Request(f"r{i}", (3, 5, 7 + i), 100 + i, sampling) for i in range(6)]
+    engine.update_weights(0, list(perturbed(base, 0)))
+    engine.submit(requests)
+    done = []
+    version = 0
+    while len(done) < len(requests):
+        steps = 0
+
+        def stop_soon(*_):
+            nonlocal steps
+            steps += 1
+            if steps == 9:
+                engine.pause()
+
+        engine.outcomes.observer = stop_soon
+        done += engine.completions()
+        version += 1
+        engine.update_weights(version, list(perturbed(base, version)))
+        engine.resume()
+    assert all(len(completion.segments) >= 2 for completion in done)
+    for completion in done:
+        request = completion.request
+        for segment in completion.segments:
+            alone = Engine(load_policy(policy, torch.float32), settings)
+            alone.update_weights(segment.weight_version, list(perturbed(base, segment.weight_version)))
+            before = completion.tokens[: segment.start]
+            count = segment.stop - segment.start
+            alone.submit(
+                [
+                    Request(
+                        "again",
+                        request.prompt + before,
+                        request.seed,
+                        SamplingParams(max_tokens=count, ignore_eos=True),
+                    )
+                ]
+            )
+            (again,) = alone.completions()
+            assert again.tokens == completion.tokens[segment.start : segment.stop]
+            assert again.logprobs == completion.logprobs[segment.start : segment.stop], "bit for bit"
+
+
+def test_kept_caches_go_on_and_are_told_apart(policy):
+    base = load_policy(policy, torch.float32)
+    prefills = {}
+    for keeps in (False, True):
+        settings = EngineSettings(max_running=4, kv_tokens=2048, keeps_cache=keeps)
+        engine = Engine(load_policy(policy, torch.float32), settings)
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        engine.submit([Request(f"r{i}", (3, 5, 7 + i), 100 + i, sampling) for i in range(4)])
+        engine.outcomes.observer = lambda sequences, lengths, gained: (
+            engine.pause() if lengths.max() >= 20 and engine.version == 0 else None
+        )
+        assert not list(engine.completions())
+        engine.update_weights(1, list(perturbed(base, 1)))
+        engine.resume()
+        done = list(engine.completions())
+        assert [[s.weight_version for s in c.segments] for c in done] == [[0, 1]] * 4
+        assert all(c.finish_reason is FinishReason.LENGTH and len(c.tokens) == 40 for c in done)
+        prefills[keeps] = engine.take_stats().prefill_tokens
+    assert prefills[True] == 4 * 2 and prefills[False] > prefills[True] + 4 * 15
+
+
+def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp_path):
+    mode = ("rollout.mode=async", "rollout.max_lag=2", "rollout.max_running=6", "report.samples_per_step=4")
+    run = train(tiny_config(policy, tmp_path, "async", *SMALL, *mode, "run.steps=2")).summary.run
+    saved = json.loads((run / "checkpoints/step_000002/under_way.json").read_text())
+    assert len(saved["groups"]) == 8, "what went in while the last step learned"
+    train(load_config(str(run / "config.yaml"), ["run.steps=4"]), resume=run)
+    records = trained(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert all(record["rollout/lag_max"] <= 2 for record in records)
+    assert sum(record["rollout/lag_mean"] for record in records) > 0
+    assert any(f"mismatch/lag_{lag}/kl" in record for record in records for lag in (1, 2))
+    groups = [g for path in sorted((run / "samples").iterdir()) for g in read_groups(path)]
+    names = [sample.completion.request.id for group in groups for sample in group.samples]
+    assert len(names) == len(set(names)) == 4 * 16, "nothing counts twice"
+
+
+def test_an_async_step_takes_less_than_its_rollout_and_learning(policy, tmp_path, monkeypatch):
+    """With a worker whose steps sleep and a learner that sleeps, the two must overlap."""
+    from paceline import session
+    from paceline.worker.process import Launch
+
+    monkeypatch.setattr(
+        session,
+        "Launch",
+        lambda factory, settings: Launch(
+            "tests.worker.slow_backend:make", json.dumps({"seconds": 0.04, "die_once": ""})
+        ),
+    )
+    update = Learner.update
+
+    def slow_update(self, *arguments):
+        time.sleep(0.8)
+        return update(self, *arguments)
+
+    monkeypatch.setattr(Learner, "update", slow_update)
+    mode = ("rollout.mode=async", "rollout.max_lag=1", "run.steps=5")
+    trainer = Trainer(
+        tiny_config(policy, tmp_path, "overlap", *SMALL, *mode), "default", None, None, Console(quiet=True)
+    )
+    trainer.run_steps()
+    records = [json.loads(line) for line in (tmp_path / "overlap/metrics.jsonl").read_text().splitlines()]
+    generation = 24 * 0.04  # every response has 24 tokens, and all of them run together
+    steady = [record["time/step"] for record in records[1:]]
+    assert min(steady) < 0.9 * (generation + 0.8), steady
+
+
+@pytest.mark.parametrize("mode", ["partial", "async"])
+def test_a_schedule_repeats_a_run_in_one_process(policy, tmp_path, mode):
+    keys = (f"rollout.mode={mode}", "rollout.max_lag=2", "rollout.max_running=6", "run.steps=3")
+    first = train(tiny_config(policy, tmp_path, "first", *SMALL, *keys)).summary.run
+    schedule = first / "schedule.jsonl"
+    config = tiny_config(policy, tmp_path, "again", *SMALL, *keys)
+    again = train(config, schedule=schedule).summary.run
+    depends = ("rollout/decode_steps", "rollout/tail_steps")
+    repeated, recorded = (
+        [{k: v for k, v in record.items() if k not in depends} for record in trained(run)]
+        for run in (again, first)
+    )
+    assert repeated == recorded
+    assert sum(record["rollout/lag_mean"] for record in recorded) > 0
+    other = tiny_config(policy, tmp_path, "other", *SMALL, *keys, "run.seed=5")
+    with pytest.raises(ScheduleMismatch, match="the schedule says"):
+        train(other, schedule=schedule)
+    with pytest.raises(ConfigError, match="there is nothing to repeat"):
+        train(tiny_config(policy, tmp_path, "sync", *SMALL), schedule=schedule)
