@@ -25,6 +25,7 @@ class EngineSettings:
     graph_memory: int = 0
     # Tokens proposed for a row at most; with the batch, the largest step that graphs reserve memory for.
     max_proposal: int = 15
+    trees: bool = False  # proposals may be trees, whose steps hold more
     precision: Precision = Precision.BASE
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False
