@@ -93,6 +93,7 @@ def make_subject(
         precision=rollout.precision,
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",
+        trees=rollout.speculation.shape == "tree",
     )
     how = (drafters, options.tokens, settings, options.pacing == "adaptive")
     if rollout.precision is Precision.BASE:

@@ -30,3 +30,10 @@ class EngineSettings:
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False
     records_routing: bool = False  # completions say which experts their tokens went through
+
+    def __post_init__(self) -> None:
+        if self.trees and self.verify != "shared-noise":
+            raise ValueError(
+                f"trees with verify = {self.verify!r}: they are verified by shared-noise only; "
+                "use chains (rollout.speculation.shape=chain) or shared-noise"
+            )

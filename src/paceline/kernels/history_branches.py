@@ -25,9 +25,10 @@ from paceline.kernels.triton_support import (
 BRANCHES = 2 * len(LENGTHS)
 
 
-def _find_branches_reference(
+def find_branches_reference(
     slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Indexes the rows and returns tokens `[R, C, count]`, matched tokens and key of their candidates."""
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
     found = find_matches_reference(slots_R, tokens_SW, length_S, index, count)
@@ -115,9 +116,10 @@ def _branch_kernel(
     tl.store(out_key_ptr + line, key.to(tl.int64))
 
 
-def _find_branches_triton(
+def find_branches_triton(
     slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Does what `find_branches_reference` does, in two launches."""
     index_running_triton(slots_R, tokens_SW, length_S, index)
     shape = len(slots_R), BRANCHES
     tokens_RCK = torch.empty(*shape, count, dtype=torch.int64, device=slots_R.device)
@@ -157,7 +159,7 @@ def branches_from_history(
     Returns tokens `[R, BRANCHES, count]`, -1 behind a branch's end, and how many of the row's last tokens
     stand before each branch, `[R, BRANCHES]`. The best comes first, which is `propose_from_history`'s.
     """
-    run = _find_branches_triton if slots_R.is_cuda else _find_branches_reference
+    run = find_branches_triton if slots_R.is_cuda else find_branches_reference
     tokens_RCK, matched_RC, key_RC = run(slots_R, tokens_SW, length_S, index, count)
     order_RC = key_RC.sort(dim=1, descending=True, stable=True).indices
     by_key_RCK = order_RC.unsqueeze(-1).expand_as(tokens_RCK)
