@@ -98,6 +98,7 @@ def make_runner(
                     policy,
                     rows.state,
                     runner.proposals_SK,
+                    runner.parents_SK,
                     runner.probabilities_SKV,
                     64,
                     settings.deterministic,

@@ -94,7 +94,7 @@ class DraftStats:
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # drafts whose first i + 1 tokens were all accepted
+    accepted_at: list[int] = field(default_factory=list)  # drafts whose token i was accepted
 
     @property
     def accept_length(self) -> float:

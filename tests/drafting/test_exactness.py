@@ -23,6 +23,7 @@ class ScriptedDrafter(Drafter):
     max_tokens = 15
 
     def bind(self, context: DrafterContext) -> None:
+        super().bind(context)
         self.rows, self.proposals_SK = context.rows, context.proposals_SK
         self.requests: dict[int, Request] = {}
 

@@ -11,6 +11,7 @@ import torch
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.history import HistoryDrafter
 from paceline.engine import sampling
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import StepRunner
@@ -108,6 +109,24 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
     assert peak(runner, 64, 4, StepVariant()) <= runner.memory._needs.step(64, 4), (
         "with what followers keep and make"
     )
+
+
+@pytest.mark.parametrize("kind", ["history", "eagle", "eagle, 32000 tokens", "draft model"])
+def test_no_tree_holds_more_than_its_estimate(kind):
+    shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
+    drafter = HistoryDrafter(bank_tokens=1000) if kind == "history" else make_drafter(kind, shape)
+    settings = EngineSettings(max_running=64, deterministic=True, trees=True)
+    runner = make_runner(shape, settings, (drafter,))
+    needs = runner.memory._needs
+    for rows, truncates, count in product((1, 20), (False, True), (4, 15)):
+        with on_gpu(), Allocations() as allocations:
+            drafter.propose_tree(runner.slots[:rows], count, truncates)
+        assert allocations.peak <= max(needs.draft(rows), needs.step(rows, count + 1)), (rows, count)
+    for variant in (StepVariant(), StepVariant(truncates=True), StepVariant(top_logprobs=5)):
+        for rows, queries in ((64, 16), (20, 4), (1, 16)):
+            with on_gpu(), Allocations() as allocations:
+                runner._step(rows, queries, variant, drafter)
+            assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
 
 
 def test_one_piece_of_logits_at_a_time():

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from paceline.kernels.attention_tiles import GROUP, TILE  # noqa: E402
-from paceline.kernels.paged_attention import _paged_attention_kernel  # noqa: E402
+from paceline.kernels.paged_kernel import paged_attention_kernel  # noqa: E402
 from paceline.kernels.paged_launch import Launch  # noqa: E402
 from paceline.kernels.prefill_attention import (  # noqa: E402
     FP8_QUERY_ROWS,
@@ -31,11 +31,13 @@ POINTERS = dict(
     table_ptr="*i32",
     cu_seqlens_ptr="*i32",
     context_ptr="*i32",
+    depth_ptr="*i64",
+    node_slots_ptr="*i64",
     out_ptr="*bf16",
 )
 
 
-def products(kernel, rows: int, head_dim: int, **options) -> list[str]:
+def products(kernel, rows: int, head_dim: int, tree: bool = False, **options) -> list[str]:
     """One entry per product of the loop: the widths of its operands, or that it runs asynchronously."""
     constants = dict(
         NUM_HEADS=32,
@@ -49,6 +51,7 @@ def products(kernel, rows: int, head_dim: int, **options) -> list[str]:
         FP8=True,
         PDL=True,
         SHARED=False,
+        TREE=tree,
         QUANTISE=False,
         FLAT=False,
         values_ptr=None,
@@ -57,6 +60,8 @@ def products(kernel, rows: int, head_dim: int, **options) -> list[str]:
         maximum_ptr=None,
         total_ptr=None,
     )
+    if not tree:
+        constants |= dict(depth_ptr=None, node_slots_ptr=None)
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     types = {
@@ -92,9 +97,10 @@ if __name__ == "__main__":
     for head_dim in (64, 128):
         for rows in (8, 16):
             warps = Launch(1, stages=3).num_warps(rows, fp8=True)
-            results[f"decoding, {rows} rows, {head_dim}"] = products(
-                _paged_attention_kernel, rows, head_dim, num_warps=warps, num_stages=3
-            )
+            for name, tree in (("decoding", False), ("tree", True)):
+                results[f"{name}, {rows} rows, {head_dim}"] = products(
+                    paged_attention_kernel, rows, head_dim, tree, num_warps=warps, num_stages=3
+                )
         results[f"prefill, {head_dim}"] = products(
             _prefill_attention_kernel, FP8_QUERY_ROWS, head_dim, num_warps=FP8_WARPS, num_stages=3
         )

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from paceline.kernels import (  # noqa: E402
     linear,
     moe,
-    paged_attention,
+    paged_kernel,
     paged_launch,
     prefill_attention,
     triton_support,
@@ -32,6 +32,7 @@ HEADS = dict(
     PADDED_GQA=4,
     TILE=TILE,
     GROUP=GROUP,
+    TREE=False,
     FP8=False,
     QUANTISE=False,
     FLAT=False,
@@ -50,6 +51,8 @@ def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int
         "v_scale_ptr",
         "values_ptr",
         "scales_ptr",
+        "depth_ptr",
+        "node_slots_ptr",
         *(() if constants.get("SHARED") else FP32),
     ):
         if name in names:
@@ -110,7 +113,7 @@ def cases():
         options = launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2)
         yield (
             f"decoding, {tiles} tiles of {rows} rows",
-            paged_attention._paged_attention_kernel,
+            paged_kernel.paged_attention_kernel,
             constants,
             launch.stages,
             options,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_reference import QueryKeys, attend_reference
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.fp8_quantise import quantise_rows_reference
 from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
@@ -158,13 +158,12 @@ def test_cpu_queries_are_invariant():
     k, v, k_scale, v_scale = cache(12)
     q, position = torch.randn(40, HEADS, DIM), torch.randint(0, 47, (40,))
     table = torch.stack([torch.randperm(11)[:3] + 1 for _ in range(40)]).int()
-    whole = attend_reference(q, position, table, k, v, k_scale, v_scale)
+    keys = QueryKeys(position, table)
+    whole = attend_reference(q, keys, k, v, k_scale, v_scale)
     for count in range(1, 41):
         part = slice((count * 7) % (41 - count), None)
         part = slice(part.start, part.start + count)
-        assert torch.equal(
-            attend_reference(q[part], position[part], table[part], k, v, k_scale, v_scale), whole[part]
-        )
+        assert torch.equal(attend_reference(q[part], keys.of(part), k, v, k_scale, v_scale), whole[part])
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels import history_index, history_lookup
+from paceline.kernels import history_branches, history_index, history_lookup
 from paceline.kernels.history_index import END, LENGTHS, MAX_MATCH, MIN_MATCH, HistoryIndex
 
 SLOTS = 5
@@ -241,6 +241,9 @@ def check_kernels(device: str, monkeypatch) -> None:
                     theirs.bank(slot, history_index.bank_row_reference)
                 proposals = [torch.full((SLOTS, COUNT), 99, device=device) for _ in range(2)]
                 rows = torch.tensor(slots, device=device)
+                if step % 3 == 2:
+                    check_branches(rows, ours, theirs, count)
+                    continue
                 history_lookup.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
                 history_lookup.propose_reference(
                     rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1]
@@ -248,6 +251,43 @@ def check_kernels(device: str, monkeypatch) -> None:
                 assert torch.equal(*proposals)
                 for name, tensor in vars(theirs.index).items():
                     assert torch.equal(getattr(ours.index, name), tensor), name
+
+
+def check_branches(rows: torch.Tensor, ours: Text, theirs: Text, count: int) -> None:
+    """All candidates, in place of the best one's proposal, which is the first branch."""
+    found = history_branches.find_branches_triton(rows, ours.tokens, ours.length, ours.index, count)
+    expected = history_branches.find_branches_reference(
+        rows, theirs.tokens, theirs.length, theirs.index, count
+    )
+    exists = expected[2] >= 0
+    for mine, reference in zip(found, expected, strict=True):
+        assert torch.equal(mine[exists], reference[exists])
+    assert torch.equal(found[2], expected[2])
+    for name, tensor in vars(theirs.index).items():
+        assert torch.equal(getattr(ours.index, name), tensor), name
+
+
+def test_branches_are_sorted_and_the_first_is_what_a_chain_has():
+    branched = 0
+    for seed in range(4):
+        text = Text(seed, 1 << 12, "cpu")
+        for step in range(14):
+            for slot in range(SLOTS - 1):
+                text.grow(slot)
+            if step % 4 == 3:
+                text.bank(step // 4 % 2 * 2, history_index.bank_row_reference)
+            rows = torch.arange(SLOTS - 1)
+            arguments = rows, text.tokens, text.length, text.index, COUNT
+            tokens, matched = history_branches.branches_from_history(*arguments)
+            proposals = torch.zeros(SLOTS, COUNT, dtype=torch.int64)
+            history_lookup.propose_from_history(*arguments, proposals)
+            assert torch.equal(tokens[:, 0], proposals[:-1])
+            for row in range(SLOTS - 1):
+                exists = tokens[row, :, 0] >= 0
+                lengths = matched[row][exists].tolist()
+                assert lengths == sorted(lengths, reverse=True)
+                branched += len(set(tokens[row, exists, 0].tolist())) > 1
+    assert branched > 5
 
 
 def test_kernels_equal_the_references_interpreted(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_reference import QueryKeys, attend_reference
 from paceline.kernels.fp8_format import E4M3
 from paceline.kernels.rope_kv import rope_and_write_kv_reference
 from paceline.plan.memory_tracker import MemoryTracker
@@ -123,7 +123,7 @@ def test_validation_measures_what_the_cache_does():
         rotated = rope_and_write_kv_reference(
             qkv, position, position, cos, sin, k_cache, v_cache, heads, None, None, 1e-6, *scales
         )
-        outs.append(attend_reference(rotated, position, table, k_cache, v_cache, *scales))
+        outs.append(attend_reference(rotated, QueryKeys(position, table), k_cache, v_cache, *scales))
     measured = (outs[1] - outs[0]).norm() / outs[0].norm()
     torch.testing.assert_close(attention_error(q, k, v, k_scale, v_scale), measured, rtol=1e-4, atol=0)
 

@@ -11,17 +11,19 @@ from paceline.drafting.recipe import drafter_overrides
 POLICY_KEYS = ("policy.path", "policy.dtype", "policy.widen")
 REQUEST_KEYS = ("task", "rollout.temperature", "rollout.max_tokens")
 ACCEPTANCE_KEYS = ("run.device", *POLICY_KEYS, *REQUEST_KEYS)
+PRECISION_KEYS = ("rollout.precision", "rollout.base_precision_layers", "rollout.kv_scales")
 # Keys that change what is measured wherever they are set, in a recipe's file too.
 JUDGED_BY_VALUE = ("rollout.precision", "policy.lora.path")
 # The folders of rollout.speculation are checked by `drafter_overrides`.
-SPECULATION_KEYS = (*ACCEPTANCE_KEYS, "rollout.deterministic", "rollout.speculation")
+SPECULATION_KEYS = (*ACCEPTANCE_KEYS, *PRECISION_KEYS, "rollout.deterministic", "rollout.speculation")
 
 
 def acceptance_config(recipe: str, overrides: Sequence[str]) -> Config:
     """Reads the recipe of `bench acceptance`."""
     refuse_ignored(overrides, ACCEPTANCE_KEYS, "acceptance")
     config = load_config(recipe, list(overrides))
-    _refuse_values(config, "acceptance")
+    _refuse_precision(config, "acceptance")
+    _refuse_adapters(config, "acceptance")
     return config
 
 
@@ -29,7 +31,7 @@ def speculation_config(recipe: str, overrides: Sequence[str], drafter: str) -> C
     """Reads the recipe of `bench speculation`, whose own options say who drafts."""
     refuse_ignored(overrides, SPECULATION_KEYS, "speculation")
     config = load_config(recipe, drafter_overrides(list(overrides), [drafter]))
-    _refuse_values(config, "speculation")
+    _refuse_adapters(config, "speculation")
     return config
 
 
@@ -46,7 +48,7 @@ def refuse_ignored(overrides: Sequence[str], used: Sequence[str], command: str) 
             )
 
 
-def _refuse_values(config: Config, command: str) -> None:
+def _refuse_precision(config: Config, command: str) -> None:
     rollout = config.rollout
     if not rollout.is_default("precision"):
         base = type(rollout).model_fields["precision"].default
@@ -55,6 +57,9 @@ def _refuse_values(config: Config, command: str) -> None:
             f"type only; say rollout.precision={base} for that, or measure steps and whole rollouts with "
             f"`bench decode` and `bench rollout --precision {rollout.precision}`"
         )
+
+
+def _refuse_adapters(config: Config, command: str) -> None:
     if config.policy.lora.path:
         raise ConfigError(
             f"policy.lora.path = {config.policy.lora.path!r}: `bench {command}` would leave these adapters "

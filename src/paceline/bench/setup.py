@@ -92,12 +92,17 @@ def recipe_engine(
     """Returns an engine whose KV pool holds the longest of the requests in every row."""
     longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests) + 2
     reserved = RESERVED_STEPS * (MAX_QUERY + 1)  # ahead of each row, for the deepest drafts
+    rollout = config.rollout
     settings = EngineSettings(
         max_running,
         max_running * (longest + reserved),
         max_length=longest,
-        deterministic=config.rollout.deterministic,
+        deterministic=rollout.deterministic,
         verify=verify,
+        trees=rollout.speculation.shape == "tree",
+        precision=rollout.precision,
+        base_precision_layers=rollout.base_precision_layers,
+        kv_scales_per_head=rollout.kv_scales == "head",
     )
     drafters = []
     if drafter != "none":

@@ -7,7 +7,8 @@ disturbs, so requests whose responses are long are chosen: they are also the one
 Each strategy generates the same requests with the same seeds, so the share of completions that are plain
 decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round
 differently at different sizes. Rejection samples the same distribution, not the same tokens: its responses,
-and so the requests with long ones, are others.
+and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
+decoding included, and whether proposals are chains or trees.
 
 Before each of them drafters forget what they have seen: one that remembers responses would find these very
 ones.
@@ -21,7 +22,7 @@ import torch
 
 from paceline.bench.setup import recipe_engine, recipe_requests
 from paceline.bench.spread import Spread
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.engine.engine import Engine
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
@@ -43,7 +44,7 @@ class SpeculationPoint:
     step_ms: Spread  # over repeats, the median step
     draft_share: float  # of the step
     accept_length: float  # tokens emitted per row and step, the policy's own included
-    accepted_at: tuple[float, ...]  # share of drafts whose first i + 1 tokens were all accepted
+    accepted_at: tuple[float, ...]  # share of drafts whose token i was accepted
     tokens_per_second: Spread
     ratio: float  # to plain decoding at the same batch
     identical: float | None  # share of completions equal to plain decoding's, where they should be
@@ -85,10 +86,16 @@ def bench_recipe(
 
     `counts` are numbers of proposed tokens, `rules` ways to verify them.
     """
+    tree = config.rollout.speculation.shape == "tree"
+    if tree and Verify.REJECTION in rules:
+        raise ConfigError(
+            "--verify rejection: rollout.speculation.shape = 'tree' is verified by shared noise only; "
+            "leave one of the two out"
+        )
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
     alone = recipe_engine(config, policy, candidates, max(batches))
     engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
-    strategies = [Strategy(drafter, count) for count in counts]
+    strategies = [Strategy(drafter, count, tree) for count in counts]
     yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
 
 

@@ -141,8 +141,10 @@ class NativeSubject:
                 shape=self.policy.config,
             )
             # A certificate ends before trials are due by their usual share, and it needs changes, not speed.
-            return AdaptivePacer(replace(pacer.settings, trial_share=1.0, catch_up={}))
-        return FixedPacer(Strategy(drafters[0].name, tokens), opening.max_running)
+            strategies = tuple(replace(s, tree=self.settings.trees) for s in pacer.settings.strategies)
+            changing = replace(pacer.settings, trial_share=1.0, catch_up={}, strategies=strategies)
+            return AdaptivePacer(changing)
+        return FixedPacer(Strategy(drafters[0].name, tokens, self.settings.trees), opening.max_running)
 
     def own_checks(self) -> list[Check]:
         return [self._check_changes()] if self.adaptive and self.tokens else []

@@ -167,6 +167,7 @@ def make_subject(
         precision=rollout.precision,
         base_precision_layers=rollout.base_precision_layers,
         kv_scales_per_head=rollout.kv_scales == "head",
+        trees=rollout.speculation.shape == "tree",
     )
     how = (drafters, options.tokens, settings, options.pacing == "adaptive", tokenizer)
     if rollout.precision is Precision.BASE:

@@ -60,8 +60,16 @@ class SpeculationConfig(Section):
         description="adaptive: the fastest strategy at the moment, which may be no speculation; "
         "fixed: always the same",
     )
+    shape: Literal["chain", "tree"] = Field(
+        "chain",
+        description="how proposed tokens hang together; chain: one continuation; tree: several, which share "
+        "their beginnings and are verified at once; completions are the same",
+    )
     tokens: int = Field(
-        7, ge=1, le=15, description="proposed tokens per step: at most (adaptive), or exactly (fixed)"
+        7,
+        ge=1,
+        le=15,
+        description="proposed tokens per step, a tree's nodes: at most (adaptive), or exactly (fixed)",
     )
     max_running: int = Field(
         0, ge=0, description="fixed: speculate while at most this many requests run; 0: always"
@@ -123,11 +131,18 @@ class SpeculationConfig(Section):
                 f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
                 "Use online.when=always, or name the folder of a trained head"
             )
-        if not self.drafters and not self.is_default("verify"):
+        for key in ("verify", "shape"):
+            if not self.drafters and not self.is_default(key):
+                default = type(self).model_fields[key].default
+                raise ValueError(
+                    f"rollout.speculation.{key} = {getattr(self, key)!r} does not apply: "
+                    "rollout.speculation.drafters is empty, so nothing is verified. "
+                    f"Name a drafter, or leave it out (rollout.speculation.{key}={default})"
+                )
+        if self.shape == "tree" and self.verify == "rejection":
             raise ValueError(
-                f"rollout.speculation.verify = {self.verify!r} does not apply: "
-                "rollout.speculation.drafters is empty, so nothing is verified. "
-                "Name a drafter, or leave it out (rollout.speculation.verify=shared-noise)"
+                "rollout.speculation.shape = 'tree' needs rollout.speculation.verify = 'shared-noise': "
+                "rejection verifies chains only. Leave one of the two out"
             )
         return self
 

@@ -5,11 +5,12 @@
     request enters ──▶ observe_enter        host: which prompt, which slot
     each step      ──▶ propose(slots, k)    device: k tokens per row into the proposals, no host involved
                    ──▶ observe_step         device: what the policy computed and sampled, if it follows that
+       in trees    ──▶ propose_tree(slots, k), observe_tree: k nodes per row, and the way through them
     request leaves ──▶ observe_leave        host: what it wrote, while its row is still there
 
 A drafter sees resident rows (`kernels/row_step.py`), never the engine. `propose` and `observe_step` are
-captured in CUDA graphs, so they read only tensors whose address stays; `catch_up` does beforehand what needs
-the host.
+captured in CUDA graphs, so they read only tensors whose address stays, and so are their counterparts for
+trees; `catch_up` does beforehand what needs the host.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from paceline.kernels.row_step import Queries, RowTensors
+from paceline.kernels.tree_walk import TreeWalk
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.types import Request
@@ -29,8 +31,9 @@ class DrafterContext:
 
     policy: Decoder
     rows: RowTensors
-    # Where proposals go.
+    # Where proposals go, and of a tree's nodes the parents (`kernels/tree_gather.py`).
     proposals_SK: torch.Tensor
+    parents_SK: torch.Tensor
     # Where the distribution goes that each proposal was drawn from; None: not needed (`has_probabilities`).
     probabilities_SKV: torch.Tensor | None
     # Blocks of the paged pool; a drafter's own cache uses the same block numbers.
@@ -50,6 +53,15 @@ class TargetStep:
     sampled_RQ: torch.Tensor
     # By layer: the hidden states that entered it, `[R x Q, E]`.
     captured: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TreeStep:
+    """A tree that the policy has verified: what its nodes ran with, and the way through it."""
+
+    slots_R: torch.Tensor
+    queries: Queries
+    walk: TreeWalk
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,14 @@ class Drafter:
         `truncates` tells whether any request of the batch uses top-k, top-p or min-p.
         """
         raise NotImplementedError
+
+    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        """Writes `count` nodes for each row of `slots_R` into proposals and parents; a chain is one, too."""
+        self.propose(slots_R, count, truncates)
+        self.context.parents_SK[slots_R, :count] = torch.arange(count, device=slots_R.device)
+
+    def observe_tree(self, step: TreeStep) -> None:
+        """Sees which of the nodes that it proposed last the policy's samples went through."""
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         """Copies blocks of the drafter's own cache, as those of the pool were copied."""

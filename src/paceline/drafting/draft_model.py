@@ -2,8 +2,9 @@
 
 It keeps keys and values in a cache of its own under the pool's block numbers. While it proposes it stays at
 most one token behind, because of what it proposed the last token is never run; so its first pass takes the
-row's last two tokens. For rows that ran without it, it catches up by a batched prefill, which the switch
-pays.
+row's last two tokens. So it does behind a tree: what it ran of the tree's path moves to where it belongs, and
+only the path's last node may lack. For rows that ran without it, it catches up by a batched prefill, which
+the switch pays.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.drafting.base import DrafterContext
+from paceline.drafting.base import DrafterContext, TreeStep
 from paceline.drafting.cached import CachedDrafter
+from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.sampling import sample_draft
-from paceline.kernels.draft_step import gather_draft
+from paceline.drafting.tree import TreeProposals
+from paceline.kernels.draft_step import DraftQueries, gather_draft
 from paceline.paged.cache import BLOCK_SIZE, KVCache, token_bytes
 from paceline.paged.forward import PagedForward
 from paceline.policy.decoder import Decoder
@@ -60,6 +63,11 @@ class DraftModel(CachedDrafter):
         self.forward = PagedForward(self.policy, self.cache, context.deterministic)
         # Leading tokens of each row that are in the cache.
         self.cached_S = torch.zeros_like(context.rows.length)
+        self.calibration = GapCalibration(self.policy.device)
+        self.trees = TreeProposals(context, self.calibration)
+        # Of the nodes proposed last: where their keys lie in the cache, behind the row's last token; -1: they
+        # were not run.
+        self.places_SK = torch.full_like(context.proposals_SK, -1)
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         self.cached_S[slot] = 0
@@ -97,12 +105,7 @@ class DraftModel(CachedDrafter):
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count + 1, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
-        # A row of one token has none before it, so nothing of it attends here; what catching up stored of it
-        # is right and stays.
-        slots_2R = torch.where(walk.context_CR[0] < 0, -1, walk.cache_slots_CR[:2])
-        first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, slots_2R.T
-        hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])
-        hidden_RE = hidden_TE.unflatten(0, (-1, 2))[:, 1]
+        hidden_RE = self._run_last_two(walk, table_RB)
         proposed = []
         for column in range(count):
             if column > 0:
@@ -113,11 +116,48 @@ class DraftModel(CachedDrafter):
                     table_RB,
                     walk.context_CR[column + 1],
                 )
-            logits_RV = self.forward.logits(hidden_RE.contiguous())
+            logits_RV = self.forward.logits(hidden_RE)
             proposed.append(sample_draft(logits_RV, self.context, slots_R, walk, column, truncates))
         self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]
+
+    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        rows = self.context.rows
+        shape = TreeShape.of(count)
+        # Column 1 is the root's.
+        walk = gather_draft(rows, slots_R, 1 + shape.places, self.forward.max_position, BLOCK_SIZE)
+        table_RB = rows.block_table.index_select(0, slots_R)
+        growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates)
+        keys = ExpandedKeys(walk.cache_slots_CR[1:])
+        nodes = growth.branch(self.forward.logits(self._run_last_two(walk, table_RB)))
+        while nodes is not None:
+            own_slots_RW, tree = keys.deepen(nodes.parents_RW)
+            positions_RW = walk.positions_CR[1 + nodes.depth].unsqueeze(1).repeat(1, shape.width)
+            places = positions_RW, own_slots_RW, table_RB, walk.context_CR[1]
+            hidden_TE, _ = self.forward.decode(nodes.tokens_RW, *places, tree)
+            nodes = growth.branch(self.forward.logits(hidden_TE))
+        chosen = self.trees.propose(slots_R, growth.candidates(), count)
+        self.places_SK[slots_R, :count] = growth.places_RN().gather(1, chosen.candidates_RK)
+        self.cached_S[slots_R] = rows.length[slots_R]
+
+    def observe_tree(self, step: TreeStep) -> None:
+        self.trees.observe(step)
+        # By node, the root first. A path's last node may not have been run; all before it were.
+        place_RQ = torch.zeros_like(step.walk.path_RQ)
+        place_RQ[:, 1:] = self.places_SK[step.slots_R, : place_RQ.shape[1] - 1]
+        place_RQ = place_RQ.gather(1, step.walk.path_RQ)
+        sources_RQ = step.queries.cache_slots_RQ.gather(1, place_RQ.clamp(min=0))
+        self.cache.move_slots(sources_RQ, torch.where(place_RQ < 0, -1, step.walk.targets_RQ))
+
+    def _run_last_two(self, walk: DraftQueries, table_RB: torch.Tensor) -> torch.Tensor:
+        """Runs the rows' last two tokens and returns the last one's hidden states, `[R, E]`."""
+        # A row of one token has none before it, so nothing of it attends here; what catching up stored of it
+        # is right and stays.
+        slots_2R = torch.where(walk.context_CR[0] < 0, -1, walk.cache_slots_CR[:2])
+        first_two = walk.tokens_2R.T, walk.positions_CR[:2].T, slots_2R.T
+        hidden_TE, _ = self.forward.decode(*(x.contiguous() for x in first_two), table_RB, walk.context_CR[0])
+        return hidden_TE.unflatten(0, (-1, 2))[:, 1].contiguous()
 
 
 def _missing_chunks(tables: np.ndarray, cached: list[int], lengths: list[int]) -> list[_Chunk]:

@@ -9,14 +9,18 @@ moment without running anything again:
     entries          g_a  g_b  g_c             each with the embedding of the token to its right
     first proposal             q_c             attends to all entries; the features g_c wait in `features_SE`
     next ones                       x  x       the head's own states in place of features; overwritten later
+
+A tree grows the same way, several nodes at a time, each of which attends to the entries on its own path.
 """
 
 import torch
 
-from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep
+from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.sampling import sample_draft
+from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
 from paceline.kernels.eagle_step import eagle_inputs, keep_last
 from paceline.kernels.linear import linear
@@ -24,6 +28,7 @@ from paceline.kernels.norm import rms_norm_residual
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply
+from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.types import Request
 
@@ -52,6 +57,8 @@ class EagleDrafter(CachedDrafter):
         self.features_SE = torch.zeros(
             len(context.rows.length), layer.hidden_size, dtype=dtype, device=device
         )
+        self.calibration = GapCalibration(device)
+        self.trees = TreeProposals(context, self.calibration)
         self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
 
     # -- following the policy --
@@ -112,32 +119,64 @@ class EagleDrafter(CachedDrafter):
             proposed.append(tokens_R)
         self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
 
+    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        rows = self.context.rows
+        shape = TreeShape.of(count)
+        walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)
+        table_RB = rows.block_table.index_select(0, slots_R)
+        context_R = walk.context_CR[0]
+        states_RE = self.features_SE.index_select(0, slots_R)
+        first = walk.tokens_2R[1], walk.positions_CR[0], walk.cache_slots_CR[0]
+        normed_TE, states_TE = self._layer(states_RE, *first, context_R, table_RB)
+        growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates)
+        keys = ExpandedKeys(walk.cache_slots_CR)
+        nodes = growth.branch(self._logits(normed_TE))
+        while nodes is not None:
+            own_slots_RW, tree = keys.deepen(nodes.parents_RW)
+            states_RWE = states_TE.unflatten(0, (len(slots_R), -1))
+            above_RW1 = nodes.parents_RW.unsqueeze(2).expand(-1, -1, states_TE.shape[1])
+            states_TE = states_RWE.gather(1, above_RW1).flatten(0, 1)
+            positions_T = walk.positions_CR[nodes.depth].repeat_interleave(shape.width)
+            places = nodes.tokens_RW.flatten(), positions_T, own_slots_RW.flatten()
+            normed_TE, states_TE = self._layer(states_TE, *places, context_R, table_RB, tree)
+            nodes = growth.branch(self._logits(normed_TE))
+        self.trees.propose(slots_R, growth.candidates(), count)
+
+    def observe_tree(self, step: TreeStep) -> None:
+        # The entries of the path come from the policy's features, by `observe_step`.
+        self.trees.observe(step)
+
     def _layer(
         self,
-        states_RE: torch.Tensor,
-        following_R: torch.Tensor,
-        positions_R: torch.Tensor,
-        cache_slots_R: torch.Tensor,
+        states_TE: torch.Tensor,
+        following_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        cache_slots_T: torch.Tensor,
         context_R: torch.Tensor,
         table_RB: torch.Tensor,
+        tree: TreeKeys | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed, state): what the vocabulary's head takes, and what the next column does."""
+        """(normed, state): what the vocabulary's head takes, and what the next column or depth does.
+
+        There is one token for each row, or as many as its `tree` has nodes.
+        """
         head = self.head
         attention = head.attention
         eps = head.config.layer.norm_eps
         k_cache, v_cache = self.cache.layer(0)
-        qkv = self._linear(self._inputs(states_RE, following_R), attention.qkv.weight)
-        q_RHD = rope_and_write_kv(
-            qkv, positions_R, cache_slots_R, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads
+        qkv = self._linear(self._inputs(states_TE, following_T), attention.qkv.weight)
+        q_THD = rope_and_write_kv(
+            qkv, positions_T, cache_slots_T, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads
         )
-        attended_RHD = paged_attention(q_RHD.unsqueeze(1), k_cache, v_cache, table_RB, context_R).squeeze(1)
-        out_RE = self._linear(attended_RHD.flatten(1), attention.output.weight)
-        normed_RE, residual_RE = rms_norm_residual(out_RE, states_RE, head.feed_forward_norm.weight, eps)
-        out_RE = self._linear(
-            silu_multiply(self._linear(normed_RE, head.feed_forward.gate_up.weight)),
+        q_RQHD = q_THD.unflatten(0, (len(context_R), -1))
+        attended_RQHD = paged_attention(q_RQHD, k_cache, v_cache, table_RB, context_R, tree=tree)
+        out_TE = self._linear(attended_RQHD.flatten(0, 1).flatten(1), attention.output.weight)
+        normed_TE, residual_TE = rms_norm_residual(out_TE, states_TE, head.feed_forward_norm.weight, eps)
+        out_TE = self._linear(
+            silu_multiply(self._linear(normed_TE, head.feed_forward.gate_up.weight)),
             head.feed_forward.down.weight,
         )
-        return rms_norm_residual(out_RE, residual_RE, head.norm.weight, eps)
+        return rms_norm_residual(out_TE, residual_TE, head.norm.weight, eps)
 
     def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
         norms = self.head.embedding_norm.weight, self.head.hidden_norm.weight

@@ -4,6 +4,8 @@ It needs no model. What it looks up is its own text, that of the prompt's runnin
 prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
 (`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
 old response is still a good guess. Evaluations read it and leave nothing in it.
+
+A chain is what followed the longest match; a tree has every match's continuation (`branches.py`).
 """
 
 import hashlib
@@ -12,8 +14,11 @@ from array import array
 
 import torch
 
-from paceline.drafting.base import Drafter, DrafterContext
+from paceline.drafting.base import Drafter, DrafterContext, TreeStep
+from paceline.drafting.branches import BranchCalibration, merged_branches
 from paceline.drafting.history_bank import Entry, Ring
+from paceline.drafting.tree import TreeProposals
+from paceline.kernels.history_branches import branches_from_history
 from paceline.kernels.history_index import (
     LOCATION_BITS,
     MAX_MATCH,
@@ -47,8 +52,11 @@ class HistoryDrafter(Drafter):
         self.running: dict[int, int] = {}
 
     def bind(self, context: DrafterContext) -> None:
+        self.context = context
         self.rows = context.rows
         self.proposals_SK = context.proposals_SK
+        self.calibration = BranchCalibration(self.rows.tokens.device)
+        self.trees = TreeProposals(context, self.calibration)
         slots, width = self.rows.tokens.shape
         assert slots * width < 1 << LOCATION_BITS, "a place in a row has 32 bits"
         self.ring = Ring(self.bank_tokens or min(BANK_TOKENS, BANK_RESPONSES * context.request_tokens))
@@ -78,6 +86,13 @@ class HistoryDrafter(Drafter):
         propose_from_history(
             slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK
         )
+
+    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
+        self.trees.propose(slots_R, merged_branches(*branches, self.calibration), count)
+
+    def observe_tree(self, step: TreeStep) -> None:
+        self.trees.observe(step)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the bank's text up to its last entry's end, and where the entries lie."""

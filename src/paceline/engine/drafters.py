@@ -46,6 +46,7 @@ class Drafters(dict[str, Drafter]):
         """Returns how a step of this strategy decides, where `verify` is what was asked for."""
         if verify == Verify.SHARED_NOISE or not strategy.count:
             return Verify.SHARED_NOISE
+        assert not strategy.tree, "rejection verifies chains"
         if self[strategy.drafter].has_probabilities:
             return Verify.REJECTION
         return Verify.REJECTION_WITHOUT_PROBABILITIES

@@ -98,6 +98,7 @@ class Engine(Backend):
             policy,
             self.rows.state,
             self.runner.proposals_SK,
+            self.runner.parents_SK,
             self.runner.probabilities_SKV,
             self.pool.num_blocks,
             settings.deterministic,
@@ -387,16 +388,19 @@ class Engine(Backend):
         bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
         captures = self.runner.capture_seconds
         self.timer.begin()
-        if strategy.count:
-            self.runner.draft(
-                bucket, self.drafters[strategy.drafter], strategy.count, self.batch.variant.truncates
-            )
+        drafter = self.drafters.get(strategy.drafter)
+        if drafter is not None:
+            truncates = self.batch.variant.truncates
+            self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
             self.timer.note_drafted()
         self.drafters.mark_behind(self.batch.slots, strategy.drafter)
         variant = self.batch.variant
         verify = self.drafters.verification(strategy, self.settings.verify)
         status = self.runner.run(
-            bucket, num_queries, variant if verify is variant.verify else replace(variant, verify=verify)
+            bucket,
+            num_queries,
+            variant if verify is variant.verify else replace(variant, verify=verify),
+            drafter if strategy.tree else None,
         )
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()

@@ -48,6 +48,7 @@ def make_engine(
         graph_memory=int(rollout.graph_memory_gb * 1e9),
         max_proposal=speculation.tokens,
         keeps_cache=rollout.on_update == "keep",
+        trees=speculation.shape == "tree",
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)
@@ -60,13 +61,14 @@ def make_pacer(
     speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int, shape: DecoderConfig
 ) -> Pacer:
     """Returns the pacer that a recipe asks for; `shape` is the policy's."""
+    tree = speculation.shape == "tree"
     if speculation.pacing == "fixed":
         return FixedPacer(
-            Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens)),
+            Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens), tree),
             speculation.max_running or max_running,
         )
     strategies = [
-        Strategy(drafter.name, count)
+        Strategy(drafter.name, count, tree)
         for drafter in drafters
         for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))
     ]

@@ -19,7 +19,7 @@ from paceline.engine.graph_pool import GraphPool
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.sampling import StepVariant
 from paceline.engine.settings import EngineSettings
-from paceline.engine.step import StepStatus, step
+from paceline.engine.step import ProposedTrees, StepStatus, step
 from paceline.engine.step_bytes import StepBytes
 from paceline.kernels.triton_support import multiprocessors
 from paceline.paged.cache import KVCache
@@ -36,6 +36,8 @@ class GraphKey:
     bucket: int
     num_queries: int
     variant: StepVariant
+    # Who proposed trees, since the step tells it which way they went; empty for chains.
+    tree_proposer: str = ""
 
 
 @dataclass
@@ -54,6 +56,7 @@ class DraftKey:
     drafter: str
     count: int
     truncates: bool
+    tree: bool = False
 
 
 class StepRunner:
@@ -74,6 +77,8 @@ class StepRunner:
         policy = forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
         self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
+        # Of proposals that are trees, each node's parent.
+        self.parents_SK = torch.zeros_like(self.proposals_SK)
         # What proposals were drawn from, where rejection needs it.
         self.probabilities_SKV: torch.Tensor | None = None
         self.captured: dict[GraphKey, CapturedStep] = {}
@@ -90,6 +95,7 @@ class StepRunner:
             captured_layers=len(forward.captured_layers),
             records_routing=forward.cache.routing is not None,
             drafters=tuple(d.shape for d in drafters if d.shape is not None),
+            trees=settings.trees,
         )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0
@@ -103,28 +109,36 @@ class StepRunner:
             *self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )
 
-    def run(self, bucket: int, num_queries: int, variant: StepVariant) -> StepStatus:
-        """Runs a step; the status of the bucket's rows is valid until the next run of the same key."""
-        key = GraphKey(bucket, num_queries, variant)
+    def run(
+        self, bucket: int, num_queries: int, variant: StepVariant, tree_proposer: Drafter | None = None
+    ) -> StepStatus:
+        """Runs a step; the status of the bucket's rows is valid until the next run of the same key.
+
+        With `tree_proposer` the proposals are trees.
+        """
+        key = GraphKey(bucket, num_queries, variant, "" if tree_proposer is None else tree_proposer.name)
         if key not in self.captured:
             if not self.memory.fits(bucket, num_queries) or not self._begin_capture():
-                return self._step(bucket, num_queries, variant)
+                return self._step(bucket, num_queries, variant, tree_proposer)
             self.captured[key] = CapturedStep(
-                *self._captured(bucket, num_queries, lambda: self._step(bucket, num_queries, variant))
+                *self._captured(
+                    bucket, num_queries, lambda: self._step(bucket, num_queries, variant, tree_proposer)
+                )
             )
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
 
-    def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool) -> None:
-        """Fills the proposals of the bucket's rows."""
-        key = DraftKey(bucket, drafter.name, count, truncates)
+    def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool, tree: bool = False) -> None:
+        """Fills the proposals of the bucket's rows with chains or trees."""
+        propose = drafter.propose_tree if tree else drafter.propose
+        key = DraftKey(bucket, drafter.name, count, truncates, tree)
         if key not in self.captured_drafts:
             if not self.memory.fits(bucket, count + 1) or not self._begin_capture():
-                drafter.propose(self.slots[:bucket], count, truncates)
+                propose(self.slots[:bucket], count, truncates)
                 return
             self.captured_drafts[key], _ = self._captured(
-                bucket, 1, lambda: drafter.propose(self.slots[:bucket], count, truncates)
+                bucket, 1, lambda: propose(self.slots[:bucket], count, truncates)
             )
         self.captured_drafts[key].replay()
 
@@ -138,7 +152,9 @@ class StepRunner:
         self.forward.quantised = quantised
         self.captured.clear()
 
-    def _step(self, bucket: int, num_queries: int, variant: StepVariant) -> StepStatus:
+    def _step(
+        self, bucket: int, num_queries: int, variant: StepVariant, tree_proposer: Drafter | None = None
+    ) -> StepStatus:
         return step(
             self.forward,
             self.rows,
@@ -148,6 +164,7 @@ class StepRunner:
             variant,
             self.followers,
             self.probabilities_SKV,
+            None if tree_proposer is None else ProposedTrees(self.parents_SK, tree_proposer),
         )
 
     def _captured(

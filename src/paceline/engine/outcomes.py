@@ -127,7 +127,8 @@ class Outcomes:
         states = status.states_R[: len(batch)].numpy()
         proposed = status.proposed_R[: len(batch)].numpy()
         here = self.slot_generation[batch.slots] == batch.slot_generations
-        observation = _observation(launched, self._note_lengths(batch, lengths, here), proposed[here])
+        path = None if status.path_RQ is None else status.path_RQ[: len(batch)].numpy()[here]
+        observation = _observation(launched, self._note_lengths(batch, lengths, here), proposed[here], path)
         stats.note(observation)
         watched = batch.watched[here[batch.watched]].tolist()
         for i in watched:
@@ -182,11 +183,14 @@ class Outcomes:
         return FinishReason.STOP
 
 
-def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -> Observation:
+def _observation(
+    launched: Launched, gained: np.ndarray, proposed: np.ndarray, path: np.ndarray | None
+) -> Observation:
     """Returns what the pacer learns from a step.
 
     `gained` and `proposed` are the tokens that each row still here gained, none where it had ended before
-    this step, and those that were proposed for it.
+    this step, and those that were proposed for it; `path` are the nodes that its samples went through, where
+    trees were proposed.
     """
     decision = launched.decision
     count = decision.strategy.count
@@ -197,9 +201,11 @@ def _observation(launched: Launched, gained: np.ndarray, proposed: np.ndarray) -
         alive = gained[gained > 0]
         drafts = len(alive)
         tokens = int(proposed[gained > 0].sum())
-        accepted_at = tuple(
-            (drafts - np.cumsum(np.bincount(alive - 1, minlength=count + 1)[:count])).tolist()
-        )
+        if path is None:
+            path = np.broadcast_to(np.arange(count + 1), (len(gained), count + 1))
+        # The last of the gained tokens is the policy's own.
+        accepted = np.arange(1, count + 1) < gained[:, np.newaxis]
+        accepted_at = tuple(np.bincount(path[:, 1:][accepted] - 1, minlength=count).tolist())
     timing = launched.timing
     return Observation(
         decision,

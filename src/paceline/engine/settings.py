@@ -25,8 +25,16 @@ class EngineSettings:
     graph_memory: int = 0
     # Tokens proposed for a row at most; with the batch, the largest step that graphs reserve memory for.
     max_proposal: int = 15
+    trees: bool = False  # proposals may be trees, whose steps hold more
     precision: Precision = Precision.BASE
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False
     keeps_cache: bool = False  # over a weight update: rows go on with keys and values of older weights
     records_routing: bool = False  # completions say which experts their tokens went through
+
+    def __post_init__(self) -> None:
+        if self.trees and self.verify != "shared-noise":
+            raise ValueError(
+                f"trees with verify = {self.verify!r}: they are verified by shared-noise only; "
+                "use chains (rollout.speculation.shape=chain) or shared-noise"
+            )

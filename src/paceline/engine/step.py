@@ -8,6 +8,10 @@ plus one more token:
     samples      s1   s2  s3  s4        what the policy itself says at each position
     d1 = s1, d2 = s2, d3 != s3   ->     append s1 s2 s3: exactly what plain decoding would have appended
 
+A proposal may also be a tree, whose nodes run at once, each behind its own path: the samples are followed
+from the root to a child that is what was sampled, and the path's keys and values move to where they belong
+(`kernels/tree_gather.py`, `kernels/tree_walk.py`). From there on it is a chain.
+
 Samples after the first disagreement are dropped; their KV entries lie past `length` and are overwritten by
 the next step. Stop tokens and limits cut the appended run where plain decoding would have stopped. Drafters
 that follow the policy see the hidden states and the samples at the end of the step, in the same graph. How
@@ -32,11 +36,14 @@ from enum import IntEnum
 
 import torch
 
-from paceline.drafting.base import Drafter, TargetStep
+from paceline.drafting.base import Drafter, TargetStep, TreeStep
 from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import StepVariant, sample_step
+from paceline.engine.tree_path import along_path
 from paceline.kernels.row_step import append_samples, gather_queries
+from paceline.kernels.tree_gather import gather_tree
+from paceline.kernels.tree_walk import walk_tree
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
 
@@ -58,6 +65,8 @@ class StepStatus:
     # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
+    # The nodes on each row's path, where trees were proposed; the root is 0.
+    path_RQ: torch.Tensor | None = None
 
     @property
     def lengths_R(self) -> torch.Tensor:
@@ -76,7 +85,7 @@ class StepStatus:
 
     def to_host(self) -> "StepStatus":
         """Starts copies to pinned memory, complete once the stream reaches this point."""
-        tensors = (self.status_3R, self.top_values_RQN, self.top_tokens_RQN)
+        tensors = (self.status_3R, self.top_values_RQN, self.top_tokens_RQN, self.path_RQ)
         return StepStatus(*(None if x is None else _pinned_copy(x) for x in tensors))
 
     def append_top_logprobs(self, index: int, sequence: RequestState, length: int) -> None:
@@ -89,6 +98,14 @@ class StepStatus:
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
+@dataclass(frozen=True)
+class ProposedTrees:
+    """Trees in place of chains: each node's parent, and who proposed them."""
+
+    parents_SK: torch.Tensor
+    proposer: Drafter
+
+
 def step(
     forward: PagedForward,
     rows: Rows,
@@ -98,32 +115,45 @@ def step(
     variant: StepVariant,
     followers: Sequence[Drafter] = (),
     probabilities_SKV: torch.Tensor | None = None,
+    trees: ProposedTrees | None = None,
 ) -> StepStatus:
     """Advances the rows in `slots_R` by one to `num_queries` tokens.
 
     `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
-    were drawn from, for rejection.
+    were drawn from, for rejection. With `trees` the proposals are nodes.
     """
     state = rows.state
-    gathered = gather_queries(state, slots_R, proposals_SK, num_queries, forward.max_position, BLOCK_SIZE)
+    sizes = num_queries, forward.max_position, BLOCK_SIZE
+    if trees is None:
+        gathered, keys = gather_queries(state, slots_R, proposals_SK, *sizes), None
+    else:
+        gathered, keys = gather_tree(state, slots_R, proposals_SK, trees.parents_SK, *sizes)
     table_RB = state.block_table.index_select(0, slots_R)
-    hidden_TE, captured = forward.decode(
-        gathered.tokens_RQ, gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R
-    )
+    places = gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R
+    hidden_TE, captured = forward.decode(gathered.tokens_RQ, *places, keys)
     samples = sample_step(
         forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV
     )
     shape = gathered.tokens_RQ.shape
+    if trees is not None:
+        sampled = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
+        walk = walk_tree(slots_R, proposals_SK, trees.parents_SK, gathered, *sampled)
+        forward.cache.move_slots(walk.sources_RQ, walk.targets_RQ)
+        trees.proposer.observe_tree(TreeStep(slots_R, gathered, walk))
+        gathered, samples, captured = along_path(walk, gathered, samples, captured)
     sampled_RQ = samples.tokens_T.view(shape)
     logprobs_RQ = samples.logprobs_T.view(shape)
     status_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
+    if trees is not None:
+        # All nodes, not only those on the path.
+        status_3R[2] = walk.proposed_R
     for follower in followers:
         follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
+    path_RQ = None if trees is None else walk.path_RQ
     if not variant.top_logprobs:
-        return StepStatus(status_3R)
-    return StepStatus(
-        status_3R, samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
-    )
+        return StepStatus(status_3R, path_RQ=path_RQ)
+    top = samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
+    return StepStatus(status_3R, *top, path_RQ)
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.drafting.growth import TreeShape
 from paceline.engine.sampling import SAMPLE_TOKENS
 from paceline.kernels.fp8_format import GROUP, ROW_MULTIPLE
 from paceline.kernels.fp8_linear import choose_parts
@@ -33,6 +34,8 @@ WIDE_LOGIT_BYTES = 60
 QUERY_BYTES = 64
 # Bytes per row of the same of a draft's columns (`kernels/draft_step.py`).
 DRAFT_QUERY_BYTES = 1024
+# Bytes per row of a tree's candidates: some numbers of each, sorted, and the keys of the nodes run.
+TREE_DRAFT_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class StepBytes:
     records_routing: bool = False
     # The shapes of the drafters that have layers.
     drafters: tuple[DecoderConfig, ...] = ()
+    # Whether proposals may be trees.
+    trees: bool = False
 
     def step(self, rows: int, num_queries: int) -> int:
         """Returns the bytes of a step: what is kept, and the largest of layers, sampling and following."""
@@ -63,7 +68,14 @@ class StepBytes:
             shape, rows, num_queries
         )
         sampling = tokens * hidden + self._sampling(min(tokens, SAMPLE_TOKENS), tokens)
+        if self.trees and num_queries > 1:
+            kept += tokens * self._tree_token_bytes(num_queries)
         return kept + max(layers, sampling, tokens * hidden + self._following(tokens))
+
+    def _tree_token_bytes(self, num_queries: int) -> int:
+        """A node's depth and its ancestors' slots, the way through the tree, captured states in its order."""
+        captured = self.captured_layers * self.config.hidden_size * self.dtype.itemsize
+        return 8 * num_queries + 2 * QUERY_BYTES + captured
 
     def draft(self, rows: int) -> int:
         """Returns the bytes of a draft by the drafter that needs most.
@@ -76,14 +88,17 @@ class StepBytes:
     def _draft(self, shape: DecoderConfig, rows: int) -> int:
         hidden = shape.hidden_size * self.dtype.itemsize
         # A draft model's first pass takes two tokens a row; an eagle head's layer takes two hidden states a
-        # token.
-        layers = 2 * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(
-            shape, rows, 2
+        # token. Of a tree several nodes are run at once.
+        nodes = TreeShape.WIDEST if self.trees else 1
+        width = max(2, nodes)
+        layers = width * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(
+            shape, rows, width
         )
-        sampling = (
-            4 * rows * hidden + rows * self.config.vocab_size * self._score_bytes + self._sampling(rows, rows)
-        )
-        return rows * DRAFT_QUERY_BYTES + self._tables(rows) + max(layers, sampling)
+        sampling = nodes * (
+            4 * rows * hidden + rows * self.config.vocab_size * self._score_bytes
+        ) + self._sampling(nodes * rows, nodes * rows)
+        queries = DRAFT_QUERY_BYTES + (TREE_DRAFT_BYTES if self.trees else 0)
+        return rows * queries + self._tables(rows) + max(layers, sampling)
 
     def _tables(self, rows: int) -> int:
         return rows * blocks_for(self.row_tokens) * 4

@@ -107,6 +107,17 @@ def store_heads(
 
 
 @triton.jit
+def store_partial(
+    acc_ptr, maximum_ptr, total_ptr, acc, maximum, total, partial, valid, HEAD_DIM: tl.constexpr
+):
+    """Stores one group's result for each row of `acc`, under the numbers `partial`."""
+    offset = partial[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(acc_ptr + offset, acc, mask=valid[:, None])
+    tl.store(maximum_ptr + partial, maximum, mask=valid)
+    tl.store(total_ptr + partial, total, mask=valid)
+
+
+@triton.jit
 def _load_partials(
     acc_ptr, maximum_ptr, total_ptr, first, valid, HEAD_DIM: tl.constexpr, BATCH: tl.constexpr
 ):
@@ -139,6 +150,7 @@ def _combine_kernel(
     maximum_ptr,
     total_ptr,
     context_ptr,
+    depth_ptr,
     v_scale_ptr,
     out_ptr,
     values_ptr,
@@ -152,6 +164,7 @@ def _combine_kernel(
     PADDED_GQA: tl.constexpr,
     GROUP: tl.constexpr,
     BATCH: tl.constexpr,
+    TREE: tl.constexpr,
     FP8: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -165,11 +178,15 @@ def _combine_kernel(
     q_row = query_row.to(tl.int64) * NUM_HEADS + tl.program_id(1) * GQA + member
     partial = q_row * max_groups
     context = tl.load(context_ptr + query_row // num_queries).to(tl.int32)
+    if TREE:
+        depth = tl.load(depth_ptr + query_row).to(tl.int32)
+    else:
+        depth = query_row % num_queries
     if FP8:
         v_scale = tl.load(v_scale_ptr + tl.program_id(1))
     wait_previous(PDL)
     accs, maxima, totals = _load_partials(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM, BATCH)
-    num_groups = tl.where(context < 0, 0, (context + query_row % num_queries) // GROUP + 1)
+    num_groups = tl.where(context < 0, 0, (context + depth) // GROUP + 1)
     end = partial + num_groups
     acc, maximum, total = fresh(PADDED_GQA, HEAD_DIM)
     acc, maximum, total = _fold_partials(acc, maximum, total, accs, maxima, totals, partial, end, BATCH)
@@ -191,18 +208,20 @@ def _combine_kernel(
 def combine_partials(
     partials: Partials,
     context_len_R: torch.Tensor,
+    depth_RQ: torch.Tensor | None,
     v_scale_H: torch.Tensor | None,
     out: AttentionOutput,
     num_kv_heads: int,
     fp8: bool,
 ) -> None:
-    """Folds the partial results of every query into `out`."""
+    """Folds the partial results of every query into `out`; `depth_RQ` is that of tree nodes."""
     num_rows, num_queries, num_heads, _, head_dim = partials.acc.shape
     _combine_kernel[(num_rows * num_queries, num_kv_heads)](
         partials.acc,
         partials.maximum,
         partials.total,
         context_len_R,
+        depth_RQ,
         v_scale_H,
         out.plain,
         out.values,
@@ -216,6 +235,7 @@ def combine_partials(
         PADDED_GQA=next_power_of_2(num_heads // num_kv_heads),
         GROUP=GROUP,
         BATCH=COMBINE_BATCH,
+        TREE=depth_RQ is not None,
         FP8=fp8,
         QUANTISE=out.rows is not None,
         **launch_options(num_warps=4),

@@ -7,9 +7,14 @@ step involves the rows that reach it and no others.
 The cache must hold finite numbers everywhere (zeros where nothing was written): a hidden key has weight zero,
 and zero times NaN is NaN. `rope_kv.py`'s reference keeps that promise.
 
+A tree's node finds the keys behind its context through a table of its own (`TreeKeys`). They enter the same
+products at the same places as if the node's path were all there is, so its bits are those of plain decoding.
+
 A cache in E4M3 holds k / k_scale and v / v_scale, with a scale per kv head. K's is applied to the queries,
 V's to the result.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,37 +28,62 @@ STEP_KEYS = 64
 SLICE_TOKENS = 128
 
 
+@dataclass(frozen=True)
+class QueryKeys:
+    """Which keys each of T queries attends to: those up to its absolute position, in its block table."""
+
+    # Below 0: none.
+    position_T: torch.Tensor
+    block_table_TB: torch.Tensor
+    # Of tree nodes: keys from position `context_T` on lie in these cache slots instead.
+    context_T: torch.Tensor | None = None
+    slots_TD: torch.Tensor | None = None
+
+    def of(self, queries: slice | torch.Tensor | None) -> "QueryKeys":
+        """Returns the keys of some of the queries; None: of all."""
+        if queries is None:
+            return self
+        if self.context_T is None:
+            return QueryKeys(self.position_T[queries], self.block_table_TB[queries])
+        tensors = self.position_T, self.block_table_TB, self.context_T, self.slots_TD
+        return QueryKeys(*(x[queries] for x in tensors))
+
+    def slots(self, start: int, stop: int, block_size: int) -> torch.Tensor:
+        """Returns the cache slots of the keys at positions [start, stop), `[T, stop - start]`."""
+        position_N = torch.arange(start, stop)
+        inside_N = (position_N // block_size).clamp(max=self.block_table_TB.shape[1] - 1)
+        slots_TN = self.block_table_TB[:, inside_N].long() * block_size + position_N % block_size
+        if self.context_T is None:
+            return slots_TN
+        behind_TN = position_N - self.context_T.unsqueeze(1)
+        deepest = self.slots_TD.shape[1] - 1
+        return torch.where(behind_TN < 0, slots_TN, self.slots_TD.gather(1, behind_TN.clamp(0, deepest)))
+
+
 def attend_reference(
     q_THD: torch.Tensor,
-    position_T: torch.Tensor,
-    block_table_TB: torch.Tensor,
+    keys: QueryKeys,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns attention of queries at absolute positions, each with its own block table.
-
-    A position below 0 gives zeros.
-    """
+    """Returns attention of queries, each over its own keys; zeros where it has none."""
     if k_scale_H is not None:
         group = q_THD.shape[1] // k_cache.shape[2]
         wide_THD = q_THD.float() * k_scale_H.repeat_interleave(group).unsqueeze(1)
-        out_THD = attend_reference(wide_THD, position_T, block_table_TB, k_cache, v_cache)
+        out_THD = attend_reference(wide_THD, keys, k_cache, v_cache)
         return (out_THD * v_scale_H.repeat_interleave(group).unsqueeze(1)).to(q_THD.dtype)
     if len(q_THD) <= SLICE_TOKENS:
-        return _attend_slice(q_THD, position_T, block_table_TB, k_cache, v_cache)
-    slices = zip(*(x.split(SLICE_TOKENS) for x in (q_THD, position_T, block_table_TB)), strict=True)
-    return torch.cat([_attend_slice(q, position, table, k_cache, v_cache) for q, position, table in slices])
+        return _attend_slice(q_THD, keys, k_cache, v_cache)
+    slices = [slice(first, first + SLICE_TOKENS) for first in range(0, len(q_THD), SLICE_TOKENS)]
+    return torch.cat([_attend_slice(q_THD[few], keys.of(few), k_cache, v_cache) for few in slices])
 
 
 def _attend_slice(
-    q_THD: torch.Tensor,
-    position_T: torch.Tensor,
-    block_table_TB: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q_THD: torch.Tensor, keys: QueryKeys, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> torch.Tensor:
+    position_T = keys.position_T
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_cache.shape[2]
     wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
@@ -63,9 +93,7 @@ def _attend_slice(
         return torch.zeros_like(q_THD)
     rows = None if shortest >= 0 else (position_T >= 0).nonzero().squeeze(1)
     # The first step starts the sums; every row that runs at all takes part in it.
-    weighted, maximum, total = _step(
-        _take(q_HTGD, rows), _take(position_T, rows, 0), _take(block_table_TB, rows, 0), k_cache, v_cache, 0
-    )
+    weighted, maximum, total = _step(_take(q_HTGD, rows), keys.of(rows), k_cache, v_cache, 0)
     if rows is not None:
         # Rows that do not run come out as zeros: nothing over a weight of one.
         weighted, maximum, total = (
@@ -76,12 +104,7 @@ def _attend_slice(
     for start in range(step_keys, longest + 1, step_keys):
         rows = None if shortest >= start else (position_T >= start).nonzero().squeeze(1)
         new_weighted, new_maximum, new_total = _step(
-            _take(q_HTGD, rows),
-            _take(position_T, rows, 0),
-            _take(block_table_TB, rows, 0),
-            k_cache,
-            v_cache,
-            start,
+            _take(q_HTGD, rows), keys.of(rows), k_cache, v_cache, start
         )
         old_weighted, old_maximum, old_total = _take(weighted, rows), _take(maximum, rows), _take(total, rows)
         top = torch.maximum(old_maximum, new_maximum)
@@ -100,25 +123,15 @@ def _attend_slice(
 
 
 def _step(
-    q_HTGD: torch.Tensor,
-    position_T: torch.Tensor,
-    table_TB: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    start: int,
+    q_HTGD: torch.Tensor, keys: QueryKeys, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (sum of weighted values, largest score, total weight) over the step's keys alone."""
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    num_kv_heads, head_dim = k_cache.shape[2:]
     step_keys = _step_keys(k_cache)
-    num_tokens = len(position_T)
+    position_T = keys.position_T
     wide = q_HTGD.dtype
-    blocks_TB = table_TB[:, start // block_size : (start + step_keys) // block_size]
-    missing = step_keys // block_size - blocks_TB.shape[1]
-    blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()
-    shape = (num_tokens, step_keys, num_kv_heads, head_dim)
-    k, v = (
-        _widened(cache.flatten(1).index_select(0, blocks), wide).view(shape) for cache in (k_cache, v_cache)
-    )
+    shape = (len(position_T), step_keys, num_kv_heads, head_dim)
+    k, v = (_widened(x, wide).view(shape) for x in _step_keys_values(keys, k_cache, v_cache, start))
     scores_HTGN = q_HTGD.new_empty((*q_HTGD.shape[:3], step_keys))
     for head in range(num_kv_heads):
         torch.bmm(q_HTGD[head], k[:, :, head].transpose(1, 2), out=scores_HTGN[head])
@@ -132,6 +145,21 @@ def _step(
     return weighted, maximum, weights_HTGN.sum(-1, keepdim=True)
 
 
+def _step_keys_values(
+    keys: QueryKeys, k_cache: torch.Tensor, v_cache: torch.Tensor, start: int
+) -> list[torch.Tensor]:
+    """The step's keys and values in the cache's type: by block where all keys lie in the block tables."""
+    block_size = k_cache.shape[1]
+    stop = start + _step_keys(k_cache)
+    if keys.context_T is not None and stop > int(keys.context_T.min()):
+        slots = keys.slots(start, stop, block_size).flatten()
+        return [cache.flatten(0, 1).flatten(1).index_select(0, slots) for cache in (k_cache, v_cache)]
+    blocks_TB = keys.block_table_TB[:, start // block_size : stop // block_size]
+    missing = (stop - start) // block_size - blocks_TB.shape[1]
+    blocks = (F.pad(blocks_TB, (0, missing)) if missing else blocks_TB).flatten()
+    return [cache.flatten(1).index_select(0, blocks) for cache in (k_cache, v_cache)]
+
+
 def _widened(x: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     return from_e4m3(x) if x.dtype == E4M3 else x.to(wide)
 
@@ -140,5 +168,5 @@ def _step_keys(k_cache: torch.Tensor) -> int:
     return cdiv(STEP_KEYS, k_cache.shape[1]) * k_cache.shape[1]
 
 
-def _take(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 1) -> torch.Tensor:
-    return x if rows is None else x.index_select(dim, rows)
+def _take(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return x if rows is None else x.index_select(1, rows)

@@ -129,9 +129,52 @@ def attend_keys(
     PAIRS: tl.constexpr,
 ):
     """Does what `attend_tile` does, transposed: `q` is `[HEAD_DIM, rows]`, and the total has equal rows."""
+    slot = block.to(tl.int64) * BLOCK_SIZE + (start + tl.arange(0, TILE)) % BLOCK_SIZE
+    return attend_slots(
+        q,
+        acc,
+        maximum,
+        total,
+        query_position,
+        start,
+        end,
+        slot,
+        k_cache_ptr,
+        v_cache_ptr,
+        kv_head,
+        scale,
+        HEAD_DIM,
+        NUM_KV_HEADS,
+        TILE,
+        GROUP,
+        PAIRS,
+    )
+
+
+@triton.jit
+def attend_slots(
+    q,
+    acc,
+    maximum,
+    total,
+    query_position,
+    start,
+    end,
+    slot,
+    k_cache_ptr,
+    v_cache_ptr,
+    kv_head,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Does what `attend_keys` does, for keys that lie in these TILE cache slots."""
     token = start + tl.arange(0, TILE)
     exists = token < end
-    slot = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+    slot = slot * NUM_KV_HEADS + kv_head
     k = tl.load(
         k_cache_ptr + slot[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :],
         mask=exists[:, None],

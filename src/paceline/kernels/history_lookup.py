@@ -14,6 +14,8 @@ tokens around the candidates, and it indexes what the row has gained.
 Shape letters beside those of `history_index.py`: C candidates, K proposals.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.kernels.history_index import (
@@ -51,11 +53,47 @@ def propose_reference(
     """The reference of `propose_from_history`."""
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
+    found = find_matches_reference(slots_R, tokens_SW, length_S, index, count)
+    ahead_K = torch.arange(count, device=slots_R.device)
+    best_R1 = found.key_RC.argmax(1, keepdim=True)
+    follow_R1 = found.follow_RC.gather(1, best_R1)
+    step_RK = followed(found.own_RC.gather(1, best_R1), follow_R1, ahead_K)
+    best_RCK = best_R1.unsqueeze(-1).expand(-1, -1, count)
+    chosen_RK = found.text(found.position_RC.unsqueeze(-1) + 1 + step_RK.unsqueeze(1)).gather(1, best_RCK)
+    exists_RK = (found.key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
+    proposals_SK[slots_R, :count] = torch.where(exists_RK, chosen_RK.squeeze(1).long(), END)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Where the rows' last tokens stand elsewhere: C candidates a row."""
+
+    index: HistoryIndex
+    tokens_SW: torch.Tensor
+    # The row, for running text, and the position of the last equal token.
+    slot_RC: torch.Tensor
+    position_RC: torch.Tensor
+    # Whether it is the row's own text.
+    own_RC: torch.Tensor
+    # Tokens that are equal, and that follow.
+    matched_RC: torch.Tensor
+    follow_RC: torch.Tensor
+    # The largest is the best; -1: there is nothing to propose.
+    key_RC: torch.Tensor
+
+    def text(self, position_RCN: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens around the candidates; anything where there are none."""
+        return _text(self.index, self.tokens_SW, self.slot_RC, position_RCN)
+
+
+def find_matches_reference(
+    slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int
+) -> Matches:
+    """Returns all candidates, of each of which up to `count` tokens could be proposed."""
     device = slots_R.device
     width = tokens_SW.shape[1]
     kinds = len(LENGTHS)
     back_M = torch.arange(MAX_MATCH, device=device)
-    ahead_K = torch.arange(count, device=device)
     length_R = length_S[slots_R]
     own_RM = length_R.unsqueeze(1) - 1 - back_M
     suffix_RM = tokens_SW[slots_R.unsqueeze(1), own_RM.clamp(min=0)]
@@ -64,36 +102,35 @@ def propose_reference(
     running_C = torch.arange(2 * kinds, device=device) >= kinds
     slot_RC = torch.where(running_C, where_RC // width, 0)
     position_RC = torch.where(running_C, where_RC % width, where_RC)
-
-    def text(position_RCN: torch.Tensor) -> torch.Tensor:
-        """The tokens around the candidates; anything where there are none."""
-        bank = index.bank_T[position_RCN[:, :kinds].clamp(0, len(index.bank_T) - 1)]
-        return torch.cat(
-            (bank, tokens_SW[slot_RC[:, kinds:, None], position_RCN[:, kinds:].clamp(0, width - 1)]), dim=1
-        )
-
     before_RCM = position_RC.unsqueeze(-1) - back_M
-    equal_RCM = (text(before_RCM) == suffix_RM.unsqueeze(1)) & (before_RCM >= 0) & (own_RM >= 0).unsqueeze(1)
+    text_RCM = _text(index, tokens_SW, slot_RC, before_RCM)
+    equal_RCM = (text_RCM == suffix_RM.unsqueeze(1)) & (before_RCM >= 0) & (own_RM >= 0).unsqueeze(1)
     matched_RC = equal_RCM.long().cumprod(-1).sum(-1)
-    after_RCK = position_RC.unsqueeze(-1) + 1 + ahead_K
+    after_RCK = position_RC.unsqueeze(-1) + 1 + torch.arange(count, device=device)
     end_RC1 = torch.where(running_C, length_S[slot_RC], len(index.bank_T)).unsqueeze(-1)
-    follow_RC = ((after_RCK < end_RC1) & (text(after_RCK) != END)).long().cumprod(-1).sum(-1)
+    goes_on_RCK = (after_RCK < end_RC1) & (_text(index, tokens_SW, slot_RC, after_RCK) != END)
+    follow_RC = goes_on_RCK.long().cumprod(-1).sum(-1)
     key_RC = (matched_RC * MAX_MATCH + follow_RC) * 2 * kinds + torch.arange(2 * kinds, device=device)
     key_RC = torch.where((value_RC > 0) & (matched_RC >= MIN_MATCH) & (follow_RC > 0), key_RC, -1)
-    best_R1 = key_RC.argmax(1, keepdim=True)
-    follow_R1 = follow_RC.gather(1, best_R1)
-    position_R1 = position_RC.gather(1, best_R1)
-    # A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
-    own_R1 = running_C[best_R1] & (slot_RC.gather(1, best_R1) == slots_R.unsqueeze(1))
-    step_RK = torch.where(own_R1, ahead_K % follow_R1.clamp(min=1), ahead_K)
-    best_RCK = best_R1.unsqueeze(-1).expand(-1, -1, count)
-    chosen_RK = (
-        text((position_R1 + 1 + step_RK).unsqueeze(1).expand(-1, 2 * kinds, -1))
-        .gather(1, best_RCK)
-        .squeeze(1)
-    )
-    exists_RK = (key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
-    proposals_SK[slots_R, :count] = torch.where(exists_RK, chosen_RK.long(), END)
+    own_RC = running_C & (slot_RC == slots_R.unsqueeze(1))
+    return Matches(index, tokens_SW, slot_RC, position_RC, own_RC, matched_RC, follow_RC, key_RC)
+
+
+def followed(own: torch.Tensor, follow: torch.Tensor, ahead_K: torch.Tensor) -> torch.Tensor:
+    """Returns which of the tokens that follow is proposed at each place.
+
+    A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
+    """
+    return torch.where(own, ahead_K % follow.clamp(min=1), ahead_K)
+
+
+def _text(
+    index: HistoryIndex, tokens_SW: torch.Tensor, slot_RC: torch.Tensor, position_RCN: torch.Tensor
+) -> torch.Tensor:
+    kinds = len(LENGTHS)
+    bank = index.bank_T[position_RCN[:, :kinds].clamp(0, len(index.bank_T) - 1)]
+    inside = position_RCN[:, kinds:].clamp(0, tokens_SW.shape[1] - 1)
+    return torch.cat((bank, tokens_SW[slot_RC[:, kinds:, None], inside]), dim=1)
 
 
 def _candidates(
@@ -109,41 +146,29 @@ def _candidates(
 
 
 @triton.jit
-def _propose_kernel(
-    slots_ptr,
+def find_matches(
+    slot,
+    own_ptr,
+    length,
     tokens_ptr,
     length_ptr,
     bank_ptr,
     finished_ptr,
     running_ptr,
     oldest_ptr,
-    clock_ptr,
     prompt_ptr,
-    indexed_ptr,
-    proposals_ptr,
     width,
     bank_tokens,
     finished_mask,
     running_mask,
     count,
-    num_proposals,
     MAX_MATCH: tl.constexpr,
     MIN_MATCH: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     LOCATION_BITS: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One program per row."""
-    launch_next(PDL)
-    wait_previous(PDL)
-    row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row)
-    length = tl.load(length_ptr + slot)
-    own_ptr = tokens_ptr + slot * width
-    if row == 0:
-        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
-    tl.store(indexed_ptr + slot, tl.maximum(tl.load(indexed_ptr + slot), length - 1))
+    """Returns slot, position, equal tokens, following tokens and key of one row's 8 candidates."""
     # Candidates: 0-3 from finished text under 2, 4, 8, 16 tokens, 4-7 from running text.
     c = tl.arange(0, 8)
     running = c >= 4
@@ -186,6 +211,69 @@ def _propose_kernel(
     follow = tl.minimum(follow, count)
 
     key = tl.where(found & (matched >= MIN_MATCH) & (follow > 0), (matched * MAX_MATCH + follow) * 8 + c, -1)
+    return source, position, matched, follow, key
+
+
+@triton.jit
+def _propose_kernel(
+    slots_ptr,
+    tokens_ptr,
+    length_ptr,
+    bank_ptr,
+    finished_ptr,
+    running_ptr,
+    oldest_ptr,
+    clock_ptr,
+    prompt_ptr,
+    indexed_ptr,
+    proposals_ptr,
+    width,
+    bank_tokens,
+    finished_mask,
+    running_mask,
+    count,
+    num_proposals,
+    MAX_MATCH: tl.constexpr,
+    MIN_MATCH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    LOCATION_BITS: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row."""
+    launch_next(PDL)
+    wait_previous(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    length = tl.load(length_ptr + slot)
+    own_ptr = tokens_ptr + slot * width
+    if row == 0:
+        tl.store(clock_ptr, tl.load(clock_ptr) + 1)
+    tl.store(indexed_ptr + slot, tl.maximum(tl.load(indexed_ptr + slot), length - 1))
+    source, position, _, follow, key = find_matches(
+        slot,
+        own_ptr,
+        length,
+        tokens_ptr,
+        length_ptr,
+        bank_ptr,
+        finished_ptr,
+        running_ptr,
+        oldest_ptr,
+        prompt_ptr,
+        width,
+        bank_tokens,
+        finished_mask,
+        running_mask,
+        count,
+        MAX_MATCH,
+        MIN_MATCH,
+        MULTIPLIER,
+        LOCATION_BITS,
+        BLOCK_COUNT,
+    )
+    c = tl.arange(0, 8)
+    ahead = tl.arange(0, BLOCK_COUNT)
     best = tl.max(key, axis=0)
     chosen = c == (best & 7)
     reach = tl.max(tl.where(chosen, follow, 0), axis=0)

@@ -14,7 +14,7 @@ two, so tiles can be larger, and keys that every query sees need no mask.
 
 import torch
 
-from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_reference import QueryKeys, attend_reference
 from paceline.kernels.attention_tiles import (
     GROUP,
     LOG2E,
@@ -73,9 +73,8 @@ def prefill_attention_reference(
     padding_T = token_T >= cu_seqlens[-1]
     position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
     position_T = torch.where(padding_T, -1, position_T)
-    return attend_reference(
-        q_THD, position_T, block_table_SB[sequence_T], k_cache, v_cache, k_scale_H, v_scale_H
-    )
+    keys = QueryKeys(position_T, block_table_SB[sequence_T])
+    return attend_reference(q_THD, keys, k_cache, v_cache, k_scale_H, v_scale_H)
 
 
 @triton.jit

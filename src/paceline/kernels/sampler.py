@@ -54,7 +54,10 @@ def scaled_logits(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> torch
     return logits_RV / torch.where(temperature_R > 0, temperature_R, 1.0).unsqueeze(-1)
 
 
-def _scores(scaled_RV, temperature_R, seed_R, position_R):
+def perturbed_logits(
+    scaled_RV: torch.Tensor, temperature_R: torch.Tensor, seed_R: torch.Tensor, position_R: torch.Tensor
+) -> torch.Tensor:
+    """Returns scaled logits with the noise of each row's seed and position; without any where T = 0."""
     noise_RV = noise.gumbel(seed_R, position_R, scaled_RV.shape[1])
     return scaled_RV + torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)
 
@@ -64,13 +67,13 @@ def sample_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference of `sample`."""
     scaled_RV = scaled_logits(logits_RV, temperature_R)
-    token_R = _scores(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
+    token_R = perturbed_logits(scaled_RV, temperature_R, seed_R, position_R).argmax(-1)
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - row_logsumexp(scaled_RV)
     return token_R, logprob_R
 
 
 @triton.jit
-def _better(score_a, token_a, score_b, token_b):
+def better(score_a, token_a, score_b, token_b):
     """Returns the larger score and its token; of equal scores the lower token."""
     take_a = (score_a > score_b) | ((score_a == score_b) & (token_a < token_b))
     return tl.where(take_a, score_a, score_b), tl.where(take_a, token_a, token_b)
@@ -106,7 +109,7 @@ def _sample_chunk_kernel(
     logits = tl.load(logits_ptr + row * vocab_size + token, mask=mask, other=-float("inf")).to(tl.float32)
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
     scores = scaled + tl.where(greedy, 0.0, gumbel)
-    best_score, best_token = tl.reduce((scores, token), 0, _better)
+    best_score, best_token = tl.reduce((scores, token), 0, better)
     best_value = tl.max(tl.where(token == best_token, scaled, -float("inf")), axis=0)
     maximum = tl.max(scaled, axis=0)
     # A chunk whose logits are all masked to -inf contributes nothing, and must not make a NaN.
@@ -143,7 +146,7 @@ def _sample_combine_kernel(
     scores = tl.load(score_ptr + offset, mask=mask, other=-float("inf"))
     tokens = tl.load(token_ptr + offset, mask=mask, other=0x7FFFFFFF)
     values = tl.load(value_ptr + offset, mask=mask, other=-float("inf"))
-    _, best_token = tl.reduce((scores, tokens), 0, _better)
+    _, best_token = tl.reduce((scores, tokens), 0, better)
     best_value = tl.max(tl.where(tokens == best_token, values, -float("inf")), axis=0)
     maxima = tl.load(max_ptr + offset, mask=mask, other=-float("inf"))
     sums = tl.load(sum_ptr + offset, mask=mask, other=0.0)
@@ -257,7 +260,7 @@ def sample_truncated(
     logprob stays that of the full vocabulary; subtract the log kept mass for the truncated distribution's.
     Rows that nothing truncates get what `sample` gives them, to the bit, whatever else runs in the batch.
     """
-    return _wide_pieces(
+    return in_wide_pieces(
         _sample_truncated, logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R
     )
 
@@ -269,14 +272,14 @@ def top_logprobs(
 
     Logprobs are those at the row's temperature, at 1 where it is 0.
     """
-    return _wide_pieces(
+    return in_wide_pieces(
         lambda logits, temperature: scaled_logits(logits, temperature).log_softmax(-1).topk(count),
         logits_RV,
         temperature_R,
     )
 
 
-def _wide_pieces(
+def in_wide_pieces(
     function: Callable[..., Iterable[torch.Tensor]], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Applies a function of rows to WIDE_ROWS of them at a time; its temporaries are gone before the next."""
@@ -291,7 +294,9 @@ def _sample_truncated(logits_RV, temperature_R, seed_R, position_R, top_k_R, top
     logsumexp_R = row_logsumexp(scaled_RV)
     kept_RV, log_mass_R = kept_tokens(scaled_RV, logsumexp_R, top_k_R, top_p_R, min_p_R)
     token_R = (
-        _scores(scaled_RV, temperature_R, seed_R, position_R).masked_fill(~kept_RV, -torch.inf).argmax(-1)
+        perturbed_logits(scaled_RV, temperature_R, seed_R, position_R)
+        .masked_fill(~kept_RV, -torch.inf)
+        .argmax(-1)
     )
     logprob_R = scaled_RV.gather(-1, token_R.unsqueeze(-1)).squeeze(-1) - logsumexp_R
     whole_R = (top_k_R <= 0) & (top_p_R >= 1) & (min_p_R <= 0)

@@ -5,6 +5,8 @@ from typing import Protocol
 
 # More rows, or tokens per row, than any step has.
 UNLIMITED = 1 << 30
+# How a strategy's name says that it proposes trees.
+TREE = "tree"
 
 
 @dataclass(frozen=True)
@@ -13,15 +15,18 @@ class Strategy:
 
     drafter: str = ""
     count: int = 0
+    # Whether the tokens are the nodes of a tree; otherwise they are a chain.
+    tree: bool = False
 
     def __str__(self) -> str:
-        return f"{self.drafter}:{self.count}" if self.count else "plain"
+        shape = TREE if self.tree else ""
+        return f"{self.drafter}:{shape}{self.count}" if self.count else "plain"
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """Returns the strategy that `str` wrote as `text`."""
         drafter, _, count = text.partition(":")
-        return cls(drafter, int(count)) if count else PLAIN
+        return cls(drafter, int(count.removeprefix(TREE)), count.startswith(TREE)) if count else PLAIN
 
     @property
     def queries(self) -> int:
@@ -72,7 +77,9 @@ class Observation:
     # went no further: acceptance is per step that was paid for, so that what a strategy promises is what it
     # emits.
     drafts: int = 0
-    # Drafts whose first i + 1 tokens were all accepted.
+    # Drafts whose token i was accepted. In a chain so were all before it; a tree's tokens are numbered by how
+    # likely the drafter took them to be reached. Either way a proposal of its first k tokens would have
+    # gained the first k of these.
     accepted_at: tuple[int, ...] = ()
     # Whether the drafter had to catch up first.
     switched: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.move_slots import move_slots
 from paceline.paged.routing import RoutingRecord
 from paceline.paged.storage import PagedStorage
 from paceline.policy.config import DecoderConfig
@@ -116,6 +117,17 @@ class KVCache:
             whole[:, :, target] = whole[:, :, source]
         if self.routing is not None:
             self.routing.copy_blocks(source, target)
+
+    def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
+        """Moves single tokens of all layers, with their routing, to other slots; a target of -1 is none.
+
+        A row's sources may be targets, too: everything is read before it is written.
+        """
+        for storage in self.storages.values():
+            numbers = storage.tensor.view(torch.int32)
+            move_slots(numbers.flatten(4).flatten(2, 3).flatten(0, 1), sources_RD, targets_RD)
+        if self.routing is not None:
+            self.routing.move_slots(sources_RD, targets_RD)
 
 
 def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

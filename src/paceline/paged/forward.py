@@ -26,6 +26,7 @@ from paceline.kernels.paged_attention import paged_attention, paged_attention_qu
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
+from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import KVCache
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights
@@ -65,8 +66,9 @@ class PagedForward:
         slots_RQ: torch.Tensor,
         table_RB: torch.Tensor,
         context_R: torch.Tensor,
+        tree: TreeKeys | None = None,
     ) -> tuple[torch.Tensor, Captured]:
-        """Runs Q queries per row.
+        """Runs Q queries per row, one behind the other or, with `tree`, as its nodes.
 
         `context_R` is the first query's position, negative for a row that is not active. Returns the final
         hidden states and those that entered each captured layer, `[R x Q, E]`.
@@ -74,7 +76,7 @@ class PagedForward:
         rows, queries = tokens_RQ.shape
 
         def attend(q_THD: torch.Tensor, layer: int) -> Activations:
-            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer)
+            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree
             q_RQHD = q_THD.unflatten(0, (rows, queries))
             if self._in_fp8(self.policy.layers[layer].attention.output):
                 return paged_attention_quantised(q_RQHD, *cache)

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
+from paceline.kernels.move_slots import move_slots
 from paceline.paged.storage import PagedStorage
 from paceline.policy.config import DecoderConfig
 from paceline.types import Routing
@@ -52,6 +53,10 @@ class RoutingRecord:
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies whole blocks."""
         self.storage.tensor[target] = self.storage.tensor[source]
+
+    def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
+        """Moves single tokens' routing to other slots; a target of -1 is none."""
+        move_slots(self.storage.tensor.flatten(2).flatten(0, 1).unsqueeze(0), sources_RD, targets_RD)
 
 
 def expert_dtype(config: DecoderConfig) -> torch.dtype:

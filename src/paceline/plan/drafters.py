@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.drafting.base import Drafter, DrafterContext
+from paceline.drafting.calibration import Calibration
 from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.tree import TreeProposals
 from paceline.engine.rows import Rows
 from paceline.kernels.history_index import HistoryIndex
 from paceline.paged.forward import PagedForward
@@ -33,6 +35,7 @@ def drafter_bytes(
     probabilities_SKV = None
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
+    parents_SK = torch.zeros_like(proposals_SK)
     own = [] if probabilities_SKV is None else [probabilities_SKV]
     for drafter in drafters:
         drafter.bind(
@@ -40,6 +43,7 @@ def drafter_bytes(
                 policy,
                 rows.state,
                 proposals_SK,
+                parents_SK,
                 probabilities_SKV,
                 num_blocks=1,
                 deterministic=False,
@@ -47,7 +51,7 @@ def drafter_bytes(
             )
         )
         own += _tensors(drafter)
-    shared = [*vars(rows.state).values(), proposals_SK, *policy.parameters(), policy.rope_table]
+    shared = [*vars(rows.state).values(), proposals_SK, parents_SK, *policy.parameters(), policy.rope_table]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
     captured = {layer for drafter in drafters for layer in drafter.captured_layers}
     return DrafterBytes(
@@ -66,8 +70,10 @@ def _tensors(drafter: Drafter) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, torch.nn.Module):
             found += [*value.parameters(), *value.buffers(), value.rope_table]
-        elif isinstance(value, HistoryIndex):
+        elif isinstance(value, (HistoryIndex, Calibration)):
             found += vars(value).values()
+        elif isinstance(value, TreeProposals):
+            found.append(value.cells_SK)
         elif isinstance(value, PagedForward):
             found += [value.cos_PC, value.sin_PC]
     return found

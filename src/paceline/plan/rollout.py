@@ -77,6 +77,7 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         drafter.captured_layers,
         bool(routing),
         drafter.shapes,
+        config.rollout.speculation.shape == "tree",
     )
     memory = GraphMemory(
         needs,
@@ -86,7 +87,9 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         not config.rollout.deterministic,
     )
     return RolloutBytes(
-        rows=total_bytes([*vars(rows.state).values(), proposals]) + table + quantised,
+        rows=total_bytes([*vars(rows.state).values(), proposals, torch.zeros_like(proposals)])
+        + table
+        + quantised,
         drafter=drafter.fixed,
         graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
         workspace=max(

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Trees on a GPU: bits first, then what they gain over chains at an 8B model's cost.
+#
+#     benchmarks/trees_gpu.sh OUT [PART ...]          parts: kernels bits certify eagle chains trees fp8 table
+#
+# Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 300) and does not stop
+# the others; `trees` and `chains` use the head in $EAGLE, or the one that `eagle` trains.
+set -u
+OUT=${1:?where to write}
+shift
+PYTHON=${PYTHON:-python3}
+SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
+EAGLE=${EAGLE:-$OUT/eagle}
+LIMIT=${LIMIT:-300}
+SUMS='task.train_problems=512 task.eval_problems=64 rollout.max_tokens=128'
+SUMS="$SUMS "'task.options={"min_terms":2,"max_terms":4,"min_digits":1,"max_digits":2}'
+mkdir -p "$OUT"
+
+part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.log
+  name=$1
+  shift
+  began=$(date +%s)
+  if timeout "$LIMIT" "$@" >"$OUT/$name.log" 2>&1; then verdict=ok; else verdict="FAILED ($?)"; fi
+  echo "$name: $verdict, $(($(date +%s) - began)) s"
+  tail -n 12 "$OUT/$name.log" | sed 's/^/    /'
+}
+kernels() { # the bits of each path, and kernels against their references
+  part kernels "$PYTHON" -m pytest -q -x -m gpu tests/kernels/test_tree_attention.py \
+    tests/kernels/test_tree_step.py tests/kernels/test_candidates.py tests/kernels/test_history_index.py
+}
+bits() { # whole rollouts in deterministic mode, and that they are chains' and plain decoding's
+  part bits "$PYTHON" -m pytest -q -x -m gpu tests/drafting/test_trees_gpu.py
+}
+certify() {
+  for how in "" "rollout.precision=fp8+kv" "--pacing adaptive"; do
+    # shellcheck disable=SC2086
+    part "certify-${how//[^a-z0-9]/}" "$PYTHON" -m paceline certify builtin --drafter eagle run.device=cuda \
+      rollout.speculation.shape=tree --deterministic --quick $how
+  done
+}
+eagle() {
+  # shellcheck disable=SC2086
+  part eagle "$PYTHON" -m paceline drafter train "$SMOLLM" run.device=cuda $SUMS --recipe chain-sum \
+    --responses 6144 --draft-vocab 8192 --steps 1500 --unroll 5 --batch 64 --lr 1e-3 --out "$OUT/eagle"
+}
+speculation() { # NAME TOKENS OVERRIDE...
+  name=$1 tokens=$2
+  shift 2
+  # shellcheck disable=SC2086
+  part "$name" "$PYTHON" -m paceline bench speculation chain-sum policy.path="$SMOLLM" policy.widen=8b \
+    run.device=cuda $SUMS rollout.speculation.eagle_path="$EAGLE" "$@" --batches 1,4,16,64 --tokens "$tokens" \
+    --rounds 2 --repeats 1 --json "$OUT/$name.json"
+}
+chains() { speculation chains 3,7; }
+trees() { speculation trees 3,5,7,11,15 rollout.speculation.shape=tree; }
+fp8() { speculation trees-fp8 7,15 rollout.speculation.shape=tree rollout.precision=fp8; }
+table() { # accept length, ratio to own plain decoding and share of drafting, chains beside trees
+  "$PYTHON" - "$OUT" <<'END'
+import json
+import pathlib
+import sys
+
+print(f"{'':<12}{'batch':>6}  {'strategy':<20}{'step ms':>9}{'draft':>7}{'accept':>8}{'ratio':>7}")
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
+    for p in json.loads(path.read_text()).get("points", []):
+        print(
+            f"{path.stem:<12}{p['batch']:>6}  {p['strategy']:<20}{p['step_ms']['median']:>9.2f}"
+            f"{p['draft_share']:>7.0%}{p['accept_length']:>8.2f}{p['ratio']:>7.2f}"
+        )
+END
+}
+for step in "${@:-kernels bits certify eagle chains trees fp8 table}"; do
+  for name in $step; do "$name"; done
+done

@@ -1,0 +1,91 @@
+"""Which nodes a tree gets: brute force for choosing and merging, and rates that follow what happens."""
+
+import random
+
+import torch
+
+from paceline.drafting.branches import BranchCalibration, merged_branches
+from paceline.drafting.calibration import Calibration
+from paceline.drafting.growth import GapCalibration, TreeShape
+from paceline.drafting.tree import ROOT, Candidates, choose_nodes
+
+CPU = torch.device("cpu")
+
+
+def random_candidates(rng: random.Random, size: int) -> Candidates:
+    parents, values = [], []
+    for number in range(size):
+        parent = rng.randrange(-1, number)
+        parents.append(parent)
+        above = 0.0 if parent == ROOT else values[parent]
+        values.append(-torch.inf if rng.random() < 0.2 else above - rng.uniform(0.1, 2.0))
+    tokens = [-1 if value == -torch.inf else number for number, value in enumerate(values)]
+    return Candidates(*(torch.tensor([x]) for x in (tokens, parents, values, [0] * size)))
+
+
+def test_the_likeliest_are_chosen_and_stand_behind_their_parents():
+    rng = random.Random(0)
+    for _ in range(50):
+        candidates = random_candidates(rng, 20)
+        nodes = choose_nodes(candidates, 9)
+        values, parents = candidates.values_RN[0].tolist(), candidates.parents_RN[0].tolist()
+        possible = [n for n in range(20) if values[n] > -torch.inf]
+        expected = sorted(possible, key=lambda n: -values[n])[:9]
+        chosen = [token for token in nodes.tokens_RK[0].tolist() if token >= 0]
+        assert chosen == expected, "a candidate's token is its number here"
+        for node, number in enumerate(chosen):
+            parent = parents[number]
+            assert nodes.parents_RK[0, node] == (0 if parent == ROOT else 1 + chosen.index(parent))
+            assert nodes.parents_RK[0, node] <= node
+    few = choose_nodes(random_candidates(rng, 3), 7)
+    assert few.tokens_RK.shape == (1, 7) and (few.tokens_RK[0, 3:] == -1).all()
+
+
+def test_merged_branches_are_a_trie():
+    rng = random.Random(1)
+    calibration = BranchCalibration(CPU)
+    for _ in range(30):
+        branches = [[rng.randrange(2) for _ in range(rng.randrange(6))] for _ in range(8)]
+        tokens = torch.tensor([[branch + [-1] * (5 - len(branch)) for branch in branches]])
+        matched = torch.tensor([[rng.choice([2, 4, 9, 16]) for _ in range(8)]])
+        candidates = merged_branches(tokens, matched, calibration)
+        exists = candidates.values_RN[0] > -torch.inf
+        paths = []
+        for number in exists.nonzero().squeeze(1).tolist():
+            path, node = [], number
+            while node != ROOT:
+                assert exists[node]
+                path.insert(0, int(candidates.tokens_RN[0, node]))
+                parent = int(candidates.parents_RN[0, node])
+                above = 0.0 if parent == ROOT else candidates.values_RN[0, parent]
+                assert candidates.values_RN[0, node] < above
+                node = parent
+            paths.append(tuple(path))
+        prefixes = {tuple(branch[:end]) for branch in branches for end in range(1, len(branch) + 1)}
+        assert len(paths) == len(set(paths)) and set(paths) == prefixes
+
+
+def test_rates_follow_what_happens():
+    calibration = Calibration([0.5, 0.5, 0.5], CPU)
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.tensor([0.9, 0.2, 0.5])
+    for _ in range(200):
+        cells = torch.randint(0, 2, (16,), generator=generator)
+        right = torch.rand(16, generator=generator) < truth[cells]
+        calibration.observe(cells, torch.rand(16, generator=generator) < 0.7, right)
+    rates = calibration.log_rates().exp()
+    assert torch.allclose(rates[:2], truth[:2], atol=0.05) and rates[2] == 0.5, "nothing was seen of the last"
+
+
+def test_closer_scores_are_likelier():
+    calibration = GapCalibration(CPU)
+    scores = torch.tensor([[5.0, 4.9, 4.8, 1.0], [5.0, 1.0, 0.0, -torch.inf], [5.0, *[-torch.inf] * 3]])
+    rates = calibration.log_rates()[calibration.cells(scores)].exp()
+    assert rates[0, 0] < rates[1, 0] <= rates[2, 0], "a first that stands alone is surer"
+    assert rates[0, 1] > rates[1, 1] and rates[0, 2] > rates[0, 3]
+
+
+def test_shapes_keep_to_the_blocks_that_nodes_have():
+    for nodes in range(1, 16):
+        shape = TreeShape.of(nodes)
+        assert 1 <= shape.depth <= nodes and shape.places <= nodes + 1 and shape.width <= TreeShape.WIDEST

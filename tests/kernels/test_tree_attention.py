@@ -1,0 +1,120 @@
+"""A tree's node attends to its path and nothing else, with the bits that it has as the end of plain text."""
+
+import random
+
+import pytest
+import torch
+
+from paceline.kernels import paged_attention as decode
+from paceline.kernels.fp8_format import E4M3, to_e4m3
+from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.tree_gather import TreeKeys
+
+BLOCK_SIZE = 16
+NODES = 16
+
+
+def random_paths(rng: random.Random) -> list[list[int]]:
+    """The path of each node, from the root to itself."""
+    paths = [[0]]
+    for node in range(1, NODES):
+        paths.append([*paths[rng.choice([rng.randrange(node), node - 1])], node])
+    return paths
+
+
+class Forest:
+    """Trees behind texts of some lengths, and every node's path as a text of its own in other blocks."""
+
+    def __init__(self, contexts: list[int], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        rng = random.Random(len(contexts))
+        tokens = max(contexts) + NODES
+        blocks = -(-tokens // BLOCK_SIZE)
+        count = len(contexts) * (1 + NODES) * blocks
+        self.k, self.v = (torch.randn(count + 1, BLOCK_SIZE, 2, 32).to(dtype) for _ in range(2))
+        table = (torch.randperm(count) + 1).view(-1, blocks).int()
+        self.table, self.path_table = table[: len(contexts)], table[len(contexts) :]
+        self.context = torch.tensor(contexts)
+        self.q = torch.randn(len(contexts), NODES, 4, 32).to(dtype)
+        depths, slots = [], []
+        for row, context in enumerate(contexts):
+            paths = random_paths(rng)
+            depths.append([len(path) - 1 for path in paths])
+            slots.append(
+                [
+                    [self.slot(row, context + node) for node in path + [path[-1]] * (NODES - len(path))]
+                    for path in paths
+                ]
+            )
+            for node, path in enumerate(paths):
+                line = self.path_table[row * NODES + node]
+                places = [*range(context), *(context + ancestor for ancestor in path)]
+                for cache in (self.k.flatten(0, 1), self.v.flatten(0, 1)):
+                    source = torch.tensor([self.slot(row, place) for place in places])
+                    position = torch.arange(len(places))
+                    cache[line[position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE] = cache[
+                        source
+                    ]
+        self.tree = TreeKeys(torch.tensor(depths), torch.tensor(slots))
+        if kv_dtype == E4M3:
+            self.k, self.v = to_e4m3(self.k.float()), to_e4m3(self.v.float())
+
+    def slot(self, row: int, place: int) -> int:
+        return int(self.table[row, place // BLOCK_SIZE]) * BLOCK_SIZE + place % BLOCK_SIZE
+
+    @property
+    def scales(self) -> tuple:
+        return (torch.tensor([0.5, 2.0]), torch.tensor([1.5, 0.25])) if self.k.dtype == E4M3 else (None, None)
+
+    def plain(self, run, device: str, **options) -> torch.Tensor:
+        position = (self.context.unsqueeze(1) + self.tree.depth_RQ).flatten()
+        q = self.q.flatten(0, 1).unsqueeze(1)
+        tensors = (t.to(device) for t in (q, self.k, self.v, self.path_table, position))
+        return run(*tensors, **self.scaled(device), **options).view(self.q.shape)
+
+    def as_tree(self, run, device: str, **options) -> torch.Tensor:
+        tensors = (t.to(device) for t in (self.q, self.k, self.v, self.table, self.context))
+        tree = TreeKeys(self.tree.depth_RQ.to(device), self.tree.slots_RQD.to(device))
+        return run(*tensors, **self.scaled(device), tree=tree, **options)
+
+    def scaled(self, device: str) -> dict:
+        return {
+            name: scale if scale is None else scale.to(device)
+            for name, scale in zip(("k_scale_H", "v_scale_H"), self.scales, strict=True)
+        }
+
+
+# Trees that begin a tile, cross into the next, and into the next group.
+CONTEXTS = [0, 57, 64, 250, 300]
+
+
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [(torch.float32,) * 2, (torch.float64,) * 2, (torch.float32, E4M3)]
+)
+def test_reference_has_the_bits_of_each_path(dtype, kv_dtype):
+    forest = Forest(CONTEXTS, dtype, kv_dtype)
+    expected = forest.plain(paged_attention_reference, "cpu")
+    assert torch.equal(forest.as_tree(paged_attention_reference, "cpu"), expected)
+
+
+def test_inactive_rows_give_zeros(device):
+    forest = Forest([20, 30], torch.float32, torch.float32)
+    forest.context[0] = -1
+    for run in (paged_attention_reference, paged_attention_triton):
+        out = forest.as_tree(run, "cpu" if run is paged_attention_reference else device)
+        assert not out[0].any() and out[1].any()
+
+
+@pytest.mark.parametrize("programs", ["several share a row", "one a row"])
+@pytest.mark.parametrize("kv_dtype", [None, E4M3])
+def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, monkeypatch):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    contexts = [57, 250] if device == "cpu" else CONTEXTS
+    forest = Forest(contexts, dtype, kv_dtype or dtype)
+    if programs == "one a row":
+        monkeypatch.setattr(decode, "multiprocessors", lambda _: 1)
+    ours = forest.as_tree(paged_attention_triton, device)
+    expected = forest.plain(paged_attention_triton, device)
+    assert torch.equal(ours, expected)
+    if kv_dtype is None:
+        reference = forest.plain(paged_attention_reference, "cpu")
+        torch.testing.assert_close(ours.cpu(), reference, rtol=1e-2, atol=1e-5 if device == "cpu" else 2e-2)
