@@ -18,7 +18,7 @@ from paceline.tasks.running_sums import RunningSums
 from paceline.types import Purpose, SamplingParams
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import make_tiny_policy, tiny_config
-from tests.rollout.test_modes import STAGGERED, trained
+from tests.rollout.test_modes import NO_DRAFTER, STAGGERED, trained
 
 TURNS = TurnsConfig(step="tests.tasks.reward_examples:echo_twice", stop=[";", "a"])
 
@@ -84,7 +84,9 @@ def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(fo
 def test_the_second_attempt_begins_everything_anew_in_base_precision(folder, tmp_path, monkeypatch):
     """Low precision is distrusted at the first step, so the run is the one that base precision makes."""
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
-    small = ("eval.every=0", "eval.problems=1", *STAGGERED, "run.steps=3")
+    # Without drafters, which would know the first attempt, finish sooner and meet the update elsewhere.
+    small = ("eval.every=0", "eval.problems=1", *STAGGERED, "run.steps=3", *NO_DRAFTER)
+    small += ("rollout.speculation.drafters=[]",)
     base = train(tiny_config(folder, tmp_path, "base", *small)).summary.run
 
     def distrust(self, mismatch):
