@@ -81,6 +81,7 @@ def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(fo
         assert any(not s.sampled for sample in first.values() for s in sample.completion.segments)
 
 
+@pytest.mark.slow
 def test_the_second_attempt_begins_everything_anew_in_base_precision(folder, tmp_path, monkeypatch):
     """Low precision is distrusted at the first step, so the run is the one that base precision makes."""
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
