@@ -170,8 +170,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     """Returns the generator that a recipe names."""
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
-    kv_tokens = plan.kv_tokens if plan is not None else config.rollout.kv_tokens
-    kv_tokens = kv_tokens or cpu_kv_tokens(policy, config)
+    kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
     drafters = DrafterFactory(
         config.rollout.speculation, PolicySource.of(config.policy).heads, tokenizer=tokenizer
     )
