@@ -136,6 +136,8 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
     plan = plan_gpu(config, source, device, learns)
+    in_worker = learns and config.rollout.mode == "async" and schedule is None
+    _check_cache_stays(config, plan, in_worker)
     policy = source.load(policy_dtype(config.policy, device), device)
     _check_finite(policy, config.policy.path)
     if config.policy.lora.rank:
@@ -147,7 +149,6 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    in_worker = learns and config.rollout.mode == "async" and schedule is None
     backend = (
         start_worker(policy, config, device) if in_worker else make_backend(policy, tokenizer, config, plan)
     )
@@ -171,8 +172,7 @@ def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Pl
     """Returns the generator that a recipe names."""
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
-    kv_tokens = plan.kv_tokens if plan is not None else config.rollout.kv_tokens
-    kv_tokens = kv_tokens or cpu_kv_tokens(policy, config)
+    kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
     drafters = DrafterFactory(
         config.rollout.speculation, PolicySource.of(config.policy).heads, tokenizer=tokenizer
     )
@@ -213,6 +213,15 @@ def _check_schedule(path: Path, config: Config) -> None:
         raise ConfigError(
             f"--schedule {path}: with rollout.on_update = 'keep' a response depends on caches of older "
             "weights, which a repetition does not have; schedules of on_update=recompute can be repeated"
+        )
+
+
+def _check_cache_stays(config: Config, plan: Plan | None, in_worker: bool) -> None:
+    if config.rollout.on_update == "keep" and plan is not None and plan.sleeps and not in_worker:
+        raise ConfigError(
+            "rollout.on_update = 'keep': the KV pool gives its memory to learning on this GPU, and with it "
+            "what it holds; lower rollout.kv_tokens until both fit (`paceline plan`), or use "
+            "on_update=recompute"
         )
 
 

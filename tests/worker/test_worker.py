@@ -99,6 +99,7 @@ def test_requests_run_again_where_the_worker_dies_and_end_once(start):
     assert backend.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_hung_worker_is_noticed_and_replaced(start):
     backend = start()
     backend.update_weights(1)
@@ -108,6 +109,7 @@ def test_a_hung_worker_is_noticed_and_replaced(start):
     assert backend.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_is_an_error(start):
     backend = start()
     backend.update_weights(1)
@@ -116,6 +118,12 @@ def test_a_worker_that_dies_again_and_again_is_an_error(start):
         list(backend.completions())
 
 
+def test_a_worker_that_cannot_start_is_an_error():
+    with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
+        WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=QUICK)
+
+
+@pytest.mark.slow
 def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
     backend = start(seconds=0.003, patience=Patience(60, 30, 0.2, 2, restarts=100))
     backend.update_weights(0)

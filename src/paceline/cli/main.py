@@ -81,6 +81,10 @@ def train(
             f"--resume takes its recipe from {resume}; leave out {recipe!r} and pass changes as "
             "section.key=value"
         )
+    if replay is not None and schedule is not None:
+        raise ConfigError(
+            f"--schedule {schedule}: --replay {replay} takes its groups from files; use one of the two"
+        )
     run_train_command(named, overrides, resume, replay, schedule, quiet, torch_profiler)
 
 

@@ -163,12 +163,14 @@ class StreamingRollouts(RolloutSource):
                     if self._choose(version) is not None:
                         backend.pause()
             self._take_replies()
-            assert self.running or not all(group.complete for group in self.groups) or self._may_go(version)
+            assert not self._stuck(version), "everything is complete, and still the step may not go"
 
-    def _may_go(self, version: int) -> bool:
-        """Returns whether the step can go, or prompts can go in; else it would wait for ever."""
+    def _stuck(self, version: int) -> bool:
+        """Returns whether nothing can change any more; the rules exclude it."""
+        if self.running or not all(group.complete for group in self.groups):
+            return False
         born = [group.born for group in self.groups]
-        return self._choose(version) is not None or self.rules.places(version, born) > 0
+        return self._choose(version) is None and not self.rules.places(version, born)
 
     def _choose(self, version: int) -> set[str] | None:
         complete = [group for group in self.groups if group.complete]

@@ -68,6 +68,7 @@ class WorkerBackend(Backend):
         self.restarts = 0  # in all
         self._tries = 0  # since anything was finished
         self._generation = 0
+        self._starting = True  # a worker that loads its model is waited for elsewhere
         self._greeting = 0  # the call whose answer says that a new worker is up to date
         self._handed_in: set[str] = set()  # requests that it was given before that
         self.ready = False
@@ -191,8 +192,10 @@ class WorkerBackend(Backend):
             return self.answers.pop(number)
 
     def _accepted(self, answer: Message) -> Message:
-        if answer.kind == "refused":
+        if answer.kind == "not_finite":
             raise WeightsNotFinite(answer.fields["problem"])
+        if answer.kind == "refused":
+            raise WorkerFailed(answer.fields["problem"])
         return answer
 
     def _send(self, worker: WorkerProcess, message: Message) -> None:
@@ -224,6 +227,7 @@ class WorkerBackend(Backend):
         with self.changed:
             self.worker = worker
             self._generation += 1
+            self._starting = False
             self._last_answer = time.monotonic()
             self._greeting = next(self.calls)
             messages = self._restored_messages()
@@ -271,6 +275,13 @@ class WorkerBackend(Backend):
                     self.changed.notify_all()
         except Disconnected as reason:
             self._replace(worker, str(reason))
+        except Exception as error:  # whoever waits must hear of it
+            self._fail(WorkerFailed(f"what the process that generates sent cannot be used: {error!r}"))
+
+    def _fail(self, failure: WorkerFailed) -> None:
+        with self.changed:
+            self.failure = failure
+            self.changed.notify_all()
 
     def _arrive(self, message: Message) -> None:
         request = self.outstanding.pop(message.fields["id"], None)
@@ -284,6 +295,7 @@ class WorkerBackend(Backend):
             if self.closed:
                 return
             self.ready = False
+            self._starting = True
             self._tries += 1
             self.restarts += 1
             tries = self._tries
@@ -300,18 +312,16 @@ class WorkerBackend(Backend):
             )
             self._begin(WorkerProcess(self.launch, self.weights))
         except WorkerFailed as failure:
-            with self.changed:
-                self.failure = failure
-                self.changed.notify_all()
+            self._fail(failure)
 
     def _watch(self) -> None:
         """Pings the worker, and kills one that does not answer: its reader then replaces it."""
         while not self.closed and self.failure is None:
             time.sleep(self.patience.beat)
             with self.changed:
-                worker, ready = self.worker, self.ready
+                worker, starting = self.worker, self._starting
                 silent = time.monotonic() - self._last_answer
-            if not ready or self.closed:
+            if starting or self.closed:
                 continue
             if silent > self.patience.answer:
                 self.warn(f"the process that generates has not answered for {silent:.0f} s and is killed")

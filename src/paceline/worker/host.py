@@ -79,7 +79,7 @@ class Host:
         try:
             answer = self._answer(message)
         except WeightsNotFinite as problem:
-            answer = Message("refused", {"problem": str(problem)})
+            answer = Message("not_finite", {"problem": str(problem)})
         if message.call:
             self.connection.send(Message(answer.kind, answer.fields, answer.arrays, message.call))
 

@@ -1,12 +1,13 @@
 """One worker process: started with a socket and the weights' memory, ended for good when asked."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 
 from paceline.worker.weights import SharedWeights
-from paceline.worker.wire import Connection, Message
+from paceline.worker.wire import Connection, Disconnected, Message
 
 
 class WorkerFailed(RuntimeError):
@@ -34,17 +35,19 @@ class WorkerProcess:
                 command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self.connection = Connection(ours)
-        self.connection.send(Message("open", {"settings": launch.settings}))
+        with contextlib.suppress(Disconnected):  # who waits for its hello finds out
+            self.connection.send(Message("open", {"settings": launch.settings}))
 
     @property
     def id(self) -> int:
         """The process id."""
         return self.process.pid
 
-    def end(self) -> int:
-        """Kills the process, closes the connection and returns the exit code."""
-        self.process.kill()
+    def end(self, seconds: float = 2.0) -> int:
+        """Ends the process, by force if it has not gone after so long, and returns the exit code."""
         self.connection.close()
+        if not self.wait(seconds):
+            self.process.kill()
         return self.process.wait()
 
     def wait(self, seconds: float) -> bool:

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Rollout modes at equal reward: the same recipe and seeds in every mode, then one table and two plots.
+#
+#     benchmarks/modes.sh OUT                                     the built-in task on a CPU
+#     RECIPE=countdown DEVICE=cuda POLICY=OUT/policy HEAD=OUT/head KV_TOKENS=300000 \
+#         benchmarks/modes.sh OUT                                 SmolLM2 with a long tail on a GPU
+#
+# POLICY and HEAD come from `benchmarks/countdown.sh OUT warmup drafter`. Runs follow each other, since their
+# times are compared; MODES="sync partial" takes some of them, and runs that are there are not made again.
+set -eu
+OUT=${1:?where to write}
+PYTHON=${PYTHON:-python3}
+RECIPE=${RECIPE:-default}
+DEVICE=${DEVICE:-cpu}
+STEPS=${STEPS:-25}
+SEEDS=${SEEDS:-0 1 2}
+MODES=${MODES:-sync sync-paced partial oversample oversample-carry async-1 async-2 async-1-paced}
+HERE=$(cd "$(dirname "$0")" && pwd)
+DRAFTERS="[eagle,history]"
+mkdir -p "$OUT/runs"
+
+keys() { # MODE: its overrides, one per line
+  case $1 in
+  sync*) echo rollout.mode=sync ;;
+  partial*) printf '%s\n' rollout.mode=partial rollout.max_lag="${LAG:-1}" ;;
+  oversample-carry) printf '%s\n' rollout.mode=oversample rollout.stragglers=carry ;;
+  oversample*) echo rollout.mode=oversample ;;
+  async-*) printf '%s\n' rollout.mode=async rollout.max_lag="$(echo "$1" | cut -d- -f2)" ;;
+  *) echo "no such mode: $1" >&2 && exit 2 ;;
+  esac
+  case $1 in
+  *-paced)
+    echo "rollout.speculation.drafters=$DRAFTERS"
+    if [ -n "${HEAD:-}" ]; then echo "rollout.speculation.eagle_path=$HEAD"; fi
+    ;;
+  *) echo "rollout.speculation.drafters=[]" ;;
+  esac
+}
+
+for seed in $SEEDS; do
+  for mode in $MODES; do
+    name=$mode-seed$seed
+    if [ -e "$OUT/runs/$name" ]; then continue; fi
+    mapfile -t overrides < <(keys "$mode")
+    if [ -n "${POLICY:-}" ]; then overrides+=("policy.path=$POLICY"); fi
+    if [ -n "${KV_TOKENS:-}" ]; then overrides+=("rollout.kv_tokens=$KV_TOKENS"); fi
+    echo "== $name"
+    $PYTHON -m paceline train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" run.name="$name" \
+      run.seed="$seed" run.steps="$STEPS" eval.every="${EVAL_EVERY:-5}" "${overrides[@]}" \
+      >"$OUT/$name.log" 2>&1 || { tail -5 "$OUT/$name.log"; exit 1; }
+  done
+done
+$PYTHON "$HERE/modes_table.py" "$OUT/runs" "$OUT"
