@@ -77,10 +77,9 @@ def write_page(trace_path: Path, out: Path, title: str, step: int | None = None)
 def render(title: str, step: int, rows: Sequence[TraceRow]) -> str:
     """Returns the page as HTML."""
     rows = [row for row in rows if row.steps]
-    names = sorted(
-        {str(row.decision.strategy) for row in rows},
-        key=lambda name: (name != "plain", name.split(":")[0], int(name.partition(":")[2] or 0)),
-    )
+    # Plain decoding, which has no drafter, comes first.
+    strategies = {row.decision.strategy for row in rows}
+    names = [str(s) for s in sorted(strategies, key=lambda s: (s.drafter, s.tree, s.count))]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     steps = sum(row.steps for row in rows)
     tokens = sum(row.tokens for row in rows)
