@@ -323,11 +323,10 @@ def test_a_backend_without_fp8_refuses_it():
     assert load_config(None, ["rollout.backend=reference"]).rollout.precision == "base"
 
 
-def test_longest_first_admission_is_refused_while_nothing_knows_lengths():
-    """No request carries an expected length, so `longest` would be `fifo` under another name."""
+def test_longest_first_admission_needs_the_engine():
     with pytest.raises(ConfigError, match=r"rollout\.admission = 'longest'.*rollout\.admission=fifo"):
-        load_config("default", ["rollout.admission=longest"])
-    assert load_config("default", ["rollout.admission=fifo"]).rollout.admission == "fifo"
+        load_config("default", ["rollout.admission=longest", "rollout.backend=reference"])
+    assert load_config("default", ["rollout.admission=longest"]).rollout.admission == "longest"
 
 
 def _undescribed(section: type[Section], prefix: str = "") -> list[str]:

@@ -88,4 +88,5 @@ def test_closer_scores_are_likelier():
 def test_shapes_keep_to_the_blocks_that_nodes_have():
     for nodes in range(1, 16):
         shape = TreeShape.of(nodes)
-        assert 1 <= shape.depth <= nodes and shape.places <= nodes + 1 and shape.width <= TreeShape.WIDEST
+        assert 1 <= shape.depth <= min(nodes, TreeShape.DEEPEST)
+        assert shape.places <= nodes + 1 and all(1 <= width <= TreeShape.WIDEST for width in shape.widths)

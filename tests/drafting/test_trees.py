@@ -22,6 +22,7 @@ from paceline.paged.cache import KVCache
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
+from paceline.report.pace_page import render
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 from tests.drafting.test_exactness import OracleDrafter, folders, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
@@ -399,7 +400,9 @@ def test_a_recipe_gets_its_trees(pacing):
         assert all(strategy.tree for strategy in engine.pacer.settings.strategies)
     engine.submit([Request(str(i), (5, 6, 7), i, SamplingParams(max_tokens=40)) for i in range(4)])
     assert len(list(engine.completions())) == 4
-    assert any(name.startswith("history:tree") for name in engine.take_stats().strategies)
+    stats = engine.take_stats()
+    assert any(name.startswith("history:tree") for name in stats.strategies)
+    assert "history:tree" in render("a run", 0, stats.trace)
 
 
 def test_a_strategys_name_says_its_shape():

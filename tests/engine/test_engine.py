@@ -8,6 +8,7 @@ import torch
 
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.expected_lengths import ExpectedLengths
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
@@ -404,6 +405,37 @@ def test_longest_expected_goes_first(folders):
     ]
     engine.submit(requests)
     assert [c.request.id for c in engine.completions()] == ["9", "6", "3"]
+
+
+def test_lengths_of_siblings_and_earlier_epochs_say_who_goes_first(folders):
+    """The first epoch's requests come in order, but once a sibling has been long the other goes before."""
+    engine = make_engine(folders["llama"], max_running=1, admission="longest")
+
+    def epoch(number: int) -> list[str]:
+        engine.submit(
+            [
+                Request(f"{n}{sample}", (5, n), number, SamplingParams(max_tokens=n, ignore_eos=True))
+                for sample in "ab"
+                for n in (3, 9, 6)
+            ]
+        )
+        return [c.request.id for c in engine.completions()]
+
+    # 9b passes those that are expected to be like the mean; 3b, which is known to be short, is the last.
+    assert epoch(0) == ["3a", "9a", "9b", "6a", "6b", "3b"]
+    assert epoch(1) == ["9a", "9b", "6a", "6b", "3a", "3b"]
+
+
+def test_expected_lengths_forget_old_prompts_and_follow_changes():
+    lengths = ExpectedLengths(max_prompts=2)
+    requests = [Request(str(n), (n,), 0, SamplingParams()) for n in range(4)]
+    assert lengths.of(requests[0]) == 0
+    for request, tokens in zip(requests[:3], (10, 20, 60), strict=True):
+        lengths.note(request, tokens)
+    assert [lengths.of(request) for request in requests] == [30, 20, 60, 30], "the unknown are like the mean"
+    for _ in range(100):
+        lengths.note(requests[1], 100)
+    assert 99 < lengths.of(requests[1]) <= 100
 
 
 def test_a_broken_policy_does_not_poison_the_cache(folders):

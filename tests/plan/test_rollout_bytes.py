@@ -36,9 +36,9 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     )
     forward, runner = engine.runner.forward, engine.runner
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
+    proposals = [runner.proposals_SK, runner.parents_SK]
     assert planned.rows == sum(
-        t.nbytes
-        for t in [*vars(engine.rows.state).values(), runner.proposals_SK, forward.cos_PC, forward.sin_PC]
+        t.nbytes for t in [*vars(engine.rows.state).values(), *proposals, forward.cos_PC, forward.sin_PC]
     )
     caches, expected = engine.cache.num_bytes, 0
     if drafter == "history":
@@ -62,7 +62,10 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
         expected = sum(
             t.nbytes for t in [*model.policy.parameters(), *tables, model.cached_S, runner.probabilities_SKV]
         )
+        expected += model.places_SK.nbytes
         caches += model.cache.num_bytes
+    for own in engine.drafters.values():
+        expected += sum(t.nbytes for t in [*vars(own.calibration).values(), own.trees.cells_SK])
     assert planned.drafter == expected
     assert kv_pool_bytes(planned.kv_token, 512) == caches
 

@@ -178,8 +178,8 @@ class RolloutConfig(ModeKeys):
     prefill_tokens: int = Field(16384, ge=1, description="prompt tokens per prefill batch")
     admission: Literal["fifo", "longest"] = Field(
         "fifo",
-        description="order in which waiting requests start; longest is refused until requests carry "
-        "expected lengths",
+        description="order in which waiting requests start; longest: by the lengths of earlier responses to "
+        "their prompts, of siblings or earlier epochs",
     )
     speculation: SpeculationConfig = Field(SpeculationConfig(), description="speculative decoding")
     graph_memory_gb: float = Field(
@@ -227,17 +227,12 @@ class RolloutConfig(ModeKeys):
         return self
 
     @model_validator(mode="after")
-    def _admission_works(self) -> "RolloutConfig":
-        """Refuses `longest`, which would silently be `fifo`: no request carries an expected length yet."""
-        if self.admission == "longest":
-            raise ValueError(
-                "rollout.admission = 'longest' has no effect yet: requests carry no expected lengths, and "
-                "longest-first admission arrives with them. Use rollout.admission=fifo, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _backend_can(self) -> "RolloutConfig":
+        if self.backend == "reference" and self.admission == "longest":
+            raise ValueError(
+                "rollout.admission = 'longest' needs rollout.backend = 'native': the reference runs requests "
+                "in the order they come; use rollout.admission=fifo, or leave it out"
+            )
         if self.backend == "reference" and self.precision is not Precision.BASE:
             raise ValueError(
                 f"precision = {self.precision.value!r} needs backend: native; the reference computes in the "

@@ -133,7 +133,7 @@ class DraftModel(CachedDrafter):
         nodes = growth.branch(self.forward.logits(self._run_last_two(walk, table_RB)))
         while nodes is not None:
             own_slots_RW, tree = keys.deepen(nodes.parents_RW)
-            positions_RW = walk.positions_CR[1 + nodes.depth].unsqueeze(1).repeat(1, shape.width)
+            positions_RW = walk.positions_CR[1 + nodes.depth].unsqueeze(1).repeat(1, nodes.width)
             places = positions_RW, own_slots_RW, table_RB, walk.context_CR[1]
             hidden_TE, _ = self.forward.decode(nodes.tokens_RW, *places, tree)
             nodes = growth.branch(self.forward.logits(hidden_TE))

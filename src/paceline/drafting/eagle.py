@@ -136,7 +136,7 @@ class EagleDrafter(CachedDrafter):
             states_RWE = states_TE.unflatten(0, (len(slots_R), -1))
             above_RW1 = nodes.parents_RW.unsqueeze(2).expand(-1, -1, states_TE.shape[1])
             states_TE = states_RWE.gather(1, above_RW1).flatten(0, 1)
-            positions_T = walk.positions_CR[nodes.depth].repeat_interleave(shape.width)
+            positions_T = walk.positions_CR[nodes.depth].repeat_interleave(nodes.width)
             places = nodes.tokens_RW.flatten(), positions_T, own_slots_RW.flatten()
             normed_TE, states_TE = self._layer(states_TE, *places, context_R, table_RB, tree)
             nodes = growth.branch(self._logits(normed_TE))

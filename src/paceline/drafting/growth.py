@@ -1,7 +1,7 @@
 """How a drafter with logits grows a tree: one pass of its layers per depth.
 
     depth 0     root                          one pass: CANDIDATES children
-    depth 1     a    b    c    d              the WIDTH likeliest to be reached are run: one pass
+    depth 1     a    b    c    d              the few likeliest to be reached are run: one pass
     depth 2     a' a" ..  b' b" ..            and so on; at the end the likeliest of all are proposed
 
 Candidates are the best of draft logits / T + gumbel(seed, position, token), with the noise that the policy
@@ -38,28 +38,35 @@ GAP_PRIOR = (
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How deep a tree may become, and how many nodes of one depth are run."""
+    """How many nodes of each depth are run: `widths[d]` of depth d + 1. Their children are one depth more."""
 
     # Nodes of one depth that are run at most, in any shape.
     WIDEST: ClassVar[int] = 3
+    # A pass of the drafter costs as much at any depth, and few trees reach the last ones.
+    DEEPEST: ClassVar[int] = 7
 
-    depth: int
-    width: int
+    widths: tuple[int, ...]
 
     @classmethod
     def of(cls, nodes: int) -> "TreeShape":
-        """Returns the shape for a tree of so many nodes.
+        """Returns the shape for a tree of so many nodes: deeper, and wider near the root, the more they are.
 
         What is run lies behind the root in the drafter's cache, so it is no more than the nodes of the tree,
         which have blocks.
         """
-        width = min(1 + (nodes >= 5) + (nodes >= 12), cls.WIDEST)
-        return cls(min(nodes, 1 + nodes // width), width)
+        depth = min(nodes, 3 + nodes // 3, cls.DEEPEST)
+        widest = min(1 + (nodes >= 5) + (nodes >= 12), cls.WIDEST)
+        return cls(tuple(max(1, widest - level // 2) for level in range(depth - 1)))
+
+    @property
+    def depth(self) -> int:
+        """The depth of the deepest candidates."""
+        return len(self.widths) + 1
 
     @property
     def places(self) -> int:
         """Nodes that are run, with the root."""
-        return 1 + (self.depth - 1) * self.width
+        return 1 + sum(self.widths)
 
 
 class GapCalibration(Calibration):
@@ -87,6 +94,11 @@ class Expanded:
     tokens_RW: torch.Tensor
     # Which of the nodes that were run before each one follows.
     parents_RW: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """How many there are for each row."""
+        return self.tokens_RW.shape[1]
 
 
 class TreeGrowth:
@@ -138,8 +150,10 @@ class TreeGrowth:
         self.places.append(torch.full_like(level.tokens_RN, -1))
         if len(self.levels) == self.shape.depth:
             return None
-        values_RW, picked_RW = level.values_RN.topk(self.shape.width, dim=1)
-        place_W = depth * self.shape.width + 1 + torch.arange(self.shape.width, device=picked_RW.device)
+        next_width = self.shape.widths[depth]
+        values_RW, picked_RW = level.values_RN.topk(next_width, dim=1)
+        used = 1 + sum(self.shape.widths[:depth])
+        place_W = used + torch.arange(next_width, device=picked_RW.device)
         self.places[-1].scatter_(1, picked_RW, place_W.expand_as(picked_RW))
         self.last_RW, self.last_values_RW = first + picked_RW, values_RW
         tokens_RW = level.tokens_RN.gather(1, picked_RW).clamp(min=0)

@@ -459,6 +459,7 @@ class Engine(Backend):
 
     def _finish(self, sequence: RequestState, reason: FinishReason) -> None:
         self._retire(sequence, finished=True)
+        self.scheduler.note_finished(sequence)
         if sequence.request.hold:
             self.scheduler.hold(sequence)
         self.scheduler.release(sequence)

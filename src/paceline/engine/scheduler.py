@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from paceline.engine.blocks import BlockPool
+from paceline.engine.expected_lengths import ExpectedLengths
 from paceline.engine.prefill import Prefill, SharedPrompt
 from paceline.engine.request_state import RequestState
 from paceline.paged.cache import blocks_for
@@ -42,7 +43,9 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
-        self.longest_first = longest_first
+        # None: who came first starts first.
+        self.expected_lengths = ExpectedLengths() if longest_first else None
+        self._is_sorted = True
         # A heap: rows lie where they would in a new engine, so drafters see the same after a restart.
         self.free_slots = list(range(num_slots))
         self.waiting: deque[RequestState] = deque()
@@ -62,14 +65,26 @@ class Scheduler:
         return [*self.waiting, *(sequence for prefill in self.prefills for sequence in prefill.waiting)]
 
     def add(self, sequences: Iterable[RequestState]) -> None:
-        """Puts new sequences into the queue, the longest expected ones first if so configured."""
+        """Puts new sequences into the queue."""
         for sequence in sequences:
             self.waiting.append(sequence)
             self.waiting_prompts[sequence.request.prompt] += 1
-        if self.longest_first:
+        self._is_sorted = False
+
+    def note_finished(self, sequence: RequestState) -> None:
+        """Takes in how long a response has become; those of siblings that wait may start earlier or later."""
+        if self.expected_lengths is not None:
+            self.expected_lengths.note(sequence.request, len(sequence.response))
+            self._is_sorted = False
+
+    def _sort(self) -> None:
+        """Puts the longest expected sequences first, if so configured, but behind those that come back."""
+        if self.expected_lengths is not None and not self._is_sorted:
+            expected = {s.order: self.expected_lengths.of(s.request) for s in self.waiting}
             self.waiting = deque(
-                sorted(self.waiting, key=lambda s: (not s.response, -s.request.expected_tokens, s.order))
+                sorted(self.waiting, key=lambda s: (not s.response, -expected[s.order], s.order))
             )
+            self._is_sorted = True
 
     def requeue(self, sequence: RequestState) -> None:
         """Puts a sequence back at the head of the queue."""
@@ -91,6 +106,8 @@ class Scheduler:
         the sequences that were aborted meanwhile.
         """
         aborted = []
+        if self.may_admit:
+            self._sort()
         while self.may_admit:
             sequence = self.waiting[0]
             if sequence.aborted:

@@ -18,7 +18,7 @@ class EngineSettings:
     prefill_tokens: int = 16384  # per chunk
     # Steps launched before the first one's outcome is read; a CPU has nothing to run ahead of.
     steps_ahead: int = 4
-    admission: str = "fifo"  # or "longest": by `Request.expected_tokens`, so that the tail starts early
+    admission: str = "fifo"  # or "longest": by expected length, so that the tail starts early
     deterministic: bool = False  # GPU: a completion's bits do not depend on its batch
     verify: str = "shared-noise"  # or "rejection"
     # Bytes that captured steps may take, which limits how deep a batch may speculate; 0: no limit.

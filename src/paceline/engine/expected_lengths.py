@@ -1,0 +1,50 @@
+"""How long responses will be: as long as those to the same prompt were, of siblings now or of earlier epochs.
+
+That decides only who starts first (`rollout.admission: longest`), never what anybody samples.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from paceline.types import Request
+
+# Prompts that are remembered; the one that was not seen for longest is forgotten.
+MAX_PROMPTS = 1 << 16
+# Responses that a prompt's mean is taken over, roughly: lengths change as the policy learns.
+MEMORY = 16
+
+
+@dataclass
+class _Mean:
+    tokens: float = 0.0
+    responses: int = 0
+
+    def note(self, tokens: int) -> None:
+        self.responses = min(self.responses + 1, MEMORY)
+        self.tokens += (tokens - self.tokens) / self.responses
+
+
+class ExpectedLengths:
+    """Mean response lengths by prompt."""
+
+    def __init__(self, max_prompts: int = MAX_PROMPTS) -> None:
+        self.max_prompts = max_prompts
+        self._by_prompt: OrderedDict[tuple[int, ...], _Mean] = OrderedDict()
+        self._overall = _Mean()
+
+    def note(self, request: Request, tokens: int) -> None:
+        """Takes in the length of a response that has finished."""
+        self._overall.note(tokens)
+        self._by_prompt.setdefault(request.prompt, _Mean()).note(tokens)
+        self._by_prompt.move_to_end(request.prompt)
+        if len(self._by_prompt) > self.max_prompts:
+            self._by_prompt.popitem(last=False)
+
+    def of(self, request: Request) -> float:
+        """Returns the tokens expected of a response.
+
+        The request's own guess comes first; an unknown prompt is expected to be like all others.
+        """
+        if request.expected_tokens:
+            return float(request.expected_tokens)
+        return self._by_prompt.get(request.prompt, self._overall).tokens
