@@ -166,7 +166,7 @@ def test_frequencies_find_a_recovery_that_reuses_the_drafts_noise(monkeypatch):
     assert certificate().passed, certificate().table()
     monkeypatch.setattr(rejection, "STREAM_RECOVER", STREAM_SAMPLE)
     broken = certificate()
-    assert min(check.adjusted for check in broken.checks if check.adjusted is not None) < 1e-6, broken.table()
+    assert not broken.passed, broken.table()
 
 
 # -- effort ----------------------------------------------------------------------------------------

@@ -89,15 +89,15 @@ MUTANTS = [
     Mutant(
         "a stop text in the middle of a run is missed",
         "paceline.engine.stop_strings:first_stop",
-        "range(checked + 1, len(tokens) + 1)",
-        "range(len(tokens), len(tokens) + 1)",
+        "tokens[checked:], start=checked + 1",
+        "tokens[-1:], start=len(tokens)",
         "endings",
     ),
     Mutant(
         "a stop text across tokens is missed",
         "paceline.engine.stop_strings:first_stop",
-        "max(0, end - window) : end",
-        "end - 1 : end",
+        "decode(list(window))",
+        "decode([token])",
         "endings",
     ),
     Mutant(
@@ -189,14 +189,14 @@ MUTANTS = [
     # -- the loop ------------------------------------------------------------------------------------
     Mutant(
         "a step's samples share their seed",
-        "paceline.rollout.sampler:GroupSampler._requests",
+        "paceline.rollout.sampler:GroupSampler.requests_of",
         "occurrence, i)",
         "occurrence, 0)",
         "tests/certify/test_oracle.py::test_a_steps_requests_have_the_published_seeds",
     ),
     Mutant(
         "a prompt that occurs twice in a step has one seed",
-        "paceline.rollout.sampler:GroupSampler._requests",
+        "paceline.rollout.sampler:GroupSampler.requests_of",
         "problem.id, occurrence, i)",
         "problem.id, 0, i)",
         "tests/certify/test_oracle.py::test_a_steps_requests_have_the_published_seeds",

@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "greedy requests draw with noise",
-        f"{SAMPLER}:_scores",
+        f"{SAMPLER}:perturbed_logits",
         "torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)",
         "noise_RV",
         "tokens",
