@@ -40,6 +40,7 @@ def test_acceptance_refuses_a_recipe_file_in_fp8_which_can_be_overridden(tmp_pat
     assert config.rollout.is_default("precision") and config.rollout.max_tokens == 24
 
 
+@pytest.mark.slow
 def test_speculation_is_measured_in_the_recipes_precision_and_shape():
     overrides = ["rollout.precision=fp8", "rollout.max_tokens=24", "rollout.speculation.shape=tree"]
     config = speculation_config("default", overrides, "history")

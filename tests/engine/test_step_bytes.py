@@ -111,7 +111,14 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
     )
 
 
-@pytest.mark.parametrize("kind", ["history", "eagle", "eagle, 32000 tokens", "draft model"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "history",
+        "eagle",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle, 32000 tokens", "draft model")),
+    ],
+)
 def test_no_tree_holds_more_than_its_estimate(kind):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
     drafter = HistoryDrafter(bank_tokens=1000) if kind == "history" else make_drafter(kind, shape)

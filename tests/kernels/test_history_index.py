@@ -290,6 +290,7 @@ def test_branches_are_sorted_and_the_first_is_what_a_chain_has():
     assert branched > 5
 
 
+@pytest.mark.slow
 def test_kernels_equal_the_references_interpreted(monkeypatch):
     pytest.importorskip("triton")
     check_kernels("cpu", monkeypatch)

@@ -189,6 +189,7 @@ def wait_for_lines(path: Path, count: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_the_fallback_survives_sigkill(in_base, policy, tmp_path):
     """Killed before the checkpoint with the fallback, it is decided again; after it, remembered."""
     run = tmp_path / "killed"

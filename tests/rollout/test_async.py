@@ -156,7 +156,8 @@ def test_an_async_step_takes_less_than_its_rollout_and_learning(policy, tmp_path
     assert min(steady) < 0.9 * (generation + 0.8), steady
 
 
-@pytest.mark.parametrize("mode", [pytest.param("partial", marks=pytest.mark.slow), "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["partial", "async"])
 def test_a_schedule_repeats_a_run_in_one_process(policy, tmp_path, mode):
     keys = (f"rollout.mode={mode}", "rollout.max_lag=2", "rollout.max_running=6", "run.steps=3")
     first = train(tiny_config(policy, tmp_path, "first", *SMALL, *keys)).summary.run

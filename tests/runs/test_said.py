@@ -42,7 +42,7 @@ def test_paths_are_printed_as_they_are(name, tmp_path):
     console.resumed(run, 3)
     console.summary(Summary(run, 6, 100, point, point, {"rollout": 1.0}))
     text = console.out.file.getvalue()
-    assert text.count(str(run)) == 3 and "100.0% [90.0, 100.0]" in text
+    assert text.count(str(run)) == 4 and "100.0% [90.0, 100.0]" in text
 
 
 def test_brackets_in_the_resume_command(start, policy, tmp_path):

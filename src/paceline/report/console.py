@@ -82,7 +82,7 @@ class Console:
 
     def resumed(self, run: Path, step: int) -> None:
         """Prints where a resumed run continues."""
-        self.out.print(f"resuming {run} after step {step}", markup=False)
+        self.out.print(f"resuming {run} after step {step}", markup=False, soft_wrap=True)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Prints the accuracy on held-out problems."""
@@ -168,8 +168,8 @@ class Console:
         self.out.print(table)
         stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in summary.stage_seconds.items())
         self.out.print(f"{summary.steps} steps, {summary.tokens} tokens sampled; time: {stages}")
-        self.out.print(f"run directory: {summary.run}", markup=False)
-        self.out.print(f"report: {summary.run / 'report.html'}", markup=False)
+        self.out.print(f"run directory: {summary.run}", markup=False, soft_wrap=True)
+        self.out.print(f"report: {summary.run / 'report.html'}", markup=False, soft_wrap=True)
 
 
 def speed_verdict(check: "SpeculationCheck") -> str:

@@ -95,10 +95,8 @@ def tail_charts(rows: Sequence[TraceRow]) -> list[Chart]:
 
 def strategy_names(rows: Sequence[TraceRow]) -> list[str]:
     """Returns the strategies in use, plain decoding first, then by drafter and length."""
-    return sorted(
-        {str(row.decision.strategy) for row in rows},
-        key=lambda name: (name != "plain", name.split(":")[0], int(name.partition(":")[2] or 0)),
-    )
+    strategies = {row.decision.strategy for row in rows}  # plain decoding has no drafter, so it is first
+    return [str(s) for s in sorted(strategies, key=lambda s: (s.drafter, s.tree, s.count))]
 
 
 def by_strategy(rows: Sequence[TraceRow]) -> dict[str, Any]:
