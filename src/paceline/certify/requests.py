@@ -28,7 +28,7 @@ SETTINGS = (
     SamplingParams(1.5, min_p=0.3),
     SamplingParams(2.5, top_k=8, top_p=0.8),
     SamplingParams(2.5, top_k=6, min_p=0.15),
-    SamplingParams(2.5, top_p=0.85, min_p=0.05),
+    SamplingParams(2.5, top_p=0.9, min_p=0.3),
     SamplingParams(2.5, top_k=12, top_p=0.9, min_p=0.05),
 )
 
