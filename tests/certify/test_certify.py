@@ -15,9 +15,9 @@ from paceline.certify.native import NativeSubject, ReferenceSubject, drafter_mak
 from paceline.certify.plan import QUICK, QUICK_LEAVES_OUT, SCENES, Plan
 from paceline.certify.run import certify
 from paceline.certify.subject import Opening
-from paceline.certify.subjects import Effort
+from paceline.certify.subjects import Effort, SubjectOptions, make_parts
 from paceline.cli.main import app
-from paceline.config import SpeculationConfig
+from paceline.config import SpeculationConfig, load_config
 from paceline.drafting.draft_model import DraftModel
 from paceline.engine import sampling
 from paceline.engine.reference import ReferenceBackend
@@ -167,6 +167,20 @@ def test_frequencies_find_a_recovery_that_reuses_the_drafts_noise(monkeypatch):
     monkeypatch.setattr(rejection, "STREAM_RECOVER", STREAM_SAMPLE)
     broken = certificate()
     assert not broken.passed, broken.table()
+
+
+def test_trees_are_certified_by_shared_noise_alone():
+    trees = ["rollout.speculation.drafters=[history]", "rollout.speculation.shape=tree"]
+    rollout = load_config(None, trees).rollout
+    policy = small_policy("dense")
+    options = SubjectOptions("builtin", "native", "history", 5, "fixed", "both", "", False)
+    effort = Effort(quick=True)
+    parts = make_parts(options, rollout, policy, [(1, 2)], tokenizer(), effort)
+    assert [part.title for part in parts] == ["shared noise, history"]
+    with pytest.raises(
+        ValueError, match="'tree' is verified by shared noise alone; use --verify shared-noise"
+    ):
+        make_parts(replace(options, verify="rejection"), rollout, policy, [(1, 2)], tokenizer(), effort)
 
 
 # -- effort ----------------------------------------------------------------------------------------

@@ -126,10 +126,11 @@ def make_parts(
     """Returns what is certified, the default first: both ways to verify; in full every drafter and FP8."""
     if options.backend == "reference":
         return [Part("", ReferenceSubject(policy, widest(policy), tokenizer), effort.plan)]
-    kinds = [(verify, options.drafter, rollout.precision) for verify in options.verifies]
+    verifies = _verifies(options, rollout)
+    kinds = [(verify, options.drafter, rollout.precision) for verify in verifies]
     if effort.full:
         others = [name for name in _fitting_drafters(rollout, policy) if name not in options.drafters]
-        kinds += [(verify, name, rollout.precision) for name in others for verify in options.verifies]
+        kinds += [(verify, name, rollout.precision) for name in others for verify in verifies]
         if rollout.precision is Precision.BASE:
             kinds += [(Verify.SHARED_NOISE, options.drafter, p) for p in (Precision.FP8, Precision.FP8_KV)]
     parts = []
@@ -144,6 +145,18 @@ def make_parts(
             plan = replace(plan, frequencies=FrequencyPlan())
         parts.append(Part(title, subject, plan))
     return parts
+
+
+def _verifies(options: SubjectOptions, rollout: RolloutConfig) -> list[Verify]:
+    """Returns the ways to verify that are certified: of trees, shared noise is the only one."""
+    if rollout.speculation.shape != "tree":
+        return options.verifies
+    if options.verify == Verify.REJECTION:
+        raise ValueError(
+            f"--verify {options.verify}: rollout.speculation.shape = 'tree' is verified by shared noise "
+            "alone; use --verify shared-noise, or rollout.speculation.shape=chain"
+        )
+    return [Verify.SHARED_NOISE]
 
 
 def _fitting_drafters(rollout: RolloutConfig, policy: Decoder) -> list[str]:
@@ -182,7 +195,8 @@ def certificate_settings(options: SubjectOptions, rollout: RolloutConfig, policy
         if rollout.precision is not Precision.BASE:
             settings["rollout"] = rollout.precision
         settings |= {"drafter": options.drafter, "tokens": str(options.tokens)}
-        settings |= {"pacing": options.pacing, "verify": options.verify}
+        verifies = ", ".join(_verifies(options, rollout))
+        settings |= {"pacing": options.pacing, "shape": rollout.speculation.shape, "verify": verifies}
         settings["deterministic"] = str(options.deterministic or rollout.deterministic).lower()
     settings["device"] = policy.device.type
     return settings
