@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from paceline.report.svg import Line, line_chart
+import numpy as np
+
+from paceline.plots.align import aligned
+from paceline.plots.chart import Axis, Chart, Series
+from paceline.plots.svg import to_svg
 
 COLUMNS = (
     "mode",
@@ -78,11 +82,11 @@ def row(mode: str, runs: list[list[dict]]) -> list[str]:
     ]
 
 
-def mean_line(mode: str, runs: list[list[dict]], axis: int) -> Line:
-    """Returns accuracy in percent against seconds (axis 0) or samples (axis 1), as means over runs."""
+def mean_curve(runs: list[list[dict]], axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns seconds (axis 0) or samples (axis 1), and accuracy in percent, as means over runs."""
     columns = list(zip(*(course(records) for records in runs), strict=False))
-    x = tuple(mean(point[axis] for point in column) for column in columns)
-    return Line(mode, x, tuple(100 * mean(point[2] for point in column) for column in columns))
+    x = np.array([mean(point[axis] for point in column) for column in columns], dtype=float)
+    return x, np.array([100 * mean(point[2] for point in column) for column in columns])
 
 
 def main() -> None:
@@ -98,9 +102,10 @@ def main() -> None:
     for mode, runs in modes.items():
         print("| " + " | ".join(row(mode, runs)) + " |")
     for axis, label in enumerate(("training seconds", "samples learned from")):
-        lines = [mean_line(mode, runs, axis) for mode, runs in modes.items()]
-        chart = line_chart("Rollout modes", label, "held-out accuracy, %", lines)
-        (out / f"modes-{label.split()[-1] if axis == 0 else 'samples'}.svg").write_text(chart)
+        xs, curves = aligned([mean_curve(runs, axis) for runs in modes.values()])
+        series = [Series(mode, y, colour=i) for i, (mode, y) in enumerate(zip(modes, curves, strict=True))]
+        chart = Chart("modes", "Rollout modes", Axis(label), Axis("held-out accuracy", "%"), xs, series)
+        (out / f"modes-{'seconds' if axis == 0 else 'samples'}.svg").write_text(to_svg(chart))
 
 
 if __name__ == "__main__":
