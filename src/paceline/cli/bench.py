@@ -1,37 +1,37 @@
 """The `paceline bench` commands: options in, one call of `bench/`, figures out."""
 
-import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from paceline.cli import bench_tables as tables
+from paceline.cli.bench_options import (
+    BatchesOption,
+    JsonOption,
+    LengthsOption,
+    ModelOption,
+    PrecisionOption,
+    PromptOption,
+    RecipeArgument,
+    bench_device,
+    parse_numbers,
+    say_lines,
+    write_figures,
+)
+from paceline.cli.bench_training import learn, memory, step
 from paceline.cli.options import QuietOption, parse_precision, split_recipe
 from paceline.cli.progress import announce, working
-from paceline.types import Precision
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine: medians of repeats, with their spread.")
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        help="a folder, FOLDER@8b to widen it, or a named shape with random weights such as qwen3-8b"
-    ),
-]
-RecipeArgument = Annotated[
-    str, typer.Argument(help="whose policy, prompts and sampling settings are measured")
-]
-PromptOption = Annotated[int, typer.Option(help="prompt tokens")]
-LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
-BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
-PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
-JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+for command in (step, learn, memory):
+    app.command()(command)
+
 LONG_TAIL = "lognormal:512,1.0,16,4096"
 
 
@@ -64,14 +64,21 @@ def decode(
     from paceline.bench.setup import bench_policy, describe
 
     rollout_precision = parse_precision(precision)
-    device = _device(rollout_precision)
+    device = bench_device(rollout_precision)
     policy = bench_policy(model, device)
     points = bench_decode(
-        policy, _numbers(batches), prompt, new, repeats, deterministic, _numbers(proposals), rollout_precision
+        policy,
+        parse_numbers(batches),
+        prompt,
+        new,
+        repeats,
+        deterministic,
+        parse_numbers(proposals),
+        rollout_precision,
     )
-    _say(tables.decode_lines(points))
+    say_lines(tables.decode_lines(points))
     how = {"model": model, "deterministic": deterministic, "precision": str(rollout_precision)}
-    _write(json_file, {**how, **describe(device), "points": [p.record() for p in points]})
+    write_figures(json_file, {**how, **describe(device), "points": [p.record() for p in points]})
 
 
 @app.command()
@@ -98,15 +105,15 @@ def rollout(
     from paceline.bench.setup import bench_policy, describe
 
     rollout_precision = parse_precision(precision)
-    device = _device(rollout_precision)
+    device = bench_device(rollout_precision)
     policy = bench_policy(model, device)
     sizes = Lengths.parse(lengths, requests)
     point = bench_rollout(
         policy, sizes, prompt, max_running, kv_tokens, repeats, deterministic, rollout_precision
     )
-    _say(tables.rollout_lines(point))
+    say_lines(tables.rollout_lines(point))
     how = {"model": model, "deterministic": deterministic, "precision": str(rollout_precision)}
-    _write(json_file, {**how, **describe(device), "point": point.record()})
+    write_figures(json_file, {**how, **describe(device), "point": point.record()})
 
 
 @app.command()
@@ -137,10 +144,10 @@ def acceptance(
     policy, prompts = recipe_policy(config)
     draft_model = bench_policy(draft, policy.device) if draft else disturbed(policy, disturbance)
     point = bench_acceptance(policy, draft_model, recipe_requests(config, prompts, requests), tokens)
-    _say(tables.acceptance_lines(point))
+    say_lines(tables.acceptance_lines(point))
     drafter = draft or f"the policy disturbed by {disturbance}"
     how = {"recipe": recipe, "overrides": overrides, "draft": drafter, "tokens": tokens}
-    _write(json_file, {**how, **describe(policy.device), "point": point.record()})
+    write_figures(json_file, {**how, **describe(policy.device), "point": point.record()})
 
 
 @app.command()
@@ -171,7 +178,7 @@ def speculation(
     from paceline.bench.speculation import bench_recipe
 
     config = speculation_config(recipe, overrides, drafter)
-    sizes, counts = _numbers(batches), _numbers(tokens)
+    sizes, counts = parse_numbers(batches), parse_numbers(tokens)
     policy, prompts = recipe_policy(config)
     typer.echo(tables.SPECULATION_HEADER)
     points = []
@@ -181,7 +188,7 @@ def speculation(
         points.append(point)
         typer.echo(tables.speculation_line(point))
     how = {"recipe": recipe, "overrides": overrides}
-    _write(json_file, {**how, **describe(policy.device), "points": [p.record() for p in points]})
+    write_figures(json_file, {**how, **describe(policy.device), "points": [p.record() for p in points]})
 
 
 @app.command()
@@ -225,7 +232,7 @@ def pacing(
         prompt_tokens=prompt,
         acceptance=tuple(rates),
         draft_bytes=draft_megabytes * 1_000_000,
-        fixed_tokens=tuple(_numbers(tokens)),
+        fixed_tokens=tuple(parse_numbers(tokens)),
         max_tokens=max_tokens,
         rollouts=rollouts,
         graph_memory=int(graph_memory_gb * 1e9),
@@ -242,106 +249,7 @@ def pacing(
     if page is not None:
         page.write_text(render(f"bench pacing, {model}", rollouts, result.trace))
     how = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes}
-    _write(json_file, {**how, **describe(device), "points": [p.record() for p in result.points]})
-
-
-@app.command()
-def step(
-    recipe: RecipeArgument = "default",
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(help="section.key=value, for all settings")
-    ] = None,
-    settings: Annotated[
-        str,
-        typer.Option(
-            help="plain, history, eagle, paced, fp8, fp8+kv, fp8+kv+paced, or ones of your own as "
-            "NAME:PART;PART, each part a setting's name or section.key=value; comma separated"
-        ),
-    ] = "plain,history,eagle,paced",
-    steps: Annotated[int, typer.Option(help="RL steps of a cell", min=1)] = 4,
-    first_steps: Annotated[
-        int, typer.Option(help="of these, the ones that compile and capture: in no median", min=0)
-    ] = 1,
-    repeats: Annotated[int, typer.Option(help="cells of each setting, with the same seeds", min=1)] = 2,
-    out: Annotated[Path, typer.Option(help="folder of the cells; complete ones are not run again")] = Path(
-        "bench-step"
-    ),
-    only: Annotated[str, typer.Option(help="run cells of these settings only, comma separated")] = "",
-    budget: Annotated[
-        Optional[float], typer.Option(help="seconds: no cell starts that would end later")
-    ] = None,
-    json_file: JsonOption = None,
-    plot: Annotated[Optional[Path], typer.Option(help="also write the stages as an SVG")] = None,
-) -> None:
-    """Times RL steps under several settings on the same seeds and problems, stage by stage; resumable.
-
-    Exit code 1 if tokens differ where they must not.
-    """
-    recipe, overrides = split_recipe(recipe, overrides)
-    from paceline.bench.step import measure_cells, plan_cells
-    from paceline.bench.step_figures import make_figures
-    from paceline.bench.step_plot import plot_steps
-    from paceline.bench.step_settings import parse_settings
-
-    if steps <= first_steps:
-        raise ValueError(f"--steps {steps}: must be more than --first-steps {first_steps}")
-    compared = parse_settings(settings)
-    names = [setting.name for setting in compared]
-    wanted = [name for name in only.split(",") if name] or names
-    for name in wanted:
-        if name not in names:
-            raise ValueError(f"--only {only}: {name!r} is not in --settings ({', '.join(names)})")
-    cells = plan_cells(recipe, overrides, compared, steps, repeats, out)
-    measured = measure_cells(cells, wanted, budget, typer.echo)
-    figures = make_figures(cells, measured, first_steps)
-    _say(tables.step_lines(figures))
-    how = {"recipe": recipe, "overrides": overrides, "steps": steps, "repeats": repeats}
-    _write(json_file, {**how, **figures.record()})
-    if plot is not None and figures.settings:
-        plot.write_text(plot_steps(figures, f"RL steps, {recipe}"))
-    for problem in figures.problems:
-        typer.secho(f"error: tokens must be the same: {problem}", fg="red", err=True)
-    if figures.problems:
-        raise typer.Exit(1)
-
-
-@app.command()
-def learn(
-    model: ModelOption = "builtin",
-    overrides: Annotated[
-        Optional[list[str]],
-        typer.Argument(
-            help="section.key=value, such as policy.lora.rank=32 policy.activation_checkpointing=true"
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(help="groups of responses, each to a prompt of its own", min=1)] = 8,
-    samples: Annotated[int, typer.Option(help="responses to each prompt", min=1)] = 8,
-    prompt: PromptOption = 192,
-    lengths: LengthsOption = "lognormal:1196,1.0,16,6000",
-    micro_batch_tokens: Annotated[
-        int, typer.Option(help="tokens per forward and backward pass", min=64)
-    ] = 16384,
-    repeats: Annotated[int, typer.Option(help="updates that are timed, after a first one", min=1)] = 3,
-    json_file: JsonOption = None,
-) -> None:
-    """Times the learner's update: tokens per second, share of the peak, memory, and where the time goes.
-
-    Random tokens and rewards; by default 64 long-tailed responses to 8 prompts, 84,039 tokens in all.
-    """
-    from paceline.bench.learn import LearnWorkload, bench_learn, make_learner
-    from paceline.bench.lengths import Lengths
-    from paceline.bench.setup import bench_policy, describe
-    from paceline.config import load_config
-
-    device = _device()
-    given = list(overrides or [])
-    config = load_config(None, [f"learning.micro_batch_tokens={micro_batch_tokens}", *given])
-    policy = bench_policy(model, device)
-    workload = LearnWorkload(prompt, samples, Lengths.parse(lengths, prompts * samples).values)
-    point = bench_learn(make_learner(policy, config), workload.groups(policy.config.vocab_size), repeats)
-    _say(tables.learn_lines(point))
-    how = {"model": model, "overrides": given, "lengths": lengths, "micro_batch_tokens": micro_batch_tokens}
-    _write(json_file, {**how, **describe(device), "point": point.record()})
+    write_figures(json_file, {**how, **describe(device), "points": [p.record() for p in result.points]})
 
 
 @app.command()
@@ -366,7 +274,7 @@ def kernels(
     from paceline.bench.kernels.run import bench_kernels, choose_kernels, measure_limits
     from paceline.bench.setup import bench_shape, describe
 
-    device = _device()
+    device = bench_device()
     shape = bench_shape(model)
     names = choose_kernels([name for name in only.split(",") if name], shape, device)
     limits = measure_limits(device, shape)
@@ -377,57 +285,6 @@ def kernels(
         points.append(point)
         typer.echo(tables.kernel_line(point))
     how = {"model": model, **describe(device), "limits": limits.record()}
-    _write(json_file, {**how, "points": [p.record() for p in points]})
+    write_figures(json_file, {**how, "points": [p.record() for p in points]})
     if not all(point.correct for point in points):
         raise typer.Exit(1)
-
-
-@app.command()
-def memory(
-    recipe: Annotated[str, typer.Argument(help="whose plan is compared with the GPU at hand")] = "default",
-    overrides: Annotated[
-        Optional[list[str]],
-        typer.Argument(help="section.key=value; policy.path may name a shape such as qwen3-8b"),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="of rollout and learning", min=1)] = 2,
-    json_file: JsonOption = None,
-) -> None:
-    """Measures the peak memory of a few training steps beside what `paceline plan` says.
-
-    Weights are random, and every prompt and response is as long as the recipe allows.
-    """
-    recipe, overrides = split_recipe(recipe, overrides)
-    from paceline.bench.memory import bench_memory
-    from paceline.bench.setup import describe, recipe_shape
-    from paceline.config import load_config
-
-    device = _device()
-    config = load_config(recipe, overrides)
-    point = bench_memory(config, *recipe_shape(config, device), steps)
-    _say(tables.memory_lines(point))
-    how = {"recipe": recipe, "overrides": overrides}
-    _write(json_file, {**how, **describe(device), "point": point.record()})
-
-
-def _device(precision: Precision | None = None) -> "torch.device":
-    """Returns the best device at hand; raises where it cannot compute in a precision that was asked for."""
-    from paceline.device import best_device, refuse_old_gpu
-
-    device = best_device()
-    if device.type == "cuda" and precision is not None:
-        refuse_old_gpu(precision, "--precision")
-    return device
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def _say(lines: Iterable[str]) -> None:
-    for line in lines:
-        typer.echo(line)
-
-
-def _write(path: Path | None, figures: dict) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=2) + "\n")
