@@ -1,7 +1,7 @@
 """The reference of both attention kernels, over the paged cache. A CPU runs this.
 
-A query's bits depend on its own sequence only. Queries of one sequence run in tiles, each over CHUNK_KEYS
-keys at a time from absolute position 0, so that every product has one of a few shapes; a chunk's results are
+A query's bits depend on its own sequence only. Queries of one sequence run in tiles, each over a chunk of
+keys at a time from absolute position 0, in shapes that were found to keep their bits; a chunk's results are
 folded with those before it, left to right (`query_tiles.py` says which queries and keys meet).
 
     pairs of          (tile 0, chunk 0)  (tile 1, chunk 0)  (tile 1, chunk 1)
@@ -18,11 +18,9 @@ V's to the result.
 
 import torch
 
+from paceline.kernels.attention_shapes import flash
 from paceline.kernels.fp8_format import E4M3, from_e4m3
-from paceline.kernels.query_tiles import Pairs, QueryTiles, flash
-
-# Bytes of keys and values that are gathered at a time; they should stay in the cache of a core.
-GATHERED_BYTES = 1 << 20
+from paceline.kernels.query_tiles import Pairs, QueryTiles
 
 
 def attend_reference(
@@ -41,16 +39,14 @@ def attend_reference(
         return (out_THD * v_scale_H.repeat_interleave(group).unsqueeze(1)).to(q_THD.dtype)
     wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
     q_NHMD = tiles.gather(q_THD.to(wide))
-    pair_bytes = 2 * tiles.chunk_keys * tiles.heads.kv * tiles.heads.dim * wide.itemsize
-    results = [
-        _attend_pairs(q_NHMD, pairs, k_cache, v_cache)
-        for pairs in tiles.slices(max(1, GATHERED_BYTES // pair_bytes))
-    ]
+    results = [_attend_pairs(q_NHMD, pairs, k_cache, v_cache) for pairs in tiles.pairs]
     out_PHMD, lse_PHM = results[0] if len(results) == 1 else (torch.cat(x) for x in zip(*results, strict=True))
     if tiles.num_chunks > 1:
         out_NHMD = _fold(out_PHMD, lse_PHM, tiles)
     else:
-        out_NHMD = out_PHMD.masked_fill(tiles.hidden_CN1M[0].unsqueeze(-1), 0.0) if tiles.some_hidden else out_PHMD
+        out_NHMD = out_PHMD if tiles.in_order else torch.empty_like(out_PHMD).index_copy_(0, tiles.place_P, out_PHMD)
+        if tiles.some_hidden:
+            out_NHMD = out_NHMD.masked_fill(tiles.hidden_CN1M[0].unsqueeze(-1), 0.0)
     return tiles.scatter(out_NHMD).to(q_THD.dtype)
 
 
@@ -59,9 +55,8 @@ def _attend_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention of each pair's queries over its keys alone, and the log of their total weight."""
     q_PHMD = q_NHMD if pairs.tile_P is None else q_NHMD.index_select(0, pairs.tile_P)
-    shape = (len(q_PHMD), -1, *k_cache.shape[2:])
     k_PHND, v_PHND = (
-        _widened(pairs.gather(cache), q_NHMD.dtype).view(shape).transpose(1, 2) for cache in (k_cache, v_cache)
+        _widened(pairs.gather(cache), q_NHMD.dtype).transpose(1, 2) for cache in (k_cache, v_cache)
     )
     return flash(q_PHMD, k_PHND, v_PHND, pairs.mask_P1MN)
 

@@ -15,6 +15,7 @@ two, so tiles can be larger, and keys that every query sees need no mask.
 import torch
 
 from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.attention_tiles import (
     GROUP,
     LOG2E,
@@ -29,7 +30,7 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
-from paceline.kernels.query_tiles import Heads, prefill_tiles
+from paceline.kernels.query_tiles import prefill_tiles
 from paceline.kernels.triton_support import (
     fitting_stages,
     launch_next,

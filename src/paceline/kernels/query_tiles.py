@@ -1,11 +1,11 @@
 """Which queries and keys meet in the CPU's attention: made once per forward pass, used by every layer.
 
     queries of a sequence   q0 q1 q2 | q3 q4 q5 | q6 - -       tiles; the last one is padded
-    keys of a sequence      0 .. 127 | 128 .. 255 | 256 ..     chunks
-    pairs                   each tile with each chunk that it reaches, chunk by chunk
+    keys of a sequence      0 ...        319 | 320 ...         chunks
+    pairs                   each tile with each chunk that it reaches; the last is as long as it must be
 
-The rows of a tile are its queries times the query heads of a kv head. A row's bits must not depend on how
-many rows its tile has, so tiles have sizes that were tried out (`tile_queries`).
+The rows of a tile are its queries times the query heads of a kv head. Sizes of tiles, of chunks and of the
+pieces that end them are those which were found to keep a query's bits (`attention_shapes.py`).
 
 A tree's node finds the keys behind its context through a table of its own, so it is alone in its tile; they
 enter the same products at the same places as if the node's path were all there is.
@@ -13,65 +13,48 @@ enter the same products at the same places as if the node's path were all there 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 
+from paceline.kernels.attention_shapes import Heads, attention_shapes
 from paceline.kernels.row_tiles import mkldnn_enabled
 from paceline.kernels.tree_gather import TreeKeys
-from paceline.kernels.triton_support import cdiv
 
-# Keys taken at a time, rounded up to whole blocks. A product over them must not be cut up by BLAS.
-CHUNK_KEYS = 128
-# Rows of a tile at most: torch's kernel takes so many at a time.
-TILE_ROWS = 32
-# Rows of the tile that every other size is compared with.
-SAFE_ROWS = 16
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of one layer, and the type that attention is computed in."""
-
-    # Query heads of a kv head.
-    group: int
-    kv: int
-    dim: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> "Heads":
-        """Returns the heads of queries in `dtype`."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return Heads(num_heads // num_kv_heads, num_kv_heads, head_dim, wide)
+# Bytes of keys and values that are gathered at a time; they should stay in the cache of a core.
+GATHERED_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Some pairs of a tile and a chunk: the tile's index (None: all in order), where its keys lie, a mask."""
+    """Some pairs of a tile and a chunk, which have the same number of keys."""
 
+    # The tile of each pair; None: all tiles in order.
     tile_P: torch.Tensor | None
-    # Blocks of the cache or, for trees, single slots of it.
+    # Where the keys lie: blocks of the cache or, for trees, single slots of it.
     places: torch.Tensor
     by_slot: bool
     # Zero where a row sees a key, else minus infinity.
     mask_P1MN: torch.Tensor
 
     def gather(self, cache: torch.Tensor) -> torch.Tensor:
-        """Returns the pairs' keys or values in the cache's type."""
+        """Returns the pairs' keys or values, `[P, N, kv heads, D]`, in the cache's type."""
         lines = cache.flatten(0, 1).flatten(1) if self.by_slot else cache.flatten(1)
-        return lines.index_select(0, self.places)
+        return lines.index_select(0, self.places).view(self.mask_P1MN.shape[0], -1, *cache.shape[2:])
 
 
 @dataclass(frozen=True, eq=False)
 class QueryTiles:
     """Queries in tiles, and the keys each attends to: those up to its absolute position, in its block table."""
 
-    # Below 0: the query has no keys, or there is none.
+    # Below 0: the query has no keys.
     position_NQ: torch.Tensor
     block_table_NB: torch.Tensor
     block_size: int
     heads: Heads
+    # Keys of a chunk, and of the pieces that its length is a multiple of.
+    chunk_keys: int
+    piece_keys: int
     # The query at each place of the tiles, and the place of each query; None: in order, without padding.
     query_S: torch.Tensor | None = None
     place_T: torch.Tensor | None = None
@@ -84,20 +67,15 @@ class QueryTiles:
         """How many tiles there are."""
         return len(self.position_NQ)
 
-    @property
-    def chunk_keys(self) -> int:
-        """The number of keys in a chunk."""
-        return cdiv(CHUNK_KEYS, self.block_size) * self.block_size
-
     @cached_property
-    def chunks_N(self) -> torch.Tensor:
-        """How many chunks each tile reaches; one where it has no keys, so that nothing is empty."""
-        return self.position_NQ.amax(1).div(self.chunk_keys, rounding_mode="floor").clamp(min=0) + 1
+    def _reach_N(self) -> torch.Tensor:
+        """How many keys each tile reaches; one where it has none, so that nothing is empty."""
+        return self.position_NQ.amax(1).clamp(min=0) + 1
 
     @cached_property
     def num_chunks(self) -> int:
         """How many chunks the longest tile reaches."""
-        return int(self.chunks_N.max())
+        return -(-int(self._reach_N.max()) // self.chunk_keys)
 
     @cached_property
     def some_hidden(self) -> bool:
@@ -105,49 +83,76 @@ class QueryTiles:
         return bool((self.position_NQ < 0).any())
 
     @cached_property
-    def place_P(self) -> torch.Tensor:
-        """Each pair's place in a table of chunks by tiles."""
-        reached_CN = torch.arange(self.num_chunks).unsqueeze(1) < self.chunks_N
-        return reached_CN.flatten().nonzero().squeeze(1)
-
-    @cached_property
     def hidden_CN1M(self) -> torch.Tensor:
         """Which rows see no key of a chunk, by chunk and tile."""
         start_C11 = torch.arange(self.num_chunks).view(-1, 1, 1) * self.chunk_keys
         return (start_C11 > self.position_NQ).repeat_interleave(self.heads.group, 2).unsqueeze(2)
 
-    def slices(self, size: int) -> Iterator[Pairs]:
-        """Yields all pairs, chunk by chunk, at most `size` at a time."""
-        whole = self._pairs
-        count = len(whole.mask_P1MN)
-        if count <= size:
-            yield whole
-            return
-        tile_P = torch.arange(count) if whole.tile_P is None else whole.tile_P
-        places = whole.places.unflatten(0, (count, -1))
-        for first in range(0, count, size):
-            few = slice(first, first + size)
-            yield Pairs(tile_P[few], places[few].flatten(), whole.by_slot, whole.mask_P1MN[few])
+    @cached_property
+    def place_P(self) -> torch.Tensor:
+        """Each pair's place in a table of chunks by tiles; pairs with as many keys are neighbours."""
+        return self._sorted_pairs[0]
 
     @cached_property
-    def _pairs(self) -> Pairs:
-        tile_P, chunk_P = self.place_P % self.num_tiles, self.place_P // self.num_tiles
-        key_PN = (chunk_P * self.chunk_keys).unsqueeze(1) + torch.arange(self.chunk_keys)
+    def in_order(self) -> bool:
+        """Whether the pairs are the tiles, in order."""
+        return self.num_chunks == 1 and len(self.pairs) == 1
+
+    @cached_property
+    def _sorted_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        start_C1 = torch.arange(self.num_chunks).unsqueeze(1) * self.chunk_keys
+        keys_CN = (self._reach_N - start_C1).clamp(max=self.chunk_keys)
+        keys_P = (keys_CN + self.piece_keys - 1).div(self.piece_keys, rounding_mode="floor") * self.piece_keys
+        keys_P = keys_P.flatten()
+        place_P = (keys_P > 0).nonzero().squeeze(1) if self.num_chunks > 1 else torch.arange(len(keys_P))
+        keys_P = keys_P[place_P]
+        if int(keys_P.max()) * len(keys_P) <= self._gathered_keys:
+            return place_P, keys_P
+        keys_P, order_P = keys_P.sort(stable=True)
+        return place_P[order_P], keys_P
+
+    @property
+    def _gathered_keys(self) -> int:
+        return GATHERED_BYTES // (2 * self.heads.kv * self.heads.dim * self.heads.dtype.itemsize)
+
+    @cached_property
+    def pairs(self) -> list[Pairs]:
+        """All pairs, in the order of `place_P`, as many together as should be gathered at a time."""
+        place_P, keys_P = self._sorted_pairs
+        keys = keys_P.tolist()
+        count = len(keys)
+        if max(keys) * count <= self._gathered_keys:
+            return [self._some_pairs(place_P, max(keys))]
+        cuts = [0]
+        for index in range(1, count):
+            if keys[index] * (index + 1 - cuts[-1]) > self._gathered_keys:
+                cuts.append(index)
+        return [
+            self._some_pairs(place_P[first:last], keys[last - 1])
+            for first, last in zip(cuts, [*cuts[1:], count], strict=True)
+        ]
+
+    def _some_pairs(self, place_P: torch.Tensor, num_keys: int) -> Pairs:
+        tile_P, chunk_P = place_P % self.num_tiles, place_P // self.num_tiles
+        key_PN = (chunk_P * self.chunk_keys).unsqueeze(1) + torch.arange(num_keys)
         hidden_PQN = key_PN.unsqueeze(1) > self.position_NQ[tile_P].unsqueeze(2)
         # A row without any key is left out of the fold; here it must not divide by zero.
         hidden_PQN &= ~hidden_PQN.all(2, keepdim=True)
         mask_PQN = torch.zeros(hidden_PQN.shape, dtype=self.heads.dtype).masked_fill_(hidden_PQN, -torch.inf)
-        places = self._slots(tile_P, key_PN) if self.context_N is not None else self._blocks(tile_P, chunk_P)
+        if self.context_N is None:
+            places = self._blocks(tile_P, chunk_P, num_keys)
+        else:
+            places = self._slots(tile_P, key_PN)
         return Pairs(
-            None if len(tile_P) == self.num_tiles else tile_P,
+            None if len(tile_P) == self.num_tiles and self.num_chunks == 1 else tile_P,
             places.flatten(),
             self.context_N is not None,
             mask_PQN.repeat_interleave(self.heads.group, 1).unsqueeze(1),
         )
 
-    def _blocks(self, tile_P: torch.Tensor, chunk_P: torch.Tensor) -> torch.Tensor:
-        blocks = self.chunk_keys // self.block_size
-        index_PB = (chunk_P * blocks).unsqueeze(1) + torch.arange(blocks)
+    def _blocks(self, tile_P: torch.Tensor, chunk_P: torch.Tensor, num_keys: int) -> torch.Tensor:
+        first_P1 = (chunk_P * (self.chunk_keys // self.block_size)).unsqueeze(1)
+        index_PB = first_P1 + torch.arange(num_keys // self.block_size)
         # Past the table there are only hidden keys.
         return self.block_table_NB[tile_P.unsqueeze(1), index_PB.clamp_(max=self.block_table_NB.shape[1] - 1)]
 
@@ -168,9 +173,11 @@ class QueryTiles:
 
     def scatter(self, out_NHMD: torch.Tensor) -> torch.Tensor:
         """Returns the tiles' rows as queries again, `[T, H, D]`."""
-        num_heads = self.heads.kv * self.heads.group
-        out_NHQGD = out_NHMD.unflatten(2, (-1, self.heads.group))
-        out_THD = out_NHQGD.transpose(1, 2).reshape(-1, num_heads, self.heads.dim)
+        num_tiles, num_queries = self.position_NQ.shape
+        out_NHQGD = out_NHMD.view(num_tiles, self.heads.kv, num_queries, self.heads.group, self.heads.dim)
+        out_THD = out_NHQGD.transpose(1, 2).reshape(
+            num_tiles * num_queries, self.heads.kv * self.heads.group, self.heads.dim
+        )
         return out_THD if self.place_T is None else out_THD.index_select(0, self.place_T)
 
 
@@ -189,13 +196,8 @@ def decode_tiles(
     if tree is None:
         length_R = torch.full_like(context_len_R, num_queries)
         return make_tiles(heads, block_size, length_R, position_T, block_table_RB)
-    tiles = make_tiles(
-        heads,
-        block_size,
-        torch.ones_like(position_T),
-        position_T,
-        block_table_RB.repeat_interleave(num_queries, 0),
-    )
+    table_TB = block_table_RB.repeat_interleave(num_queries, 0)
+    tiles = make_tiles(heads, block_size, torch.ones_like(position_T), position_T, table_TB)
     context_N = context_len_R.repeat_interleave(num_queries)
     return replace(tiles, context_N=context_N, slots_ND=tree.slots_RQD.flatten(0, 1))
 
@@ -229,11 +231,12 @@ def make_tiles(
     block_table_SB: torch.Tensor,
 ) -> QueryTiles:
     """Returns the tiles of packed queries: `length_S` of each sequence, one sequence after the other."""
-    sizes = tile_queries(heads, block_size, torch.get_num_threads(), mkldnn_enabled())
+    shapes = attention_shapes(heads, block_size, torch.get_num_threads(), mkldnn_enabled())
+    keys = shapes.chunk_keys, shapes.piece_keys
     longest = int(length_S.max())
-    size = next((size for size in sizes if size >= longest), sizes[-1])
+    size = next((size for size in shapes.tile_queries if size >= longest), shapes.tile_queries[-1])
     if size == longest and int(length_S.min()) == longest:
-        return QueryTiles(position_T.view(-1, size), block_table_SB, block_size, heads)
+        return QueryTiles(position_T.view(-1, size), block_table_SB, block_size, heads, *keys)
     tiles_S = (length_S + size - 1) // size
     sequence_N = torch.arange(len(length_S)).repeat_interleave(tiles_S)
     first_tile_S, first_query_S = tiles_S.cumsum(0) - tiles_S, length_S.cumsum(0) - length_S
@@ -242,51 +245,8 @@ def make_tiles(
     # A tile that is not full repeats its sequence's last query.
     query_NQ = torch.minimum(query_NQ, (first_query_S + length_S - 1)[sequence_N].unsqueeze(1))
     shift_S = first_tile_S * size - first_query_S
-    place_T = torch.arange(int(length_S.sum())) + shift_S.repeat_interleave(length_S)
+    place_T = torch.arange(len(position_T)) + shift_S.repeat_interleave(length_S)
+    table_NB = block_table_SB[sequence_N]
     return QueryTiles(
-        position_T[query_NQ], block_table_SB[sequence_N], block_size, heads, query_NQ.flatten(), place_T
+        position_T[query_NQ], table_NB, block_size, heads, *keys, query_NQ.flatten(), place_T
     )
-
-
-@cache
-def tile_queries(heads: Heads, block_size: int, threads: int, mkldnn: bool) -> tuple[int, ...]:
-    """Returns how many queries a tile may have, ascending.
-
-    `threads` and `mkldnn` are how torch computes now; see `row_tiles.py`.
-    """
-    largest, safe = (max(1, rows // heads.group) for rows in (TILE_ROWS, SAFE_ROWS))
-    generator = torch.Generator().manual_seed(0)
-    rows = 2 * largest * heads.group
-    keys = cdiv(CHUNK_KEYS, block_size) * block_size
-    q, k, v = (
-        torch.randn(2, heads.kv, length, heads.dim, generator=generator).to(heads.dtype)
-        for length in (rows, keys, keys)
-    )
-    hidden = torch.rand(2, 1, rows, keys, generator=generator) < 0.3
-    mask = torch.zeros(hidden.shape, dtype=heads.dtype).masked_fill_(hidden, -torch.inf)
-
-    def in_tiles(queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = queries * heads.group
-        pieces = [
-            flash(q[:, :, first : first + size], k, v, mask[:, :, first : first + size])
-            for first in range(0, rows, size)
-        ]
-        return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
-
-    def agrees(queries: int) -> bool:
-        compared = 2 * largest // queries * queries * heads.group
-        return all(
-            torch.equal(x[:, :, :compared], y[:, :, :compared])
-            for x, y in zip(in_tiles(queries), right, strict=True)
-        )
-
-    with torch.inference_mode():
-        right = in_tiles(safe)
-        return tuple(size for size in range(1, largest + 1) if size == safe or agrees(size))
-
-
-def flash(
-    q_PHMD: torch.Tensor, k_PHND: torch.Tensor, v_PHND: torch.Tensor, mask_P1MN: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention and the log of each row's total weight, by torch's kernel for CPUs."""
-    return torch._scaled_dot_product_flash_attention_for_cpu(q_PHMD, k_PHND, v_PHND, attn_mask=mask_P1MN)

@@ -20,7 +20,7 @@ TRIED_SIZES = {1 << 19: (2, 4, *range(8, 129, 8)), 1 << 25: (4, 64)}
 
 def multiply_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """Returns x times weight transposed on a CPU; a row's bits depend on nothing but the row."""
-    num_rows = len(x_MK)
+    num_rows = x_MK.shape[0]
     sizes = tile_sizes(*weight_NK.shape, x_MK.dtype, torch.get_num_threads(), mkldnn_enabled())
     if num_rows in sizes or not num_rows:
         return F.linear(x_MK, weight_NK)
