@@ -40,11 +40,15 @@ def attend_reference(
     wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
     q_NHMD = tiles.gather(q_THD.to(wide))
     results = [_attend_pairs(q_NHMD, pairs, k_cache, v_cache) for pairs in tiles.pairs]
-    out_PHMD, lse_PHM = results[0] if len(results) == 1 else (torch.cat(x) for x in zip(*results, strict=True))
+    out_PHMD, lse_PHM = (
+        results[0] if len(results) == 1 else (torch.cat(x) for x in zip(*results, strict=True))
+    )
     if tiles.num_chunks > 1:
         out_NHMD = _fold(out_PHMD, lse_PHM, tiles)
     else:
-        out_NHMD = out_PHMD if tiles.in_order else torch.empty_like(out_PHMD).index_copy_(0, tiles.place_P, out_PHMD)
+        out_NHMD = (
+            out_PHMD if tiles.in_order else torch.empty_like(out_PHMD).index_copy_(0, tiles.place_P, out_PHMD)
+        )
         if tiles.some_hidden:
             out_NHMD = out_NHMD.masked_fill(tiles.hidden_CN1M[0].unsqueeze(-1), 0.0)
     return tiles.scatter(out_NHMD).to(q_THD.dtype)

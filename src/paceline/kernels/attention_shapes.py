@@ -73,7 +73,9 @@ class _Trial:
         self.num_queries = 2 * self.largest
         generator = torch.Generator().manual_seed(0)
         num_keys = CHUNK_PIECES * piece_keys
-        self.q_MD = torch.randn(self.num_queries * heads.group, heads.dim, generator=generator).to(heads.dtype)
+        self.q_MD = torch.randn(self.num_queries * heads.group, heads.dim, generator=generator).to(
+            heads.dtype
+        )
         # As they are gathered from the cache; one head is enough.
         self.k_NHD, self.v_NHD = (
             torch.randn(num_keys, heads.kv, heads.dim, generator=generator).to(heads.dtype) for _ in range(2)

@@ -23,7 +23,6 @@ From CUBLAS_ROWS on torch's scaled matmul is faster, and `deterministic=False` t
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows
 from paceline.kernels.row_tiles import multiply_rows

@@ -11,7 +11,6 @@ A tree's node finds the keys behind its context through a table of its own, so i
 enter the same products at the same places as if the node's path were all there is.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,7 +44,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class QueryTiles:
-    """Queries in tiles, and the keys each attends to: those up to its absolute position, in its block table."""
+    """Queries in tiles, and the keys of each: those up to its absolute position, in its block table."""
 
     # Below 0: the query has no keys.
     position_NQ: torch.Tensor
@@ -247,6 +246,4 @@ def make_tiles(
     shift_S = first_tile_S * size - first_query_S
     place_T = torch.arange(len(position_T)) + shift_S.repeat_interleave(length_S)
     table_NB = block_table_SB[sequence_N]
-    return QueryTiles(
-        position_T[query_NQ], table_NB, block_size, heads, *keys, query_NQ.flatten(), place_T
-    )
+    return QueryTiles(position_T[query_NQ], table_NB, block_size, heads, *keys, query_NQ.flatten(), place_T)

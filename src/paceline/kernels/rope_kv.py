@@ -95,9 +95,7 @@ def rope_and_write_kv_reference(
     """The reference of `rope_and_write_kv`."""
     places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
     norms = q_norm_weight, k_norm_weight, epsilon
-    return rotate_and_store(
-        qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype
-    )
+    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)
 
 
 def rotate_and_store(
@@ -122,7 +120,11 @@ def rotate_and_store(
         wide = qk if qk.dtype == torch.float64 else qk.float()
         q_normed = rms_norm_reference(wide[:, :num_heads], q_norm_weight, epsilon)
         qk = torch.cat((q_normed, rms_norm_reference(wide[:, num_heads:], k_norm_weight, epsilon)), dim=1)
-    q, k = rotate_heads(qk, places.cos_T1D, places.sin_T1D).to(dtype or qkv.dtype).split([num_heads, num_kv_heads], dim=1)
+    q, k = (
+        rotate_heads(qk, places.cos_T1D, places.sin_T1D)
+        .to(dtype or qkv.dtype)
+        .split([num_heads, num_kv_heads], dim=1)
+    )
     if places.kept is not None:
         stored = k.index_select(0, places.kept), v.index_select(0, places.kept)
     else:

@@ -46,9 +46,7 @@ def cut_rows(num_rows: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 @cache
-def tile_sizes(
-    width: int, depth: int, dtype: torch.dtype, threads: int, mkldnn: bool
-) -> tuple[int, ...]:
+def tile_sizes(width: int, depth: int, dtype: torch.dtype, threads: int, mkldnn: bool) -> tuple[int, ...]:
     """Returns the numbers of rows that may be multiplied at once, ascending, for a weight of this shape.
 
     `threads` and `mkldnn` are how torch computes now; another library or division of work is tried anew.
