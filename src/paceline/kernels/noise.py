@@ -58,7 +58,7 @@ NOISE_BLOCK = 1024
 
 
 # The functions below take arrays of numpy or torch: on a CPU numpy's operations cost a fraction of torch's
-# where there are few tokens, and integers and single additions and multiplications have the same bits in both.
+# where there are few tokens, and integers, single additions and multiplications have the same bits in both.
 Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
 
