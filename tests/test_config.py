@@ -234,7 +234,7 @@ def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
 @pytest.mark.parametrize(
     "overrides, key, remedy",
     [
-        (["rollout.kv_scales=head"], "rollout.kv_scales = 'head'", "only to fp8+kv"),
+        (["rollout.kv_scales=head"], "rollout.kv_scales = 'head'", "only to fp8+kv, kv"),
         (
             ["rollout.kv_scales=head", "rollout.precision=fp8"],
             "rollout.kv_scales = 'head'",

@@ -24,6 +24,7 @@ class Precision(StrEnum):
     BASE = "base"
     FP8 = "fp8"  # layer weights and activations in blockwise FP8
     FP8_KV = "fp8+kv"  # and keys and values
+    KV = "kv"  # keys and values alone in FP8
 
     @classmethod
     def _missing_(cls, value: object) -> "Precision | None":
@@ -32,12 +33,17 @@ class Precision(StrEnum):
     @property
     def fp8_weights(self) -> bool:
         """Whether the layers' projections multiply in FP8."""
-        return self is not Precision.BASE
+        return self in (Precision.FP8, Precision.FP8_KV)
 
     @property
     def fp8_kv(self) -> bool:
         """Whether the KV cache holds FP8."""
-        return self is Precision.FP8_KV
+        return self in (Precision.FP8_KV, Precision.KV)
+
+    @property
+    def without_fp8_kv(self) -> "Precision":
+        """The same with keys and values in the policy's own type."""
+        return Precision.FP8 if self.fp8_weights else Precision.BASE
 
 
 class FinishReason(StrEnum):

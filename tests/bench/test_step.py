@@ -293,7 +293,9 @@ def test_every_setting_is_a_recipe_whatever_the_recipe_says():
         speculation = config.rollout.speculation
         assert bool(speculation.drafters) == (name in ("history", "eagle", "paced", "fp8+kv+paced"))
         assert speculation.pacing == ("fixed" if name in ("history", "eagle") else "adaptive")
-        assert str(config.rollout.precision) == (name.removesuffix("+paced") if "fp8" in name else "base")
+        assert str(config.rollout.precision) == (
+            name.removesuffix("+paced") if "fp8" in name or name == "kv" else "base"
+        )
         assert config.rollout.kv_scales == ("head" if "kv" in name else "layer")
         assert config.run.steps == 3 and config.report.samples_per_step == config.rollout.prompts_per_step
 

@@ -181,6 +181,8 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
         ("qk_norm", "fp8+kv", torch.bfloat16, {"kv_scales_per_head": True}),
         ("experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}),
         ("experts", "fp8", torch.float32, {}),
+        ("biases", "kv", torch.float32, {"kv_scales_per_head": True}),
+        ("qk_norm", "kv", torch.bfloat16, {}),
     ],
 )
 def test_a_sound_engine_agrees(kind, precision, dtype, settings):
@@ -188,7 +190,7 @@ def test_a_sound_engine_agrees(kind, precision, dtype, settings):
     check = parity(subject)
     assert check.passed, check.detail
     assert all(own.passed for own in subject.own_checks()) and len(subject.own_checks()) == (
-        precision == "fp8+kv"
+        precision != "fp8"
     )
 
 

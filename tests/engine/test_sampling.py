@@ -12,7 +12,7 @@ from paceline.drafting.history import HistoryDrafter
 from paceline.engine import sampling
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.kernels import sampler
-from paceline.kernels.linear import ROW_TILE
+from paceline.kernels.row_tiles import ROW_TILE
 from paceline.kernels.sampler import sample_truncated, top_logprobs
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.config import DecoderConfig

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from paceline.kernels.attention_reference import QueryKeys, attend_reference
+from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.fp8_format import E4M3, from_e4m3, to_e4m3
 from paceline.kernels.fp8_quantise import quantise_rows_reference
 from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from paceline.kernels.query_tiles import make_tiles
 from paceline.kernels.rope_kv import rope_and_write_kv, rope_and_write_kv_reference, rope_and_write_kv_triton
 
 BLOCK_SIZE = 16
@@ -158,12 +160,17 @@ def test_cpu_queries_are_invariant():
     k, v, k_scale, v_scale = cache(12)
     q, position = torch.randn(40, HEADS, DIM), torch.randint(0, 47, (40,))
     table = torch.stack([torch.randperm(11)[:3] + 1 for _ in range(40)]).int()
-    keys = QueryKeys(position, table)
-    whole = attend_reference(q, keys, k, v, k_scale, v_scale)
+
+    def attended(part):
+        heads = Heads.of(HEADS, KV_HEADS, DIM, q.dtype)
+        tiles = make_tiles(heads, 16, torch.ones_like(position[part]), position[part], table[part])
+        return attend_reference(q[part], tiles, k, v, k_scale, v_scale)
+
+    whole = attended(slice(None))
     for count in range(1, 41):
         part = slice((count * 7) % (41 - count), None)
         part = slice(part.start, part.start + count)
-        assert torch.equal(attend_reference(q[part], keys.of(part), k, v, k_scale, v_scale), whole[part])
+        assert torch.equal(attended(part), whole[part])
 
 
 @pytest.mark.gpu

@@ -44,7 +44,7 @@ def complete(engine, requests):
 
 
 @pytest.mark.parametrize(
-    "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")]
+    "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv"), ("qwen2", "kv")]
 )
 def test_any_drafter_gives_the_same_bits(family, precision, folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)
@@ -99,7 +99,7 @@ def logprob_differences(engine, done) -> torch.Tensor:
 def test_it_samples_from_a_nearby_policy_and_says_so(folders):
     """Logprobs are those of the FP8 policy: near the learner's, not equal to them; base ones are equal."""
     differences = {}
-    for precision in ("base", "fp8", "fp8+kv"):
+    for precision in ("base", "fp8", "fp8+kv", "kv"):
         engine = make_engine(folders["qwen3"], precision)
         assert engine.precision == precision
         done = complete(engine, grouped_requests(prompts=4, samples=2, longest=30))
@@ -107,11 +107,14 @@ def test_it_samples_from_a_nearby_policy_and_says_so(folders):
         differences[precision] = float(logprob_differences(engine, done).mean())
     assert differences["base"] < 1e-4
     assert 1e-3 < differences["fp8"] < 0.3 and 1e-3 < differences["fp8+kv"] < 0.3, differences
+    assert 1e-4 < differences["kv"] < differences["fp8+kv"], differences
 
 
 def test_the_cache_is_half_the_size_and_holds_fp8(folders):
     wide, narrow = make_engine(folders["qwen3"], "fp8"), make_engine(folders["qwen3"], "fp8+kv")
     assert wide.cache.num_bytes == 4 * narrow.cache.num_bytes and narrow.cache.layer(0)[0].dtype == E4M3
+    alone = make_engine(folders["qwen3"], "kv")
+    assert alone.cache.num_bytes == narrow.cache.num_bytes and alone.rollout_precision.weights is None
 
 
 def observe_training_pass(engine, tokens=range(3, 60)):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from paceline.kernels.attention_reference import QueryKeys, attend_reference
+from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.query_tiles import make_tiles
 from paceline.kernels.rope_kv import rope_and_write_kv_reference
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
@@ -116,14 +118,15 @@ def test_validation_measures_what_the_cache_does():
     cos, sin = torch.ones(tokens, dim // 2), torch.zeros(tokens, dim // 2)  # no rotation
     q, k, v = qkv.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
     k_scale, v_scale = k.abs().amax((0, 2)) / 448, v.abs().amax((0, 2)) / 448
-    table, position = torch.arange(3).int().expand(tokens, 3), torch.arange(tokens)
+    table, position = torch.arange(3).int().view(1, 3), torch.arange(tokens)
+    tiles = make_tiles(Heads(3, kv_heads, dim, torch.float32), 16, torch.tensor([tokens]), position, table)
     outs = []
     for dtype, scales in ((torch.float32, (None, None)), (E4M3, (k_scale, v_scale))):
         k_cache, v_cache = (torch.zeros(3, 16, kv_heads, dim, dtype=dtype) for _ in range(2))
         rotated = rope_and_write_kv_reference(
             qkv, position, position, cos, sin, k_cache, v_cache, heads, None, None, 1e-6, *scales
         )
-        outs.append(attend_reference(rotated, QueryKeys(position, table), k_cache, v_cache, *scales))
+        outs.append(attend_reference(rotated, tiles, k_cache, v_cache, *scales))
     measured = (outs[1] - outs[0]).norm() / outs[0].norm()
     torch.testing.assert_close(attention_error(q, k, v, k_scale, v_scale), measured, rtol=1e-4, atol=0)
 

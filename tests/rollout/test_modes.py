@@ -158,6 +158,7 @@ def test_dynamic_sampling_drops_groups_without_a_signal(policy, tmp_path, monkey
         (["rollout.mode=async", "rollout.prompts_in_flight=64"], "use rollout.on_stale=drop"),
         (["rollout.mode=partial", "rollout.on_update=keep", "rollout.precision=fp8+kv"], "would hold two"),
         (["rollout.mode=async", "rollout.precision=fp8+kv"], "precision=fp8, or mode=partial"),
+        (["rollout.mode=async", "rollout.precision=kv"], "precision=base, or mode=partial"),
     ],
 )
 def test_what_a_mode_cannot_do_is_refused_by_name(overrides, message):

@@ -32,6 +32,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "eagle": (f"{_SPECULATION}.drafters=[eagle]", *_FIXED),
     "paced": _PACED,
     "fp8": ("rollout.precision=fp8",),
+    "kv": ("rollout.precision=kv",),
     "fp8+kv": _FP8_KV,
     "fp8+kv+paced": (*_FP8_KV, *_PACED),
 }
@@ -172,7 +173,7 @@ def _kept(base: Config, used: Config) -> list[str]:
     }
     fp8 = {f"rollout.{key}": getattr(base.rollout, key) for key in _FP8_KEYS}
     if not used.rollout.precision.fp8_weights:
-        fp8 = {}
+        fp8.pop("rollout.base_precision_layers", None)
     if not used.rollout.precision.fp8_kv:
         fp8.pop("rollout.kv_scales", None)
     return [f"{key}={json.dumps(value)}" for key, value in (folders | fp8).items()]

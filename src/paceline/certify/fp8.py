@@ -19,7 +19,7 @@ from paceline.certify.subject import KV_TOKENS, OpenedBackend, Snapshot
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
-from paceline.types import Request, SamplingParams
+from paceline.types import Precision, Request, SamplingParams
 
 # Perturbed copies of the oracle.
 COPIES = 8
@@ -58,8 +58,10 @@ class Fp8Subject(NativeSubject):
             ]
         )
         self.calibrated = engine.calibration_state()
+        in_fp8 = Precision(settings.precision).fp8_weights
+        in_base = settings.base_precision_layers if in_fp8 else len(policy.layers)
         self.recipe = Fp8Recipe(
-            settings.base_precision_layers,
+            in_base,
             engine.rollout_precision.cache_scales_L2H,
             frozenset(engine.rollout_precision.kv_base_layers),
         )

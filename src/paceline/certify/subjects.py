@@ -132,7 +132,8 @@ def make_parts(
         others = [name for name in _fitting_drafters(rollout, policy) if name not in options.drafters]
         kinds += [(verify, name, rollout.precision) for name in others for verify in verifies]
         if rollout.precision is Precision.BASE:
-            kinds += [(Verify.SHARED_NOISE, options.drafter, p) for p in (Precision.FP8, Precision.FP8_KV)]
+            lower = (Precision.FP8, Precision.FP8_KV, Precision.KV)
+            kinds += [(Verify.SHARED_NOISE, options.drafter, precision) for precision in lower]
     parts = []
     for verify, drafter, precision in kinds:
         title = f"{verify.replace('-', ' ')}, {drafter}"

@@ -24,7 +24,7 @@ RecipeArgument = Annotated[
 PromptOption = Annotated[int, typer.Option(help="prompt tokens")]
 LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
 BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
-PrecisionOption = Annotated[str, typer.Option(help="base, fp8 or fp8+kv")]
+PrecisionOption = Annotated[str, typer.Option(help="base, fp8, kv or fp8+kv")]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 
 

@@ -27,7 +27,7 @@ def step(
     settings: Annotated[
         str,
         typer.Option(
-            help="plain, history, eagle, paced, fp8, fp8+kv, fp8+kv+paced, or ones of your own as "
+            help="plain, history, eagle, paced, fp8, kv, fp8+kv, fp8+kv+paced, or ones of your own as "
             "NAME:PART;PART, each part a setting's name or section.key=value; comma separated"
         ),
     ] = "plain,history,eagle,paced",

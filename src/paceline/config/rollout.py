@@ -196,14 +196,16 @@ class RolloutConfig(ModeKeys):
     precision: Precision = Field(
         Precision.BASE,
         description="base: the policy's own type; fp8: layer weights and activations in FP8; "
-        "fp8+kv: and the KV cache",
+        "fp8+kv: and the KV cache; kv: the KV cache alone",
     )
     base_precision_layers: int = Field(
         0,
         ge=0,
         description="with FP8: the first and last n layers keep their weights in the policy's own type",
     )
-    kv_scales: Literal["layer", "head"] = Field("layer", description="with fp8+kv: what shares a scale")
+    kv_scales: Literal["layer", "head"] = Field(
+        "layer", description="with fp8+kv and kv: what shares a scale"
+    )
     router_replay: bool = Field(
         False,
         description="MoE policies: the learner routes each token to the experts that the rollout chose",
@@ -250,8 +252,9 @@ class RolloutConfig(ModeKeys):
         """Refuses what a mode cannot do, by name."""
         if self.on_update == "keep" and self.precision.fp8_kv:
             raise ValueError(
-                "rollout.on_update = 'keep': with rollout.precision = 'fp8+kv' the scales change with the "
-                "weights, and a cache would hold two; use on_update=recompute, or precision=fp8"
+                f"rollout.on_update = 'keep': with rollout.precision = {self.precision.value!r} the scales "
+                "change with the weights, and a cache would hold two; use on_update=recompute, or "
+                f"precision={self.precision.without_fp8_kv}"
             )
         if self.on_update == "keep" and self.backend != "native":
             raise ValueError(
@@ -260,9 +263,9 @@ class RolloutConfig(ModeKeys):
             )
         if self.mode == "async" and self.precision.fp8_kv:
             raise ValueError(
-                "rollout.mode = 'async': with rollout.precision = 'fp8+kv' scales are measured in the "
-                "learner's forward passes, and generation runs in another process; use precision=fp8, or "
-                "mode=partial"
+                f"rollout.mode = 'async': with rollout.precision = {self.precision.value!r} scales are "
+                "measured in the learner's forward passes, and generation runs in another process; use "
+                f"precision={self.precision.without_fp8_kv}, or mode=partial"
             )
         if self.mode == "async" and self.speculation.online.when != "never":
             raise ValueError(

@@ -20,8 +20,8 @@ from paceline.paged.forward import PagedForward
 
 # Tokens of a piece. From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to
 # read the head's weight (0.27 ms), so more and smaller products cost no time; twice as many tokens would save
-# 4% of the head's time and take another 0.16 GB. A multiple of `kernels/linear.py`'s ROW_TILE, so a CPU pads
-# no more rows than it would without pieces.
+# 4% of the head's time and take another 0.16 GB. A multiple of `kernels/row_tiles.py`'s ROW_TILE, so a CPU
+# pads no more rows than it would without pieces.
 SAMPLE_TOKENS = 256
 
 

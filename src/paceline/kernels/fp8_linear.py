@@ -23,10 +23,9 @@ From CUBLAS_ROWS on torch's scaled matmul is faster, and `deterministic=False` t
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import GROUP, BlockMatrix, QuantisedRows
-from paceline.kernels.linear import ROW_TILE
+from paceline.kernels.row_tiles import multiply_rows
 from paceline.kernels.triton_support import (
     TensorDescriptor,
     cdiv,
@@ -59,11 +58,9 @@ class Fp8Tile:
 
 
 def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
-    """Multiplies what the scales stand for in float32; rows run in fixed tiles, as in linear.py."""
+    """Multiplies what the scales stand for in float32; rows run in tiles, as in linear.py."""
     weight_NK = weight.dequantise() if weight.wide is None else weight.wide
-    wide_MK = x.dequantise()
-    padded = F.pad(wide_MK, (0, 0, 0, -x.num_rows % ROW_TILE))
-    return torch.cat([F.linear(tile, weight_NK) for tile in padded.split(ROW_TILE)])[: x.num_rows].to(x.dtype)
+    return multiply_rows(x.dequantise(), weight_NK)[: x.num_rows].to(x.dtype)
 
 
 def choose_parts(width: int, depth: int) -> int:

@@ -2,7 +2,7 @@
 
 A row's bits must not depend on how many rows ran with it.
 
-- CPU: rows run in tiles of exactly ROW_TILE rows, padded with zeros, so that BLAS always sees the same shape.
+- CPU: rows run in tiles of sizes whose bits were found to be the same (row_tiles.py).
 - GPU: no split-K. Whatever the tile, a product is accumulated over K in order, 16 at a time, by the tensor
   core, and the two instructions the tiles below use (mma and wgmma) round alike: every tile gives the same
   bits, for every M (tests/kernels/test_linear.py checks it on the GPU). Below TMA_ROWS rows the time is that
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.row_tiles import multiply_rows
 from paceline.kernels.triton_support import (
     TensorDescriptor,
     cdiv,
@@ -31,8 +32,6 @@ from paceline.kernels.triton_support import (
     wait_previous,
 )
 
-# Rows of a tile on a CPU; costs little at M = 128 and not much at M = 1.
-ROW_TILE = 32
 # Rows from which on tiles are loaded by TMA, which is slow to fill in rows that do not exist.
 TMA_ROWS = 64
 # Row tiles that programs walk before the next column tile, so that both operands stay in L2.
@@ -47,17 +46,10 @@ def linear_reference(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """The reference of `linear`."""
-    num_rows = x_MK.shape[0]
     if out_dtype is not None:
         # 16-bit products would be rounded to 16 bits before they are widened.
         x_MK, weight_NK = x_MK.to(out_dtype), weight_NK.to(out_dtype)
-    padding = -num_rows % ROW_TILE
-    padded = F.pad(x_MK, (0, 0, 0, padding)) if padding else x_MK
-    if len(padded) == ROW_TILE:
-        out_MN = F.linear(padded, weight_NK)
-    else:
-        out_MN = torch.cat([F.linear(tile, weight_NK) for tile in padded.split(ROW_TILE)])
-    return out_MN[:num_rows]
+    return multiply_rows(x_MK, weight_NK)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,10 @@ reached with probability 2^-32 per token, and equal values at the winning end ar
 draws.
 """
 
+from types import ModuleType
+from typing import TypeVar
+
+import numpy as np
 import torch
 
 from paceline.kernels.triton_support import cdiv, launch_next, launch_options, tl, triton, wait_previous
@@ -53,7 +57,12 @@ SMALL_V = 0.2928932
 NOISE_BLOCK = 1024
 
 
-def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+# The functions below take arrays of numpy or torch: on a CPU numpy's operations cost a fraction of torch's
+# where there are few tokens, and integers, single additions and multiplications have the same bits in both.
+Array = TypeVar("Array", torch.Tensor, np.ndarray)
+
+
+def philox(counter: tuple[Array, ...], key: tuple[Array, ...]) -> tuple[Array, ...]:
     """Returns four words from a counter of four words and a key of two, all uint32 values held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -66,47 +75,49 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...]) -> 
     return c0, c1, c2, c3
 
 
-def random_bits(
-    seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
-) -> torch.Tensor:
+def random_bits(seed: Array, position: Array, vocab_size: int, stream: int = STREAM_SAMPLE) -> Array:
     """Returns uint32 values as int64, shape `[*seed.shape, vocab_size]`.
 
     `seed` is any int64, `position` the token's absolute index.
     """
     draws = -(-vocab_size // TOKENS_PER_DRAW)
-    token_group = torch.arange(draws, device=seed.device)
-    seed, position = seed.unsqueeze(-1), position.long().unsqueeze(-1)
-    zero = torch.zeros_like(seed)
+    on_device = {"device": seed.device} if isinstance(seed, torch.Tensor) else {}
+    token_group = _library(seed).arange(draws, **on_device)
+    seed, position = seed[..., None], position[..., None]
+    zero = seed * 0
     words = philox(
         (token_group + zero, position + zero, zero + stream, zero), (seed & MASK32, (seed >> 32) & MASK32)
     )
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)[..., :vocab_size]
+    bits = _library(seed).stack(words, -1)
+    return bits.reshape(*seed.shape[:-1], draws * TOKENS_PER_DRAW)[..., :vocab_size]
 
 
-def _log_reduced(f: torch.Tensor) -> torch.Tensor:
-    polynomial = torch.full_like(f, LOG_POLYNOMIAL[0])
+def _log_reduced(f: Array) -> Array:
+    polynomial = f * 0.0 + LOG_POLYNOMIAL[0]
     for coefficient in LOG_POLYNOMIAL[1:]:
         polynomial = polynomial * f + coefficient
     square = f * f
     return f + (square * f * polynomial - square * 0.5)
 
 
-def _split_exponent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_exponent(x: Array) -> tuple[Array, Array]:
     """Returns f and e of x = (1 + f) 2^e with sqrt(1/2) <= 1 + f < sqrt(2), both as float32."""
-    bits = x.view(torch.int32)
+    library = _library(x)
+    bits = x.view(library.int32)
     exponent = (bits - SQRT_HALF_BITS) >> 23
-    mantissa = (bits - (exponent << 23)).view(torch.float32)
-    return mantissa - 1.0, exponent.to(torch.float32)
+    mantissa = (bits - (exponent << 23)).view(library.float32)
+    return mantissa - 1.0, library.asarray(exponent, dtype=library.float32)
 
 
-def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
+def gumbel_from_bits(bits: Array) -> Array:
     """Returns the Gumbel variates of uint32 values."""
-    v = bits.to(torch.float32) * 2.0**-32 + 2.0**-33
+    library = _library(bits)
+    v = library.asarray(bits, dtype=library.float32) * 2.0**-32 + 2.0**-33
     # The losing end, where rounding would reach 1 and the Gumbel minus infinity.
-    v = v.clamp(max=1.0 - 2.0**-24)
+    v = v.clip(max=1.0 - 2.0**-24)
     f, exponent = _split_exponent(1.0 - v)
     small = v < SMALL_V
-    f, exponent = torch.where(small, -v, f), torch.where(small, torch.zeros_like(exponent), exponent)
+    f, exponent = library.where(small, -v, f), library.where(small, library.zeros_like(exponent), exponent)
     exponential = -(_log_reduced(f) + exponent * LN2)
     f, exponent = _split_exponent(exponential)
     return -(_log_reduced(f) + exponent * LN2)
@@ -116,7 +127,14 @@ def gumbel(
     seed: torch.Tensor, position: torch.Tensor, vocab_size: int, stream: int = STREAM_SAMPLE
 ) -> torch.Tensor:
     """Returns float32 noise for every token, shape `[*seed.shape, vocab_size]`."""
-    return gumbel_from_bits(random_bits(seed, position, vocab_size, stream))
+    if seed.device.type != "cpu":
+        return gumbel_from_bits(random_bits(seed, position.long(), vocab_size, stream))
+    bits = random_bits(seed.numpy(), position.numpy().astype(np.int64), vocab_size, stream)
+    return torch.from_numpy(gumbel_from_bits(bits))
+
+
+def _library(x: Array) -> ModuleType:
+    return torch if isinstance(x, torch.Tensor) else np
 
 
 # The Triton twin, inlined by the sampler. Integers wrap modulo 2^32 as they should. Callers compile with

@@ -8,6 +8,7 @@ plain variant, quantised.
 """
 
 import torch
+import torch.nn.functional as F
 
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
 from paceline.kernels.fp8_quantise import quantise_rows_reference, store_groups
@@ -23,6 +24,9 @@ from paceline.kernels.triton_support import (
 
 def rms_norm_reference(x: torch.Tensor, weight_K: torch.Tensor, epsilon: float) -> torch.Tensor:
     """The reference of `rms_norm`; x may have any number of dimensions."""
+    if x.dtype == weight_K.dtype and x.dtype in (torch.float32, torch.float64):
+        # The same operations in fewer calls.
+        return F.rms_norm(x, weight_K.shape, weight_K, epsilon)
     wide = x if x.dtype == torch.float64 else x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (wide * scale * weight_K.to(wide.dtype)).to(x.dtype)

@@ -15,13 +15,15 @@ numbers in the same order. Queries and the heads of a GQA group are packed into 
 import torch
 
 from paceline.kernels.attention_combine import AttentionOutput, Partials, combine_partials
-from paceline.kernels.attention_reference import QueryKeys, attend_reference
+from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.attention_tiles import GROUP, LOG2E, TILE
 from paceline.kernels.fp8_format import E4M3, QuantisedRows
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.paged_kernel import paged_attention_kernel
 from paceline.kernels.paged_launch import Launch, default_launch, rows_per_program
+from paceline.kernels.query_tiles import decode_tiles
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
 
@@ -36,17 +38,12 @@ def paged_attention_reference(
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
 ) -> torch.Tensor:
-    """The reference of `paged_attention`: each query by itself."""
-    num_queries = q_RQHD.shape[1]
-    depth_RQ = torch.arange(num_queries) if tree is None else tree.depth_RQ
-    position_RQ = context_len_R.unsqueeze(1) + depth_RQ
-    position_RQ = torch.where(context_len_R.unsqueeze(1) < 0, -1, position_RQ)
-    keys = QueryKeys(position_RQ.flatten(), block_table_RB.repeat_interleave(num_queries, dim=0))
-    if tree is not None:
-        context_T = context_len_R.repeat_interleave(num_queries)
-        keys = QueryKeys(keys.position_T, keys.block_table_TB, context_T, tree.slots_RQD.flatten(0, 1))
-    out = attend_reference(q_RQHD.flatten(0, 1), keys, k_cache, v_cache, k_scale_H, v_scale_H)
-    return out.view(q_RQHD.shape)
+    """The reference of `paged_attention`."""
+    _, num_queries, num_heads, head_dim = q_RQHD.shape
+    heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
+    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)
+    out_THD = attend_reference(q_RQHD.flatten(0, 1), tiles, k_cache, v_cache, k_scale_H, v_scale_H)
+    return out_THD.view(q_RQHD.shape)
 
 
 def paged_attention_triton(

@@ -14,7 +14,8 @@ two, so tiles can be larger, and keys that every query sees need no mask.
 
 import torch
 
-from paceline.kernels.attention_reference import QueryKeys, attend_reference
+from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.attention_tiles import (
     GROUP,
     LOG2E,
@@ -29,6 +30,7 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.query_tiles import prefill_tiles
 from paceline.kernels.triton_support import (
     fitting_stages,
     launch_next,
@@ -64,17 +66,11 @@ def prefill_attention_reference(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reference of `prefill_attention`: each query by itself."""
-    num_tokens = q_THD.shape[0]
-    token_T = torch.arange(num_tokens)
-    sequence_T = torch.searchsorted(cu_seqlens.long(), token_T, right=True) - 1
-    # Tokens past the last sequence are padding.
-    sequence_T = sequence_T.clamp(max=context_len_S.shape[0] - 1)
-    padding_T = token_T >= cu_seqlens[-1]
-    position_T = context_len_S.long()[sequence_T] + token_T - cu_seqlens.long()[sequence_T]
-    position_T = torch.where(padding_T, -1, position_T)
-    keys = QueryKeys(position_T, block_table_SB[sequence_T])
-    return attend_reference(q_THD, keys, k_cache, v_cache, k_scale_H, v_scale_H)
+    """The reference of `prefill_attention`."""
+    _, num_heads, head_dim = q_THD.shape
+    heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_THD.dtype)
+    tiles = prefill_tiles(heads, k_cache.shape[1], len(q_THD), block_table_SB, cu_seqlens, context_len_S)
+    return attend_reference(q_THD, tiles, k_cache, v_cache, k_scale_H, v_scale_H)
 
 
 @triton.jit

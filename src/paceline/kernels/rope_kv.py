@@ -15,6 +15,8 @@ projection may come in parts, `[parts, T, ...]` in float32 (fp8_linear.py): thei
 the type that q has.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.kernels.fp8_format import E4M3, e4m3_of, to_e4m3
@@ -33,12 +35,45 @@ from paceline.kernels.triton_support import (
 HEADS_PER_PROGRAM = 8
 
 
+@dataclass(frozen=True)
+class TokenPlaces:
+    """Where tokens are rotated to and stored: made once per forward pass, used by every layer on a CPU."""
+
+    # Of `over_halves`.
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+    # The tokens that are stored (None: all), and the cache slots of those.
+    kept: torch.Tensor | None
+    slots: torch.Tensor
+
+    @staticmethod
+    def of(
+        positions_T: torch.Tensor, slots_T: torch.Tensor, cos_PC: torch.Tensor, sin_PC: torch.Tensor
+    ) -> "TokenPlaces":
+        """Looks the positions up in the tables `[max_position, head_dim / 2]`; slots below 0 are skipped."""
+        tables = over_halves(cos_PC[positions_T], sin_PC[positions_T])
+        kept = (slots_T >= 0).nonzero().squeeze(-1)
+        whole = len(kept) == len(slots_T)
+        return TokenPlaces(*tables, None if whole else kept, slots_T if whole else slots_T[kept])
+
+
 def rope_reference(x_THD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> torch.Tensor:
     """Rotates heads `[T, H, D]` by per-token tables `[T, D / 2]`."""
+    return rotate_heads(x_THD, *over_halves(cos_TC, sin_TC))
+
+
+def over_halves(cos_TC: torch.Tensor, sin_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tables over a whole head, `[T, 1, D]`: (cos, cos) and (-sin, sin)."""
+    cos, sin = cos_TC.unsqueeze(1), sin_TC.unsqueeze(1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate_heads(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """Rotates heads by the tables of `over_halves`."""
     wide = x_THD if x_THD.dtype == torch.float64 else x_THD.float()
-    cos, sin = cos_TC.to(wide.dtype).unsqueeze(1), sin_TC.to(wide.dtype).unsqueeze(1)
+    cos, sin = cos_T1D.to(wide.dtype), sin_T1D.to(wide.dtype)
     a, b = wide.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_THD.dtype)
+    return (wide * cos + torch.cat((b, a), dim=-1) * sin).to(x_THD.dtype)
 
 
 def rope_and_write_kv_reference(
@@ -58,6 +93,25 @@ def rope_and_write_kv_reference(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The reference of `rope_and_write_kv`."""
+    places = TokenPlaces.of(positions, slot_mapping, cos_PC, sin_PC)
+    norms = q_norm_weight, k_norm_weight, epsilon
+    return rotate_and_store(qkv, places, k_cache, v_cache, num_heads, *norms, k_scale_H, v_scale_H, dtype)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    places: TokenPlaces,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    k_scale_H: torch.Tensor | None = None,
+    v_scale_H: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Does what `rope_and_write_kv` does, for tokens whose places are known."""
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]
     qk, v = qkv.view(num_tokens, -1, head_dim).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -66,18 +120,22 @@ def rope_and_write_kv_reference(
         wide = qk if qk.dtype == torch.float64 else qk.float()
         q_normed = rms_norm_reference(wide[:, :num_heads], q_norm_weight, epsilon)
         qk = torch.cat((q_normed, rms_norm_reference(wide[:, num_heads:], k_norm_weight, epsilon)), dim=1)
-    qk = rope_reference(qk, cos_PC[positions], sin_PC[positions]).to(dtype or qkv.dtype)
-    q, k = qk[:, :num_heads], qk[:, num_heads:]
-    keep = (slot_mapping >= 0).nonzero().squeeze(-1)
-    if len(keep) < num_tokens:
-        slot_mapping, k, v = slot_mapping[keep], k.index_select(0, keep), v.index_select(0, keep)
-    for cache, new, scale_H in ((k_cache, k, k_scale_H), (v_cache, v, v_scale_H)):
+    q, k = (
+        rotate_heads(qk, places.cos_T1D, places.sin_T1D)
+        .to(dtype or qkv.dtype)
+        .split([num_heads, num_kv_heads], dim=1)
+    )
+    if places.kept is not None:
+        stored = k.index_select(0, places.kept), v.index_select(0, places.kept)
+    else:
+        stored = k, v
+    for cache, new, scale_H in zip((k_cache, v_cache), stored, (k_scale_H, v_scale_H), strict=True):
         # Finite, whatever the policy computed: a broken request must not poison the blocks it leaves behind.
         finite = torch.nan_to_num(new, 0.0, 0.0, 0.0)
         if cache.dtype == E4M3:
             finite = to_e4m3(finite.float() / scale_H.unsqueeze(1)).view(torch.uint8)
             cache = cache.view(torch.uint8)
-        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, finite.to(cache.dtype))
+        cache.view(-1, num_kv_heads, head_dim).index_copy_(0, places.slots, finite.to(cache.dtype))
     return q.contiguous()
 
 

@@ -18,7 +18,7 @@ BLOCK = 1024
 def silu_multiply_reference(gate_up_M2F: torch.Tensor) -> torch.Tensor:
     """The reference of `silu_multiply`."""
     gate_MF, up_MF = gate_up_M2F.chunk(2, dim=-1)
-    if gate_up_M2F.dtype == torch.float64:
+    if gate_up_M2F.dtype in (torch.float32, torch.float64):
         return F.silu(gate_MF) * up_MF
     return (F.silu(gate_MF.float()) * up_MF.float()).to(gate_up_M2F.dtype)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.attention_reference import attend_reference
+from paceline.kernels.attention_shapes import Heads
 from paceline.kernels.fp8_format import QuantisedRows
 from paceline.kernels.fp8_linear import fp8_linear
 from paceline.kernels.fp8_moe import fp8_run_experts
@@ -24,10 +26,11 @@ from paceline.kernels.moe_routing import route
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
-from paceline.kernels.rope_kv import rope_and_write_kv
+from paceline.kernels.query_tiles import QueryTiles, decode_tiles, prefill_tiles
+from paceline.kernels.rope_kv import TokenPlaces, rope_and_write_kv, rotate_and_store
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.kernels.tree_gather import TreeKeys
-from paceline.paged.cache import KVCache
+from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer, ExpertFeedForward, FeedForward
 from paceline.precision.weights import QuantisedWeights
 
@@ -35,6 +38,8 @@ from paceline.precision.weights import QuantisedWeights
 Captured = dict[int, torch.Tensor]
 # What a projection takes: plain rows, or rows quantised for an FP8 product.
 Activations = torch.Tensor | QuantisedRows
+# Positions and cache slots of tokens, `[T]` each; on a CPU what all layers make of them.
+Places = tuple[torch.Tensor, torch.Tensor] | TokenPlaces
 # Takes q_THD and the layer; returns the heads side by side.
 AttendCache = Callable[[torch.Tensor, int], Activations]
 
@@ -58,6 +63,8 @@ class PagedForward:
         self.quantised = quantised
         self.cos_PC, self.sin_PC = (policy.rope_table[:, i].contiguous() for i in (0, 1))
         self.max_position = policy.config.max_positions - 1
+        shape = policy.config
+        self._heads = Heads.of(shape.num_heads, shape.num_kv_heads, shape.head_dim, policy.dtype)
 
     def decode(
         self,
@@ -74,6 +81,12 @@ class PagedForward:
         hidden states and those that entered each captured layer, `[R x Q, E]`.
         """
         rows, queries = tokens_RQ.shape
+        tokens_T, *places = (x.flatten() for x in (tokens_RQ, positions_RQ, slots_RQ))
+        if not tokens_RQ.is_cuda:
+            if tokens_T.shape[0] == 1 and tree is None:
+                return self._decode_alone(tokens_T, *places, table_RB, context_R)
+            tiles = decode_tiles(self._heads, BLOCK_SIZE, queries, table_RB, context_R, tree)
+            return self._layers(tokens_T, *places, self._attend_tiles(tiles))
 
         def attend(q_THD: torch.Tensor, layer: int) -> Activations:
             cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree
@@ -82,7 +95,21 @@ class PagedForward:
                 return paged_attention_quantised(q_RQHD, *cache)
             return paged_attention(q_RQHD, *cache).flatten(0, 1).flatten(1)
 
-        return self._layers(tokens_RQ.flatten(), positions_RQ.flatten(), slots_RQ.flatten(), attend)
+        return self._layers(tokens_T, *places, attend)
+
+    def _decode_alone(
+        self,
+        tokens_1: torch.Tensor,
+        positions_1: torch.Tensor,
+        slots_1: torch.Tensor,
+        table_1B: torch.Tensor,
+        context_1: torch.Tensor,
+    ) -> tuple[torch.Tensor, Captured]:
+        """Decodes one token on a CPU: twice, because every product would pad a single row by itself."""
+        tokens, positions, slots, context = (x.repeat(2) for x in (tokens_1, positions_1, slots_1, context_1))
+        tiles = decode_tiles(self._heads, BLOCK_SIZE, 1, table_1B.expand(2, -1), context)
+        hidden_TE, captured = self._layers(tokens, positions, slots, self._attend_tiles(tiles))
+        return hidden_TE[:1], {layer: states_TE[:1] for layer, states_TE in captured.items()}
 
     def prefill(
         self,
@@ -94,12 +121,25 @@ class PagedForward:
         context_S: torch.Tensor,
     ) -> Captured:
         """Fills the cache for packed chunks of several sequences and returns the captured hidden states."""
+        if not tokens_T.is_cuda:
+            tiles = prefill_tiles(self._heads, BLOCK_SIZE, len(tokens_T), table_SB, boundaries_S1, context_S)
+            attend = self._attend_tiles(tiles)
+            return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
             cache = *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer)
             return prefill_attention(q_THD, *cache).flatten(1)
 
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
+
+    def _attend_tiles(self, tiles: QueryTiles) -> AttendCache:
+        """Returns a CPU's attention over tiles that all layers share."""
+
+        def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
+            cache = *self.cache.layer(layer), *self.cache.scales(layer)
+            return attend_reference(q_THD, tiles, *cache).flatten(1)
+
+        return attend
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Returns the LM head's scores, float32 (float64 for a float64 policy)."""
@@ -123,6 +163,9 @@ class PagedForward:
         last = len(policy.layers) - 1
         ends_early = fill_only and (self.cache.routing is None or not policy.config.has_experts(last))
         captured: Captured = {}
+        places: Places = positions_T, slots_T
+        if not tokens_T.is_cuda:
+            places = TokenPlaces.of(positions_T, slots_T, self.cos_PC, self.sin_PC)
         # The experts of the layers that have any.
         chosen_LTK: list[torch.Tensor] = []
         residual_TE = F.embedding(tokens_T, policy.embedding.weight)
@@ -138,10 +181,10 @@ class PagedForward:
             if index in self.captured_layers:
                 captured[index] = residual_TE
             if ends_early and index == last:
-                self._rotated(normed_TE, layer.attention, index, positions_T, slots_T)
+                self._rotated(normed_TE, layer.attention, index, places)
                 break
             normed_TE, residual_TE = self._norm_residual(
-                self._attention(normed_TE, layer.attention, index, positions_T, slots_T, attend),
+                self._attention(normed_TE, layer.attention, index, places, attend),
                 residual_TE,
                 layer.feed_forward_norm.weight,
                 _dense_input(layer),
@@ -161,11 +204,10 @@ class PagedForward:
         x_TE: Activations,
         module: Attention,
         layer: int,
-        positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
+        places: Places,
         attend: AttendCache,
     ) -> torch.Tensor:
-        attended = attend(self._rotated(x_TE, module, layer, positions_T, slots_T), layer)
+        attended = attend(self._rotated(x_TE, module, layer, places), layer)
         return self._linear(attended, module.output, in_parts=True)
 
     def _rotated(
@@ -173,24 +215,17 @@ class PagedForward:
         x_TE: Activations,
         module: Attention,
         layer: int,
-        positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
+        places: Places,
     ) -> torch.Tensor:
         """Returns the rotated queries; keys and values go to the cache."""
         norms = (module.q_norm.weight, module.k_norm.weight) if module.q_norm is not None else (None, None)
-        return rope_and_write_kv(
-            self._linear(x_TE, module.qkv, in_parts=True),
-            positions_T,
-            slots_T,
-            self.cos_PC,
-            self.sin_PC,
-            *self.cache.layer(layer),
-            module.heads,
-            *norms,
-            self.policy.config.norm_eps,
-            *self.cache.scales(layer),
-            dtype=self.policy.dtype,
-        )
+        qkv = self._linear(x_TE, module.qkv, in_parts=True)
+        cache = self.cache.layer(layer)
+        settings = module.heads, *norms, self.policy.config.norm_eps, *self.cache.scales(layer)
+        if isinstance(places, TokenPlaces):
+            return rotate_and_store(qkv, places, *cache, *settings, dtype=self.policy.dtype)
+        tables = self.cos_PC, self.sin_PC
+        return rope_and_write_kv(qkv, *places, *tables, *cache, *settings, dtype=self.policy.dtype)
 
     def _feed_forward(
         self, x_TE: Activations, module: FeedForward | ExpertFeedForward, chosen_LTK: list[torch.Tensor]

@@ -3,6 +3,7 @@
     base       the policy's own weights and type: nothing here does anything
     fp8        projections in blockwise FP8
     fp8+kv     and keys and values in FP8
+    kv         keys and values in FP8, projections in the policy's own type
 
 `refresh` follows a weight update. What FP8 turns out not to be fit for goes back to the policy's own type,
 with a warning: a layer's keys and values after a failed validation, everything when `fall_back` is called.

@@ -19,7 +19,7 @@ from paceline.simulate.hardware import (
 from paceline.simulate.points import FIT, Measurements
 from paceline.simulate.predict import predict_kernel
 
-CPU_ROW_TILE = 32  # kernels/linear.py pads to this
+CPU_ROW_TILE = 2  # a CPU multiplies no single row (kernels/row_tiles.py)
 # What is assumed of a machine without a shipped profile.
 UNKNOWN_LINKS = Links(1, 1e10, 5e-5, 1e9, 1e-3)
 UNKNOWN_TRAINING = Training(0.5, 0.5, 0.0, 0.0)

@@ -162,16 +162,16 @@ MUTANTS = [
     Mutant(
         "four tokens share their noise",
         f"{NOISE}:random_bits",
-        "torch.broadcast_tensors(*words)",
-        "torch.broadcast_tensors(*words[:1] * 4)",
+        ".stack(words, -1)",
+        ".stack(words[:1] * 4, -1)",
         "tokens",
     ),
     Mutant("all streams are one", f"{NOISE}:random_bits", "zero + stream", "zero", "kernels"),
     Mutant(
         "noise of 16 bits",
         f"{NOISE}:gumbel_from_bits",
-        "v = bits.to(",
-        "v = (bits >> 16 << 16).to(",
+        "asarray(bits,",
+        "asarray(bits >> 16 << 16,",
         "kernels",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from tests.certify.mutation import Mutant
 
 ROWS = "paceline.kernels.row_step"
 ATTENTION = "paceline.kernels.attention_reference"
+TILES = "paceline.kernels.query_tiles"
 ROPE = "paceline.kernels.rope_kv"
 ENGINE = "paceline.engine.engine"
 SCHEDULER = "paceline.engine.scheduler"
@@ -111,38 +112,38 @@ MUTANTS = [
     # -- attention and the cache ---------------------------------------------------------------------
     Mutant(
         "attention sees one token of the future",
-        f"{ATTENTION}:_step",
-        "> position_T.unsqueeze(1)",
-        "> position_T.unsqueeze(1) + 1",
+        f"{TILES}:QueryTiles._some_pairs",
+        "> self.position_NQ[tile_P].unsqueeze(2)",
+        "> self.position_NQ[tile_P].unsqueeze(2) + 1",
         "tokens",
     ),
     Mutant(
         "attention drops its oldest block",
-        f"{ATTENTION}:_step",
-        "scores_HTGN.masked_fill_(",
-        "hidden_TN |= (torch.arange(start, start + step_keys) < 16) & (position_T.unsqueeze(1) > 48)\n"
-        "    scores_HTGN.masked_fill_(",
+        f"{TILES}:QueryTiles._some_pairs",
+        "> self.position_NQ[tile_P].unsqueeze(2)",
+        "> self.position_NQ[tile_P].unsqueeze(2)\n"
+        "        hidden_PQN |= (key_PN.unsqueeze(1) < 16) & (self.position_NQ[tile_P].unsqueeze(2) > 48)",
         "preempted",
     ),
     Mutant(
         "long contexts are merged with the wrong weights",
-        f"{ATTENTION}:_attend_slice",
-        "old_total * old_scale + new_total * new_scale",
-        "old_total + new_total",
+        f"{ATTENTION}:_fold",
+        "total = total + weight_CNHM[chunk]",
+        "total = total + 1.0",
         "preempted",
     ),
     Mutant(
         "rotary embedding with the sign turned",
-        f"{ROPE}:rope_reference",
-        "a * cos - b * sin",
-        "a * cos + b * sin",
+        f"{ROPE}:rotate_heads",
+        "torch.cat((b, a), dim=-1)",
+        "torch.cat((-b, -a), dim=-1)",
         "tokens",
     ),
     Mutant(
         "a norm without its epsilon's square root",
         "paceline.kernels.norm:rms_norm_reference",
-        "+ epsilon",
-        "+ 100 * epsilon",
+        "weight_K, epsilon)",
+        "weight_K, 100 * epsilon)",
         "tokens",
     ),
     Mutant(
