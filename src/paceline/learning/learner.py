@@ -82,10 +82,11 @@ class Learner:
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
         self.ranks = ranks
         self.cost = SequenceCost.of(policy.config)
-        self.logprobs = ranks.shard(policy, exact_logprobs if exact else token_logprobs)
-        self.reference_logprobs = self.logprobs
-        if self.reference is not None and (exact or self.reference is not policy):
-            self.reference_logprobs = ranks.shard(self.reference, token_logprobs)
+        self.token_logprobs = exact_logprobs if exact else token_logprobs
+        self.forward = ranks.shard(policy)
+        self.reference_forward = self.forward
+        if self.reference is not None and self.reference is not policy:
+            self.reference_forward = ranks.shard(self.reference)
         self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates, ranks)
 
     def update(
@@ -219,7 +220,7 @@ class Learner:
         reference_R = self._reference_logprobs(batch) if kl_in_loss else None
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = self.logprobs(batch)
+        logprobs_R, entropies_R = self.forward(self.token_logprobs, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
@@ -244,7 +245,7 @@ class Learner:
         """
 
         def compute(batch: MicroBatch) -> torch.Tensor:
-            logprobs_R = self.logprobs(batch)[0]
+            logprobs_R = self.forward(self.token_logprobs, batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
             weighted = self.config.correction.weight != "none"
             mismatch = mismatch_values(batch, correction, logprobs_R, weighted)
@@ -281,7 +282,7 @@ class Learner:
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         own_routing = replace(batch, replay=None)  # the replayed experts are another policy's choice
         with torch.no_grad(), self.ranks.adapters_off(self.reference):
-            return self.reference_logprobs(own_routing)[0]
+            return self.reference_forward(token_logprobs, own_routing)[0]
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Returns log pi_rollout - log pi_reference of every response token, by group and sample."""

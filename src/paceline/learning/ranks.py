@@ -20,9 +20,10 @@ from paceline.learning.batch import MicroBatch
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import adapters_off, merge_adapters
 
-# Returns logprobs and entropies of a micro-batch's response tokens.
-Logprobs = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]]
-PolicyLogprobs = Callable[[Decoder, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
+# Computes logprobs and entropies of a micro-batch's response tokens.
+Logprobs = Callable[[Decoder, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
+# Computes them with one policy, given how.
+Forward = Callable[[Logprobs, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Ranks(Protocol):
@@ -31,8 +32,8 @@ class Ranks(Protocol):
     rank: int
     count: int
 
-    def shard(self, policy: Decoder, compute: PolicyLogprobs) -> Logprobs:
-        """Leaves this rank its share of a policy's parameters, and returns `compute` for all of them."""
+    def shard(self, policy: Decoder) -> Forward:
+        """Leaves this rank its share of a policy's parameters, and returns what computes with all of them."""
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
@@ -59,9 +60,9 @@ class OneRank:
     rank = 0
     count = 1
 
-    def shard(self, policy: Decoder, compute: PolicyLogprobs) -> Logprobs:
-        """Returns `compute` for this policy."""
-        return lambda batch: compute(policy, batch)
+    def shard(self, policy: Decoder) -> Forward:
+        """Returns what computes with this policy."""
+        return lambda logprobs, batch: logprobs(policy, batch)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor."""

@@ -40,6 +40,8 @@ class RollCall:
         self.rank = rank
         self.count = count
         self.timeout = timeout
+        # An error that all ranks raise alike, so that none is left behind.
+        self.agreed: BaseException | None = None
         self._watching = False
 
     def all_present(self) -> None:
@@ -62,7 +64,9 @@ class RollCall:
         self._watching = True
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if error is self.agreed:
+                raise
             reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
             own_fault = not _is_of_collective(error)
             with contextlib.suppress(Exception):
@@ -111,7 +115,7 @@ def _close_connections() -> None:
         dist.destroy_process_group()
 
 
-def _is_of_collective(error: Exception) -> bool:
+def _is_of_collective(error: BaseException) -> bool:
     """Tells an error of communication from one of this rank's own; gloo raises plain RuntimeErrors."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or (

@@ -19,7 +19,7 @@ from paceline.learning.distributed.adapters import (
 )
 from paceline.learning.distributed.faults import RollCall
 from paceline.learning.distributed.sharding import local, shard_policy
-from paceline.learning.ranks import Logprobs, PolicyLogprobs
+from paceline.learning.ranks import Forward
 from paceline.policy.decoder import Decoder
 
 # How long a collective may take before the ranks that are missing are named.
@@ -51,11 +51,11 @@ class RankGroup:
 
     # -- what the learner asks -----------------------------------------------------------------------
 
-    def shard(self, policy: Decoder, compute: PolicyLogprobs) -> Logprobs:
-        """Leaves this rank its share of a policy's parameters, and returns `compute` for all of them."""
-        logprobs = shard_policy(policy, compute, self.mesh)
+    def shard(self, policy: Decoder) -> Forward:
+        """Leaves this rank its share of a policy's parameters, and returns what computes with all of them."""
+        forward = shard_policy(policy, self.mesh)
         shard_bases(policy, self.rank, self.count)
-        return logprobs
+        return forward
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
@@ -95,10 +95,9 @@ class RankGroup:
             except Exception as error:
                 raised = error
         answer = self.texts("" if raised is None else f"{type(raised).__name__}: {raised}")[0]
-        if raised is not None:
-            raise raised
         if answer:
-            raise DecidedElsewhere(answer)
+            self.roll_call.agreed = raised or DecidedElsewhere(answer)
+            raise self.roll_call.agreed
 
     def merge_adapters(self, policy: Decoder) -> None:
         """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""

@@ -4,6 +4,8 @@ Every method is called on all ranks at once, with the same arguments; where a ra
 others raise `RanksLost`, and the ranks start again from the last checkpoint.
 """
 
+import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 
 from paceline.config import Config, ConfigError
@@ -43,17 +45,33 @@ class RankLearner:
         other ranks raise `DecidedElsewhere`.
         """
         with self.group.together("an update"):
+            self._check_same(groups)
             return self.learner.update(groups, check)
+
+    def _check_same(self, groups: Sequence[Group]) -> None:
+        digests = self.group.texts(_digest(groups))
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} of {self.group.count} were given other samples than rank 0: "
+                "an update takes the whole step's groups, the same on every rank"
+            )
+
+
+def _digest(groups: Sequence[Group]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in (sample for group in groups for sample in group.samples):
+        completion = sample.completion
+        head = (completion.request.id, len(completion.request.prompt), len(completion.tokens), sample.score)
+        digest.update(repr(head).encode())
+        digest.update(array("q", completion.request.prompt + completion.tokens).tobytes())
+        digest.update(array("d", completion.logprobs).tobytes())
+    return digest.hexdigest()
 
 
 def check_ranks(config: Config, count: int) -> None:
     """Refuses what several ranks cannot do."""
     learning = config.learning
-    if count > 1 and learning.numerics == "exact":
-        raise ConfigError(
-            f"learning.numerics = exact: with {count} learner ranks the forward pass is not the rollout's; "
-            "use one rank, or learning.numerics=fast"
-        )
     if count > 1 and learning.optimiser_state == "8bit":
         raise ConfigError(
             f"learning.optimiser_state = 8bit: its groups of 128 numbers do not follow the shards of {count} "
