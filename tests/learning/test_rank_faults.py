@@ -17,7 +17,7 @@ from tests.learning.test_ranks import CASES
 
 VICTIM = 1
 # Of a collective, in the tests in which it must run out.
-SHORT_SECONDS = 15.0
+SHORT_SECONDS = 8.0
 
 
 def raise_error() -> None:

@@ -137,8 +137,8 @@ class RollCall:
         return RanksLost(f"{self.doing}, on rank {self.rank}: " + "; ".join(found), at_fault)
 
     def _look(self) -> tuple[dict[int, str], tuple[int, ...], dict[int, str]]:
-        """Returns who raised, with the reason, who is silent, and who lives but does not look, with why."""
-        self.store.set(f"looked/{self.rank}", b"1")
+        """Returns who raised, with the reason, who is silent, and who lives but did not come, with why."""
+        self.store.set(f"looking/{self.rank}", b"1")
         others = [rank for rank in range(self.count) if rank != self.rank]
         raised = {
             rank: self.store.get(f"raised/{rank}").decode()
@@ -147,26 +147,37 @@ class RollCall:
         }
         before = {rank: self._heard(rank) for rank in others if rank not in raised}
         living: dict[int, str] = {}
-        deadline = time.monotonic() + SILENCE_SECONDS
-        while len(living) < len(before) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        for _ in self._polls(SILENCE_SECONDS):
             now = {rank: self._heard(rank) for rank in before}
             living = {
                 rank: doing
                 for rank, (number, doing) in now.items()
-                if number != before[rank][0] or self._has_looked(rank)
+                if number != before[rank][0] or self.store.check([f"looking/{rank}"])
             }
+            if len(living) == len(before):
+                break
         silent = tuple(rank for rank in before if rank not in living)
-        # Those that wait in the same collective will look, too; and the store must not go before they have.
-        absent = {rank: doing for rank, doing in living.items() if not self._has_looked(rank)}
-        deadline = time.monotonic() + SILENCE_SECONDS
-        while absent and (self.serves or not (raised or silent)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            absent = {rank: doing for rank, doing in absent.items() if not self._has_looked(rank)}
+        absent = living
+        if not (raised or silent):  # those that wait in the same collective will look, too
+            absent = self._without(living, "looking")
+        self.store.set(f"looked/{self.rank}", b"1")
+        if self.serves:  # the store must not go before they have
+            self._without(living, "looked")
         return raised, silent, absent
 
-    def _has_looked(self, rank: int) -> bool:
-        return self.store.check([f"looked/{rank}"])
+    def _without(self, ranks: dict[int, str], word: str) -> dict[int, str]:
+        """Returns those that have left no such word, after some time for doing so."""
+        for _ in self._polls(SILENCE_SECONDS):
+            ranks = {rank: doing for rank, doing in ranks.items() if not self.store.check([f"{word}/{rank}"])}
+            if not ranks:
+                break
+        return ranks
+
+    def _polls(self, seconds: float) -> Iterator[None]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            yield
+            time.sleep(POLL_SECONDS)
 
     def _heard(self, rank: int) -> tuple[int, str]:
         key = f"beat/{rank}"
