@@ -97,6 +97,8 @@ class RollCall:
                 raise self._lost(error) from error
             with contextlib.suppress(Exception):  # the store may be what failed
                 reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+                if isinstance(error, GeneratorExit):
+                    reason = f"an error elsewhere, and left {what} before its end"
                 self.store.set(f"raised/{self.rank}", reason.encode())
             raise
         finally:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.learning.distributed.adapters import (
     merge_sharded_adapters,
@@ -161,7 +161,8 @@ def join_ranks(
         world_size=count,
         timeout=wait,
     )
-    return RankGroup(rank, count, init_device_mesh(device.type, (count,)), roll_call)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    return RankGroup(rank, count, mesh, roll_call)
 
 
 def serve_ranks(port: int) -> dist.TCPStore:
