@@ -16,6 +16,8 @@ import yaml
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
+from paceline.cluster.placing import start_pool
+from paceline.cluster.pool import ReplicaPool
 from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
 from paceline.drafting.factory import DrafterFactory
@@ -109,7 +111,7 @@ class Session:
 
     @contextmanager
     def _learning_memory(self, needed: bool) -> Iterator[None]:
-        apart = isinstance(self.backend, WorkerBackend)
+        apart = isinstance(self.backend, WorkerBackend | ReplicaPool)
         if self.plan is None or not self.plan.sleeps or not needed or apart:
             yield
             return
@@ -136,6 +138,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
     plan = plan_gpu(config, source, device, learns)
+    pooled = learns and config.cluster.replicas > 0 and schedule is None
     in_worker = learns and config.rollout.mode == "async" and schedule is None
     _check_cache_stays(config, plan, in_worker)
     policy = source.load(policy_dtype(config.policy, device), device)
@@ -149,9 +152,12 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    backend = (
-        start_worker(policy, config, device) if in_worker else make_backend(policy, tokenizer, config, plan)
-    )
+    if pooled:
+        backend: Backend = start_replicas(policy, config, device)
+    elif in_worker:
+        backend = start_worker(policy, config, device)
+    else:
+        backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule)
 
@@ -191,6 +197,22 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
         )
     launch = Launch("paceline.session:hosted_backend", dump_config(config))
     return WorkerBackend(launch, lambda: exported_tensors(policy), logger.warning)
+
+
+def start_replicas(policy: Decoder, config: Config, device: torch.device) -> Backend:
+    """Returns the recipe's replicas behind one queue; they get the policy's weights by copy."""
+    launch = Launch("paceline.session:hosted_replica", dump_config(config))
+    return start_pool(launch, config, device, lambda: exported_tensors(policy), logger.warning)
+
+
+def hosted_replica(settings: str) -> Backend:
+    """Returns the generator of a recipe on a device that learning does not share."""
+    config = parse_config(yaml.safe_load(settings))
+    device = prepare_device(config)
+    source = PolicySource.of(config.policy)
+    plan = plan_gpu(config, source, device, learns=False)
+    policy = source.load(policy_dtype(config.policy, device), device)
+    return make_backend(policy, load_tokenizer(source.folder), config, plan)
 
 
 def hosted_backend(settings: str) -> Backend:

@@ -13,6 +13,8 @@ import threading
 from collections import deque
 
 from paceline.backend import Backend, WeightsNotFinite
+from paceline.pacing.sharing import load_pacing_state, pacing_state
+from paceline.pacing.strategy import Pacer
 from paceline.worker.codec import (
     completion_message,
     read_requests,
@@ -20,7 +22,8 @@ from paceline.worker.codec import (
     stats_record,
     tensor_arrays,
 )
-from paceline.worker.weights import WeightsReader
+from paceline.worker.readers import TransferInterrupted
+from paceline.worker.receive import WeightsReceiver
 from paceline.worker.wire import Connection, Disconnected, Message
 
 MAX_INBOX = 64
@@ -29,7 +32,7 @@ MAX_INBOX = 64
 class Host:
     """Serves one client until it goes."""
 
-    def __init__(self, backend: Backend, connection: Connection, weights: WeightsReader) -> None:
+    def __init__(self, backend: Backend, connection: Connection, weights: WeightsReceiver) -> None:
         self.backend = backend
         self.connection = connection
         self.weights = weights
@@ -80,6 +83,10 @@ class Host:
             answer = self._answer(message)
         except WeightsNotFinite as problem:
             answer = Message("not_finite", {"problem": str(problem)})
+        except TransferInterrupted as problem:
+            if not message.call:  # nobody would hear of it: a new worker must not go on without weights
+                raise
+            answer = Message("interrupted", {"problem": str(problem)})
         if message.call:
             self.connection.send(Message(answer.kind, answer.fields, answer.arrays, message.call))
 
@@ -95,7 +102,7 @@ class Host:
             case "abort":
                 backend.abort(fields["ids"])
             case "update_weights":
-                backend.update_weights(fields["version"], self.weights.read(fields["layout"]))
+                backend.update_weights(fields["version"], self.weights.read(fields))
                 return self._description("done")
             case "publish_drafter":
                 tensors = read_tensors(fields["tensors"], message.arrays)
@@ -105,6 +112,10 @@ class Host:
             case "drafter_state":
                 names, arrays = tensor_arrays(backend.speculation.drafter_state())
                 return Message("done", {"tensors": names}, arrays)
+            case "pacing":
+                return Message("done", {"state": pacing_state(self._pacer)})
+            case "load_pacing":
+                load_pacing_state(self._pacer, fields["state"])
             case "take_stats":
                 return Message("done", {"stats": stats_record(backend.take_stats())})
             case "fall_back":
@@ -119,6 +130,10 @@ class Host:
             case unknown:
                 return Message("refused", {"problem": f"a worker of this version knows no {unknown!r}"})
         return done
+
+    @property
+    def _pacer(self) -> Pacer | None:
+        return self.backend.speculation.pacer if self.backend.speculation is not None else None
 
     def _description(self, kind: str) -> Message:
         """Returns what the backend can do now."""
