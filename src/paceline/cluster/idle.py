@@ -1,6 +1,21 @@
 """How much of their time replicas had nothing to do."""
 
 import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the replicas of a pool do at one moment."""
+
+    ready: list[bool]
+    busy: list[bool]
+    waiting: bool  # whether requests wait for a replica
+
+    @property
+    def generates(self) -> bool:
+        """Whether a rollout is under way."""
+        return self.waiting or any(self.busy)
 
 
 class IdleClock:

@@ -19,7 +19,8 @@ import torch
 
 from paceline.backend import Backend, LowPrecision, Speculation
 from paceline.cluster.handover import hand_over
-from paceline.cluster.idle import IdleClock
+from paceline.cluster.idle import Activity, IdleClock
+from paceline.cluster.idle_training import IdleTraining
 from paceline.cluster.merged_stats import merge_stats
 from paceline.cluster.queue import RequestQueue
 from paceline.cluster.replica import Place, Replica
@@ -82,6 +83,8 @@ class ReplicaPool(Backend):
         if problems:
             self.close()
             raise problems[0]
+        if self.description["trains"]:
+            IdleTraining(self, warn).start()
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -321,6 +324,18 @@ class ReplicaPool(Backend):
         if left:
             self.warn(
                 f"replica {replica.number} is given up ({failure}); {left} of {len(self.replicas)} are left"
+            )
+
+    def activity(self, seconds: float) -> Activity | None:
+        """Returns what replicas do as soon as it changes, or after so long; None: the pool is closed."""
+        with self.changed:
+            self.changed.wait(seconds)
+            if self.closed or self.failure is not None:
+                return None
+            return Activity(
+                [replica.is_ready for replica in self.replicas],
+                [bool(replica.outstanding) for replica in self.replicas],
+                waiting=bool(self.queue),
             )
 
     # -- bookkeeping, under the lock --------------------------------------------------------------

@@ -47,7 +47,7 @@ class Channel:
         self.bucket_bytes = bucket_bytes
         self.is_source = rank == 0
         own = dist.PrefixStore(name, store)
-        own.set(f"joined/{rank}", b"1")
+        own.set(f"joined/{rank}", "1")
         if self.is_source:
             _gather(own, size, cancelled)
         elif _answer(own) != b"go":
@@ -313,10 +313,10 @@ def _gather(store: dist.Store, size: int, cancelled: threading.Event | None) -> 
         late = time.monotonic() > deadline
         if late or (cancelled is not None and cancelled.is_set()):
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-            store.set("go", b"cancelled")
+            store.set("go", "cancelled")
             raise TransferInterrupted(f"ranks {missing} did not join")
         time.sleep(POLL_SECONDS)
-    store.set("go", b"go")
+    store.set("go", "go")
 
 
 def _answer(store: dist.Store) -> bytes:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,22 +24,11 @@ from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
 from paceline.worker.codec import publish_message, read_completion, read_stats, submit_message
-from paceline.worker.owner import Owner
+from paceline.worker.owner import Owner, Patience
 from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
 from paceline.worker.readers import TransferInterrupted, Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a client waits, in seconds, and how often it tries."""
-
-    start: float = 600.0  # for a worker to load its model
-    answer: float = 120.0  # for a ping: longer than any step, captures and compilations included
-    beat: float = 2.0  # between pings
-    close: float = 5.0
-    restarts: int = 3  # in a row, without anything finished between them
 
 
 class WorkerBackend(Backend):

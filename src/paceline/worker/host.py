@@ -39,6 +39,7 @@ class Host:
         self.inbox: deque[Message] = deque()
         self.changed = threading.Condition()
         self.outstanding = 0
+        self.training = False  # there is time that nobody needs
 
     def serve(self) -> None:
         """Generates what the client asks for; returns when it asks to close."""
@@ -50,6 +51,10 @@ class Host:
                     self.backend.close()
                     return
                 self._handle(message)
+            if self.training:
+                assert self.backend.slice_trainer is not None
+                self.training = self.backend.slice_trainer.slice(lambda: bool(self.inbox))
+                continue
             for completion in self.backend.completions():
                 self.outstanding -= 1
                 self.connection.send(completion_message(completion))
@@ -70,7 +75,7 @@ class Host:
     def _next_message(self) -> Message | None:
         """Returns the next message; None, with the backend running, where there is none but work to do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.inbox or self.outstanding)
+            self.changed.wait_for(lambda: self.inbox or self.outstanding or self.training)
             if not self.inbox:
                 self.backend.resume()
                 return None
@@ -98,6 +103,7 @@ class Host:
             case "submit":
                 requests = read_requests(message)
                 self.outstanding += len(requests)
+                self.training = False  # work comes first, whoever is to be told later
                 backend.submit(requests)
             case "abort":
                 backend.abort(fields["ids"])
@@ -112,6 +118,14 @@ class Host:
             case "drafter_state":
                 names, arrays = tensor_arrays(backend.speculation.drafter_state())
                 return Message("done", {"tensors": names}, arrays)
+            case "train":
+                backend.slice_trainer.begin(fields["term"])
+                self.training = not self.outstanding
+            case "stop_training":
+                self.training = False
+                tensors, tokens = backend.slice_trainer.result()
+                names, arrays = tensor_arrays(tensors)
+                return Message("done", {"tensors": names, "tokens": tokens}, arrays)
             case "pacing":
                 return Message("done", {"state": pacing_state(self._pacer)})
             case "load_pacing":
@@ -146,6 +160,7 @@ class Host:
                 "precision": backend.precision,
                 "speculates": speculation is not None,
                 "keeps_tokens": speculation is None or speculation.keeps_tokens,
+                "trains": backend.slice_trainer is not None,
                 "low_precision": backend.low_precision is not None,
             },
         )

@@ -1,5 +1,6 @@
-"""Who has several clients of workers, as a client sees it."""
+"""What a client of a worker is told: how patient to be, and who owns it beside others."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.types import Completion, Request
@@ -7,6 +8,17 @@ from paceline.worker.process import WorkerFailed
 
 if TYPE_CHECKING:
     from paceline.worker.client import WorkerBackend
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a client waits, in seconds, and how often it tries."""
+
+    start: float = 600.0  # for a worker to load its model
+    answer: float = 120.0  # for a ping: longer than any step, captures and compilations included
+    beat: float = 2.0  # between pings
+    close: float = 5.0
+    restarts: int = 3  # in a row, without anything finished between them
 
 
 class Owner(Protocol):
