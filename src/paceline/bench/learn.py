@@ -22,6 +22,7 @@ import torch
 from paceline.bench.learn_parts import LearnProfile, profile_update
 from paceline.bench.spread import Spread
 from paceline.config import Config
+from paceline.learning.balance import active_parameters
 from paceline.learning.learner import Learner
 from paceline.plan.learning import learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import gpu_at_hand
@@ -146,13 +147,6 @@ def model_operations(shape: DecoderConfig, lengths: Sequence[int]) -> float:
     """Returns the operations of forward and backward by the formula above."""
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * sum(n * n for n in lengths)
     return 6 * active_parameters(shape) * sum(lengths) + attention
-
-
-def active_parameters(shape: DecoderConfig) -> int:
-    """Returns the parameters that a token passes."""
-    idle = shape.num_experts - shape.num_experts_per_token if shape.num_experts else 0
-    expert = 3 * shape.hidden_size * shape.expert_intermediate_size if idle else 0
-    return shape.num_parameters - idle * expert * len(shape.expert_layers)
 
 
 def _device_peak(device: torch.device) -> float | None:

@@ -107,6 +107,12 @@ def _versions(completion: Completion) -> tuple[int, ...]:
     return tuple(versions) if len(versions) == len(completion.tokens) else ()
 
 
+def told_versions(sequences: Sequence[TrainingSequence]) -> tuple[int, ...]:
+    """Returns the versions of the weights that sampled, each once; empty where any of them is not told."""
+    told = all(len(s.versions) == len(s.loss_mask) for s in sequences)
+    return tuple(sorted({v for s in sequences for v in s.versions})) if told else ()
+
+
 def split_by_tokens(sequences: Sequence[TrainingSequence], token_budget: int) -> list[list[TrainingSequence]]:
     """Splits sequences into parts of at most `token_budget` tokens, longest first.
 
@@ -147,9 +153,7 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
     tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
     rollout_logprobs_R = tensor([x for s in sequences for x in s.rollout_logprobs])
     computed = any(s.learner_logprobs for s in sequences)
-    told = all(len(s.versions) == len(s.loss_mask) for s in sequences)
-    versions = [v for s in sequences for v in s.versions] if told else []
-    distinct = tuple(sorted(set(versions)))
+    distinct = told_versions(sequences)
     predictors_R = torch.tensor(predictors, device=device)
     sequence_R = torch.tensor(sequence_ids, device=device)
     return MicroBatch(
@@ -167,5 +171,7 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
         response_lengths=tuple(len(s.tokens) - s.prompt_length for s in sequences),
         replay=packed_replay([s.routing for s in sequences], [len(s.tokens) for s in sequences], device),
         versions=distinct,
-        versions_R=tensor(versions, torch.int64) if len(distinct) > 1 else None,
+        versions_R=tensor([v for s in sequences for v in s.versions], torch.int64)
+        if len(distinct) > 1
+        else None,
     )

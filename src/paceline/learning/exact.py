@@ -25,7 +25,7 @@ from paceline.learning.batch import MicroBatch
 from paceline.learning.head import chunks
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.attention import PackedAttention
-from paceline.policy.decoder import Attention, Decoder
+from paceline.policy.decoder import Attention, Decoder, DecoderLayer
 from paceline.policy.feed_forward import ExpertFeedForward, FeedForward
 from paceline.policy.fused import fused_norm, fused_silu_multiply
 from paceline.policy.products import Fp8Product, PlainProduct
@@ -85,17 +85,17 @@ def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
     residual_TE = policy.embedding(batch.tokens_T)
     pending_TE = None
     settings = (rope_T2R, tables, paging, batch.replay)
-    for index in range(len(policy.layers)):
-        inputs = (policy, index, pending_TE, residual_TE, *settings)
+    for index, layer in enumerate(policy.layers):
+        inputs = (_layer, index, pending_TE, residual_TE, *settings)
         if index < policy.recompute.layers and torch.is_grad_enabled():
-            pending_TE, residual_TE = checkpoint(_layer, *inputs, use_reentrant=False)
+            pending_TE, residual_TE = checkpoint(layer.run, *inputs, use_reentrant=False)
         else:
-            pending_TE, residual_TE = _layer(*inputs)
+            pending_TE, residual_TE = layer.run(*inputs)
     return _norm(pending_TE, residual_TE, policy.norm)[0]
 
 
 def _layer(
-    policy: Decoder,
+    layer: DecoderLayer,
     index: int,
     pending_TE: torch.Tensor | None,
     residual_TE: torch.Tensor,
@@ -105,7 +105,6 @@ def _layer(
     replay: RouterReplay | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the feed-forward's result and the residual stream before it, which the next norm adds up."""
-    layer = policy.layers[index]
     normed_TE, residual_TE = _norm(pending_TE, residual_TE, layer.attention_norm)
     attended_TE = _attention(layer.attention, normed_TE, index, rope_T2R, tables, paging)
     normed_TE, residual_TE = _norm(attended_TE, residual_TE, layer.feed_forward_norm)

@@ -9,31 +9,35 @@ With a single update per step, the learning pass itself yields the pre-update lo
 their own (the old-logprobs pass) is needed where several updates compare with them, where weights are
 normalised by a mean that must be known first, and where there is nothing to learn but the mismatch is still
 to be measured.
+
+With several ranks (`ranks.py`) each computes its own micro-batches of every round (`balance.py`) and all see
+the numbers of all, in one order: decisions and metrics are those of a single process.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TypeVar
 
 import torch
 
 from paceline.config import Config, ConfigError
 from paceline.learning.algorithms import make_algorithm
-from paceline.learning.algorithms.base import Advantage, LogRatios, TokenLoss, token_weights
-from paceline.learning.batch import MicroBatch, TrainingSequence, pack, split_by_tokens, training_sequence
+from paceline.learning.algorithms.base import Advantage, LogRatios, token_weights
+from paceline.learning.balance import PADDING, Round, SequenceCost, cut
+from paceline.learning.batch import MicroBatch, TrainingSequence, pack, told_versions, training_sequence
 from paceline.learning.correction import apply_correction, compute_correction
 from paceline.learning.exact import exact_logprobs
 from paceline.learning.logprobs import token_logprobs
 from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values, sum_mismatches
 from paceline.learning.optimiser import MasterAdamW
-from paceline.learning.totals import MicroBatchSums, UpdateTotals
+from paceline.learning.ranks import ONE_RANK, Ranks
+from paceline.learning.totals import MicroBatchSums, UpdateTotals, micro_batch_values
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
-from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
+from paceline.policy.lora import has_adapters
 from paceline.precision.products import use_fp8
 from paceline.types import Group, Precision
 
@@ -47,7 +51,11 @@ class Learner:
     """Updates a policy from groups of samples, with its own optimiser and, for a KL, reference policy."""
 
     def __init__(
-        self, policy: Decoder, config: Config, warn: Callable[[str], None] = lambda message: None
+        self,
+        policy: Decoder,
+        config: Config,
+        warn: Callable[[str], None] = lambda message: None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.policy = policy
         self.config = config.learning
@@ -58,7 +66,6 @@ class Learner:
                 "learning.numerics = exact: on a GPU only rollout.deterministic=true computes what can be "
                 "computed again bit for bit; set it, or learning.numerics=fast"
             )
-        self.token_logprobs = exact_logprobs if exact else token_logprobs
         self.low_precision = config.rollout.precision is not Precision.BASE
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
@@ -70,10 +77,17 @@ class Learner:
         updates = config.run.steps * self.config.epochs * self.config.minibatches
         if self.config.precision == "fp8":
             use_fp8(policy, config.rollout.base_precision_layers)
-        self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates)
         self.reference: Decoder | None = None
         if self.config.kl_coef > 0:  # with adapters, switching them off gives the reference
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
+        self.ranks = ranks
+        self.cost = SequenceCost.of(policy.config)
+        self.token_logprobs = exact_logprobs if exact else token_logprobs
+        self.forward = ranks.shard(policy)
+        self.reference_forward = self.forward
+        if self.reference is not None and self.reference is not policy:
+            self.reference_forward = ranks.shard(self.reference)
+        self.optimiser = MasterAdamW(policy.named_parameters(), self.config, updates, ranks)
 
     def update(
         self, groups: Sequence[Group], check: MismatchCheck = lambda mismatch: None
@@ -94,7 +108,7 @@ class Learner:
         if not signal or self._needs_old_logprobs():
             sequences_by_group, totals.mismatch = self._old_logprobs_pass(sequences_by_group, totals, signal)
             mean_weight = self._mean_weight(totals.mismatch)
-            check(totals.mismatch)
+            self._show(totals.mismatch, check)
         if not signal:
             return {
                 "policy/skipped": 1.0,
@@ -127,22 +141,20 @@ class Learner:
             totals.add_skipped_update(learning_rate)
             return
 
-        def backward(batch: MicroBatch) -> tuple[torch.Tensor, tuple[int, ...]]:
-            return self._backward(batch, total_tokens, len(sequences), mean_weight), batch.versions
+        def backward(batch: MicroBatch) -> torch.Tensor:
+            return self._backward(batch, total_tokens, len(sequences), mean_weight)
 
         taught = self._that_teach(sequences)
         totals.idle_tokens += total_tokens - sum(s.loss_tokens for s in taught)
-        measured = [result for _, result in self._over_micro_batches(taught, backward, totals)]
-        # The first time that the host waits for the device since the update began.
-        numbers = iter(torch.cat([values for values, _ in measured]).tolist())
         sums = [
-            MicroBatchSums.of(list(islice(numbers, len(values))), versions) for values, versions in measured
+            MicroBatchSums.of(values, told_versions(part))
+            for part, values in self._over_micro_batches(taught, backward, totals)
         ]
         mismatch = sum_mismatches(s.mismatch for s in sums)
         try:
             if totals.mismatch is None:
                 totals.mismatch = mismatch
-                check(mismatch)
+                self._show(mismatch, check)
         except BaseException:
             self.optimiser.discard_gradients()
             raise
@@ -160,8 +172,11 @@ class Learner:
             return
         scale = self._rejection_scale(mismatch, total_tokens, len(sequences))
         norm = self.optimiser.step(scale)
-        merge_adapters(self.policy)
+        self.ranks.merge_adapters(self.policy)
         totals.add_update(sums, scale, norm, learning_rate)
+
+    def _show(self, mismatch: Mismatch, check: MismatchCheck) -> None:
+        self.ranks.decide(lambda: check(mismatch))
 
     def _that_teach(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """Returns the sequences that must pass through the policy: those whose advantage is not zero.
@@ -201,23 +216,24 @@ class Learner:
         `total_tokens` and `total_sequences` are those of the whole update, `mean_weight` is what correction
         weights are divided by.
         """
+        kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
+        reference_R = self._reference_logprobs(batch) if kl_in_loss else None
         batch.attention.observe = self.observe_attention
         batch.attention.deterministic = self.config.deterministic
-        logprobs_R, entropies_R = self.token_logprobs(self.policy, batch)
+        logprobs_R, entropies_R = self.forward(self.token_logprobs, batch)
         batch.attention.observe = None
         learner_R = logprobs_R.detach() if batch.learner_logprobs_R is None else batch.learner_logprobs_R
         correction = compute_correction(self.config.correction, batch, learner_R)
         mismatch = mismatch_values(batch, correction, learner_R, self.config.correction.weight != "none")
         corrected_batch = apply_correction(self.config.correction, batch, correction, learner_R, mean_weight)
-        kl_in_loss = self.reference is not None and not self.algorithm.kl_in_reward
-        reference_R = self._reference_logprobs(batch) if kl_in_loss else None
         token_loss = self.algorithm.token_loss(corrected_batch, logprobs_R, reference_R)
         weights_R = token_weights(
             self.config.loss_mean, corrected_batch, total_tokens, total_sequences, self.max_tokens
         )
         loss = (token_loss.loss_R * weights_R.to(logprobs_R.dtype)).sum()
         loss.backward()
-        return torch.cat((_sums(batch, corrected_batch, loss, logprobs_R, entropies_R, token_loss), mismatch))
+        values = micro_batch_values(batch, corrected_batch, loss, logprobs_R, entropies_R, token_loss)
+        return torch.cat((values, mismatch))
 
     @torch.no_grad()
     def _old_logprobs_pass(
@@ -228,28 +244,28 @@ class Learner:
         Those that nobody will learn from stay without where there is any `signal`.
         """
 
-        def compute(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-            logprobs_R = self.token_logprobs(self.policy, batch)[0]
+        def compute(batch: MicroBatch) -> torch.Tensor:
+            logprobs_R = self.forward(self.token_logprobs, batch)[0]
             correction = compute_correction(self.config.correction, batch, logprobs_R)
             weighted = self.config.correction.weight != "none"
-            return logprobs_R, mismatch_values(batch, correction, logprobs_R, weighted), batch.versions
+            mismatch = mismatch_values(batch, correction, logprobs_R, weighted)
+            return torch.cat((logprobs_R.double(), mismatch))
 
         sequences = [sequence for own in sequences_by_group for sequence in own]
         sequences = self._that_teach(sequences) if signal else sequences
-        results = self._over_micro_batches(sequences, compute, totals)
         found: dict[int, tuple[float, ...]] = {}
-        for part, (logprobs_R, _, _) in results:
-            for sequence, values in _split(part, logprobs_R.tolist()):
+        measured: list[Mismatch] = []
+        for part, numbers in self._over_micro_batches(sequences, compute, totals):
+            logprobs = sum(len(sequence.loss_mask) for sequence in part)
+            measured.append(Mismatch.of(numbers[logprobs:], told_versions(part)))
+            for sequence, values in _split(part, numbers[:logprobs]):
                 found[id(sequence)] = tuple(values)
         if self.config.correction.mode == "decoupled":
             sequences_by_group = [
                 [replace(sequence, learner_logprobs=found.get(id(sequence), ())) for sequence in own]
                 for own in sequences_by_group
             ]
-        mismatch = sum_mismatches(
-            Mismatch.of(values.tolist(), versions) for _, (_, values, versions) in results
-        )
-        return sequences_by_group, mismatch
+        return sequences_by_group, sum_mismatches(measured)
 
     def _mean_weight(self, mismatch: Mismatch) -> float:
         """Returns what normalising divides by; 1 where it is off or would divide by nothing."""
@@ -265,8 +281,8 @@ class Learner:
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         own_routing = replace(batch, replay=None)  # the replayed experts are another policy's choice
-        with torch.no_grad(), adapters_off(self.reference):
-            return token_logprobs(self.reference, own_routing)[0]
+        with torch.no_grad(), self.ranks.adapters_off(self.reference):
+            return self.reference_forward(token_logprobs, own_routing)[0]
 
     def _log_ratios(self, groups: Sequence[Group], totals: UpdateTotals) -> LogRatios:
         """Returns log pi_rollout - log pi_reference of every response token, by group and sample."""
@@ -275,74 +291,73 @@ class Learner:
         ]
         answered = [sequence for own in sequences_by_group for sequence in own if sequence.loss_mask]
         found: dict[int, list[float]] = {}
-        for part, logprobs in self._over_micro_batches(answered, self._reference_logprobs, totals):
-            for sequence, values in _split(part, logprobs.tolist()):
+
+        def compute(batch: MicroBatch) -> torch.Tensor:
+            return self._reference_logprobs(batch).double()
+
+        for part, logprobs in self._over_micro_batches(answered, compute, totals):
+            for sequence, values in _split(part, logprobs):
                 found[id(sequence)] = [
                     old - fixed for old, fixed in zip(sequence.rollout_logprobs, values, strict=True)
                 ]
         totals.add_log_ratios((found[id(s)], s.loss_mask) for s in answered)
         return [[found.get(id(sequence), []) for sequence in own] for own in sequences_by_group]
 
+    def cut(self, sequences: Sequence[TrainingSequence]) -> list[Round]:
+        """Returns the sequences as micro-batches, by round and rank."""
+        return cut(sequences, self.token_budget, self.ranks.count, self.cost)
+
     def _over_micro_batches(
-        self, sequences: Sequence[TrainingSequence], compute: Callable[[MicroBatch], T], totals: UpdateTotals
-    ) -> list[tuple[list[TrainingSequence], T]]:
-        """Computes all micro-batches; out of memory, all of them again (gradients, too) at half the size."""
+        self,
+        sequences: Sequence[TrainingSequence],
+        compute: Callable[[MicroBatch], torch.Tensor],
+        totals: UpdateTotals,
+    ) -> list[tuple[list[TrainingSequence], list[float]]]:
+        """Returns every micro-batch of all ranks with the float64 numbers that `compute` returns of it.
+
+        Out of memory, all of them are computed again (gradients, too) at half the size.
+        """
         while True:
-            parts = split_by_tokens(sequences, self.token_budget)
+            rounds = self.cut(sequences)
+            own = [parts[self.ranks.rank] or [PADDING] for parts in rounds]
             try:
                 # All of them are packed before the first is computed: copies to a GPU would wait for it.
-                batches = [pack(part, self.policy.device) for part in parts]
-                return [(part, compute(batch)) for part, batch in zip(parts, batches, strict=True)]
+                batches = [pack(part, self.policy.device) for part in own]
+                # The first time that the host waits for the device.
+                numbers = self.ranks.gather([compute(batch) for batch in batches])
+                return [
+                    (part, found)
+                    for parts, by_rank in zip(rounds, numbers, strict=True)
+                    for part, found in zip(parts, by_rank, strict=True)
+                    if part
+                ]
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # not the error: its traceback holds on to the tensors that must go
             self.optimiser.discard_gradients()
             torch.cuda.empty_cache()
-            self._halve_budget(parts, reason)
+            self._halve_budget(own, reason)
             totals.halvings += 1
 
     def _halve_budget(self, parts: list[list[TrainingSequence]], reason: str) -> None:
         if all(len(part) == 1 for part in parts):
-            longest = len(parts[0][0].tokens)
+            longest = max(len(part[0].tokens) for part in parts)
             raise torch.OutOfMemoryError(
                 f"learning from a single response (up to {longest} tokens) does not fit in memory: "
                 "lower rollout.max_tokens, set policy.activation_checkpointing=true, "
                 f"or use policy.lora.rank. {reason}"
             )
         before = self.token_budget
+        if self.ranks.count > 1:  # the others wait for what this rank has not computed
+            raise torch.OutOfMemoryError(
+                f"rank {self.ranks.rank} of {self.ranks.count} ran out of memory with micro-batches of "
+                f"{before} tokens: set learning.micro_batch_tokens={before // 2}. {reason}"
+            )
         self.token_budget //= 2
         self.warn(
             f"learner out of memory: micro-batches of {before} tokens become {self.token_budget}, "
             "and the optimiser step starts over; "
             f"set learning.micro_batch_tokens={self.token_budget} to begin there"
         )
-
-
-def _sums(
-    batch: MicroBatch,
-    corrected_batch: MicroBatch,
-    loss: torch.Tensor,
-    logprobs_R: torch.Tensor,
-    entropies_R: torch.Tensor,
-    token_loss: TokenLoss,
-) -> torch.Tensor:
-    """Returns the fields of `MicroBatchSums` before the mismatch, in their order."""
-    mask_R = batch.mask_R
-    zero = logprobs_R.new_zeros(())
-    delta_R = torch.where(mask_R, logprobs_R.detach() - batch.rollout_logprobs_R, zero)
-
-    def over_loss(values_R: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_R, values_R, torch.zeros_like(values_R)).sum()
-
-    values = (
-        loss.detach(),
-        mask_R.sum(),
-        over_loss(entropies_R),
-        (token_loss.clipped_R & corrected_batch.mask_R).sum(),
-        over_loss(token_loss.reference_kl_R),
-        (delta_R.exp() - 1 - delta_R).sum(),
-        delta_R.abs().max() if len(delta_R) else zero,
-    )
-    return torch.stack([value.double() for value in values])
 
 
 def _sequences(group: Group, advantages: list[Advantage]) -> list[TrainingSequence]:

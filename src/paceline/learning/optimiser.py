@@ -4,7 +4,8 @@ Parameters that are float32 (or wider) are their own masters. Others get a float
 optimised; the result is rounded back into the parameter's own storage, so that all who share that storage see
 the new weights.
 
-A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memory of its own.
+A step is one launch per parameter on a GPU (kernels/adamw.py) and takes no memory of its own. Of parameters
+that are sharded over ranks, each rank keeps and updates its own share; they are clipped by the norm of all.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch.profiler import record_function
 from paceline.config import LearningConfig
 from paceline.kernels.adamw import AdamWStep
 from paceline.learning.optimiser_state import make_state
+from paceline.learning.ranks import ONE_RANK, Ranks
 
 # Marks a step in a profile.
 OPTIMISER_LABEL = "paceline::optimiser"
@@ -29,12 +31,19 @@ class MasterAdamW:
     """AdamW with master weights, gradient clipping and the recipe's learning rate schedule."""
 
     def __init__(
-        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_steps: int
+        self,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        config: LearningConfig,
+        total_steps: int,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.named = [(name, p) for name, p in parameters if p.requires_grad]
         self.config = config
         self.total_steps = total_steps
-        self.states = [make_state(config.optimiser_state, p) for _, p in self.named]
+        self.ranks = ranks
+        with torch.no_grad():
+            self.local = [ranks.local(p) for _, p in self.named]
+        self.states = [make_state(config.optimiser_state, p) for p in self.local]
         self.steps = 0
 
     @property
@@ -63,23 +72,26 @@ class MasterAdamW:
             return self._step(scale)
 
     def _step(self, scale: float) -> float:
-        norms = self._norms()
-        norm = scale * torch.linalg.vector_norm(torch.stack(norms)) if norms else self._zero()
+        norm = scale * self.ranks.norm(self._norms(), self._device())
         if torch.isfinite(norm):
             clip = torch.clamp(self.config.max_grad_norm / (norm + NORM_EPSILON), max=1.0)
             self._adamw(scale * clip)
         self.discard_gradients()
         return float(norm)
 
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), device=self.named[0][1].device if self.named else None)
+    def _device(self) -> torch.device:
+        return self.local[0].device if self.local else torch.device("cpu")
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Returns this rank's share of each gradient."""
+        return [None if p.grad is None else self.ranks.local(p.grad) for _, p in self.named]
 
     def _norms(self) -> list[torch.Tensor]:
         """Returns the norm of each gradient in its master's type."""
         found = [
-            (p.grad, state.master.dtype)
-            for state, (_, p) in zip(self.states, self.named, strict=True)
-            if p.grad is not None
+            (gradient, state.master.dtype)
+            for state, gradient in zip(self.states, self._gradients(), strict=True)
+            if gradient is not None
         ]
         if found and found[0][0].is_cuda and all(dtype == torch.float32 for _, dtype in found):
             return list(torch._foreach_norm([gradient for gradient, _ in found], 2, dtype=torch.float32))
@@ -97,15 +109,16 @@ class MasterAdamW:
         self.steps += 1
         for_matrices = AdamWStep(self.steps, lr, config.beta1, config.beta2, config.weight_decay)
         for_vectors = replace(for_matrices, weight_decay=0.0)
-        for (_, parameter), state in zip(self.named, self.states, strict=True):
-            state.step(parameter, scale, for_matrices if parameter.ndim > 1 else for_vectors)
+        for parameter, gradient, state in zip(self.local, self._gradients(), self.states, strict=True):
+            if parameter.numel():  # a rank's share may be empty
+                state.step(parameter, gradient, scale, for_matrices if parameter.ndim > 1 else for_vectors)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns moments and masters by name, masters only where they are not the parameters themselves."""
         tensors: dict[str, torch.Tensor] = {}
-        for (name, parameter), state in zip(self.named, self.states, strict=True):
+        for (name, _), parameter, state in zip(self.named, self.local, self.states, strict=True):
             tensors |= {f"{kind}.{name}": tensor for kind, tensor in state.moments().items()}
-            if state.master.data_ptr() != parameter.data_ptr():
+            if state.master.dtype != parameter.dtype:
                 tensors[f"master.{name}"] = state.master
         return tensors
 

@@ -31,8 +31,14 @@ class ParameterState(Protocol):
     def moments(self) -> dict[str, torch.Tensor]:
         """Returns the moments' tensors by the names they have in a checkpoint."""
 
-    def step(self, parameter: torch.Tensor, scale: torch.Tensor, step: AdamWStep) -> None:
-        """Updates everything with `scale` times the parameter's gradient."""
+    def step(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        scale: torch.Tensor,
+        step: AdamWStep,
+    ) -> None:
+        """Updates everything with `scale` times the gradient."""
 
 
 class DeviceState:
@@ -47,9 +53,15 @@ class DeviceState:
         """Returns the moments' tensors by the names they have in a checkpoint."""
         return {"first": self.first, "second": self.second}
 
-    def step(self, parameter: torch.Tensor, scale: torch.Tensor, step: AdamWStep) -> None:
-        """Updates everything with `scale` times the parameter's gradient."""
-        adamw(parameter, self.master, self.first, self.second, parameter.grad, scale, step)
+    def step(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        scale: torch.Tensor,
+        step: AdamWStep,
+    ) -> None:
+        """Updates everything with `scale` times the gradient."""
+        adamw(parameter, self.master, self.first, self.second, gradient, scale, step)
 
 
 class EightBitState:
@@ -69,9 +81,15 @@ class EightBitState:
             "second_root_scales": self.second_root.scales,
         }
 
-    def step(self, parameter: torch.Tensor, scale: torch.Tensor, step: AdamWStep) -> None:
-        """Updates everything with `scale` times the parameter's gradient."""
-        adamw_8bit(parameter, self.master, self.first, self.second_root, parameter.grad, scale, step)
+    def step(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        scale: torch.Tensor,
+        step: AdamWStep,
+    ) -> None:
+        """Updates everything with `scale` times the gradient."""
+        adamw_8bit(parameter, self.master, self.first, self.second_root, gradient, scale, step)
 
 
 class HostState:
@@ -87,14 +105,20 @@ class HostState:
         """Returns the moments' tensors by the names they have in a checkpoint."""
         return {"first": self.first, "second": self.second}
 
-    def step(self, parameter: torch.Tensor, scale: torch.Tensor, step: AdamWStep) -> None:
-        """Updates everything with `scale` times the parameter's gradient; returns when the host has it."""
+    def step(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        scale: torch.Tensor,
+        step: AdamWStep,
+    ) -> None:
+        """Updates everything with `scale` times the gradient; returns when the host has it."""
         flat = parameter.detach().view(-1)
-        gradient = None if parameter.grad is None else parameter.grad.reshape(-1)
+        flat_gradient = None if gradient is None else gradient.reshape(-1)
         for part in _pieces(flat.numel(), flat.device):
             hosted = [tensor.view(-1)[part] for tensor in (self.master, self.first, self.second)]
             there = [tensor.to(flat.device, non_blocking=True) for tensor in hosted]
-            adamw(flat[part], *there, None if gradient is None else gradient[part], scale, step)
+            adamw(flat[part], *there, None if flat_gradient is None else flat_gradient[part], scale, step)
             for tensor, copy in zip(hosted, there, strict=True):
                 if copy.data_ptr() != tensor.data_ptr():
                     tensor.copy_(copy, non_blocking=True)

@@ -4,6 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
+import torch
+
+from paceline.learning.algorithms.base import TokenLoss
+from paceline.learning.batch import MicroBatch
 from paceline.learning.logprobs import MAX_LOG_RATIO
 from paceline.learning.mismatch import Mismatch
 
@@ -29,6 +33,34 @@ class MicroBatchSums:
         """
         own = len(fields(cls)) - 1
         return cls(*values[:own], Mismatch.of(values[own:], versions))
+
+
+def micro_batch_values(
+    batch: MicroBatch,
+    corrected_batch: MicroBatch,
+    loss: torch.Tensor,
+    logprobs_R: torch.Tensor,
+    entropies_R: torch.Tensor,
+    token_loss: TokenLoss,
+) -> torch.Tensor:
+    """Returns the fields of `MicroBatchSums` before the mismatch, in their order, float64 on the device."""
+    mask_R = batch.mask_R
+    zero = logprobs_R.new_zeros(())
+    delta_R = torch.where(mask_R, logprobs_R.detach() - batch.rollout_logprobs_R, zero)
+
+    def over_loss(values_R: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_R, values_R, torch.zeros_like(values_R)).sum()
+
+    values = (
+        loss.detach(),
+        mask_R.sum(),
+        over_loss(entropies_R),
+        (token_loss.clipped_R & corrected_batch.mask_R).sum(),
+        over_loss(token_loss.reference_kl_R),
+        (delta_R.exp() - 1 - delta_R).sum(),
+        delta_R.abs().max() if len(delta_R) else zero,
+    )
+    return torch.stack([value.double() for value in values])
 
 
 @dataclass

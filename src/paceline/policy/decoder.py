@@ -17,6 +17,7 @@ token, S = T x K.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from paceline.policy.wide_linear import wide_linear
 
 # Takes the layer, q_THD, k_THD and v_THD, normed and rotated; returns the attended heads `[T, H, D]`.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+T = TypeVar("T")
 # Standard deviation of fresh weights; those that write to the residual stream are scaled down with depth.
 INITIAL_STD = 0.02
 
@@ -147,6 +149,13 @@ class DecoderLayer(nn.Module):
         normed_TE, x_TE = fused_norm(attended_TE, x_TE, norm.weight, norm.eps)
         with made_again((normed_TE,), _remaker(x_TE, norm), recompute):
             return x_TE + self.feed_forward(normed_TE, *replayed, recompute=recompute)
+
+    def run(self, compute: Callable[..., T], *inputs: Any) -> T:
+        """Returns `compute(layer, *inputs)`, for another forward pass than the layer's own.
+
+        Where parameters are sharded, this and `forward` are what they are gathered for.
+        """
+        return compute(self, *inputs)
 
 
 def _remaker(total_TE: torch.Tensor, norm: RMSNorm) -> Callable[[], tuple[torch.Tensor]]:

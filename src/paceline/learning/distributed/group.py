@@ -1,0 +1,155 @@
+"""One process of several that learn together: joining, and what ranks tell each other.
+
+Messages between hosts (numbers of micro-batches, names, digests) are CPU tensors and travel over gloo;
+gradients and parameters travel where they are, on a GPU over NCCL.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.learning.distributed.adapters import (
+    merge_sharded_adapters,
+    shard_bases,
+    sharded_adapters_off,
+)
+from paceline.learning.distributed.faults import RollCall
+from paceline.learning.distributed.sharding import local, shard_policy
+from paceline.learning.ranks import Forward
+from paceline.policy.decoder import Decoder
+
+# How long a collective may take before the ranks that are missing are named.
+TIMEOUT_SECONDS = 600.0
+
+
+class DecidedElsewhere(RuntimeError):
+    """What the first rank's decision raised, told on another one."""
+
+
+class RankGroup:
+    """This process as one of the ranks (`Ranks` of `learning/ranks.py`); `join_ranks` makes it."""
+
+    def __init__(self, rank: int, count: int, mesh: DeviceMesh, roll_call: RollCall) -> None:
+        self.rank = rank
+        self.count = count
+        self.mesh = mesh
+        self.roll_call = roll_call
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around what all ranks do at once: where one fails or is gone, all raise, and say which and why."""
+        with self.roll_call.watching(what):
+            yield
+
+    def leave(self) -> None:
+        """Ends this process's part; the process may join other ranks later."""
+        self.roll_call.close()
+
+    # -- what the learner asks -----------------------------------------------------------------------
+
+    def shard(self, policy: Decoder) -> Forward:
+        """Leaves this rank its share of a policy's parameters, and returns what computes with all of them."""
+        forward = shard_policy(policy, self.mesh)
+        shard_bases(policy, self.rank, self.count)
+        return forward
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
+        return local(tensor)
+
+    def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Returns the norm over all ranks, given the norms of this rank's shares."""
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for norm in norms:
+            squares += norm.double().square()
+        dist.all_reduce(squares)
+        dtype = norms[0].dtype if norms else torch.float32
+        return squares.sqrt().to(dtype)
+
+    def gather(self, own: Sequence[torch.Tensor]) -> list[list[list[float]]]:
+        """Returns the numbers of every round and rank, given this rank's of every round."""
+        lengths = torch.tensor([len(values) for values in own])
+        by_rank = [torch.empty_like(lengths) for _ in range(self.count)]
+        dist.all_gather(by_rank, lengths)
+        most = max(int(found.sum()) for found in by_rank)
+        numbers = torch.zeros(most, dtype=torch.float64)
+        numbers[: int(lengths.sum())] = torch.cat(list(own)).cpu()
+        found = [torch.empty_like(numbers) for _ in range(self.count)]
+        dist.all_gather(found, numbers)
+        parts = [
+            values[: int(sizes.sum())].split(sizes.tolist())
+            for values, sizes in zip(found, by_rank, strict=True)
+        ]
+        return [[values.tolist() for values in by_round] for by_round in zip(*parts, strict=True)]
+
+    def decide(self, question: Callable[[], None]) -> None:
+        """Asks on the first rank; what it raises there is raised on all, elsewhere as `DecidedElsewhere`."""
+        raised: Exception | None = None
+        if self.rank == 0:
+            try:
+                question()
+            except Exception as error:
+                raised = error
+        answer = self.texts("" if raised is None else f"{type(raised).__name__}: {raised}")[0]
+        if answer:
+            self.roll_call.agreed = raised or DecidedElsewhere(answer)
+            raise self.roll_call.agreed
+
+    def merge_adapters(self, policy: Decoder) -> None:
+        """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""
+        merge_sharded_adapters(policy, self.rank, self.count)
+
+    def adapters_off(self, policy: Decoder) -> AbstractContextManager[None]:
+        """Makes the policy compute with its base weights while the context is open."""
+        return sharded_adapters_off(policy, self.rank, self.count)
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def texts(self, own: str) -> list[str]:
+        """Returns every rank's text, given this rank's."""
+        data = torch.frombuffer(bytearray(own.encode() + b"\n"), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(found, padded)
+        return [
+            bytes(text[: int(size) - 1].tolist()).decode() for text, size in zip(found, sizes, strict=True)
+        ]
+
+
+def join_ranks(
+    address: str,
+    port: int,
+    rank: int,
+    count: int,
+    device: str | torch.device = "cpu",
+    timeout: float = TIMEOUT_SECONDS,
+) -> RankGroup:
+    """Makes this process rank `rank` of `count`, and returns when all have come.
+
+    The first rank listens on `address:port`. On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
+    over gloo. Where some do not come within `timeout` seconds, the error names them.
+    """
+    device = torch.device(device)
+    wait = timedelta(seconds=timeout)
+    store = dist.TCPStore(
+        address, port, is_master=rank == 0, timeout=wait, wait_for_workers=False, use_libuv=True
+    )
+    roll_call = RollCall(store, rank, count, timeout)
+    roll_call.all_present()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("collectives", store),
+        rank=rank,
+        world_size=count,
+        timeout=wait,
+    )
+    return RankGroup(rank, count, init_device_mesh(device.type, (count,)), roll_call)

@@ -1,0 +1,79 @@
+"""The learner of one rank: what `Learner` offers, over shards.
+
+Every method is called on all ranks at once, with the same arguments; where a rank raises or is gone, all
+others raise `RanksLost`, and the ranks start again from the last checkpoint.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+from paceline.config import Config, ConfigError
+from paceline.learning.distributed.group import RankGroup
+from paceline.learning.learner import Learner
+from paceline.learning.mismatch import MismatchCheck
+from paceline.policy.decoder import Decoder
+from paceline.types import Group
+
+
+class RankLearner:
+    """Updates a policy that is sharded over all ranks of a group.
+
+    `policy` is the whole policy, with adapters where the recipe has LoRA, the same on every rank, on the CPU
+    or on the rank's GPU; it is sharded in place, and nothing but this object should use it afterwards.
+    """
+
+    def __init__(
+        self,
+        policy: Decoder,
+        config: Config,
+        group: RankGroup,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        check_ranks(config, group.count)
+        self.group = group
+        self.policy = policy
+        with group.together("sharding the policy"):
+            self.learner = Learner(policy, config, warn if group.rank == 0 else lambda message: None, group)
+
+    def update(
+        self, groups: Sequence[Group], check: MismatchCheck = lambda mismatch: None
+    ) -> dict[str, float]:
+        """Updates the policy from the step's groups; returns the same metrics on every rank.
+
+        `check` is asked on the first rank alone; what it raises there leaves everything as it was, and the
+        other ranks raise `DecidedElsewhere`.
+        """
+        with self.group.together("an update"):
+            self._check_same(groups)
+            return self.learner.update(groups, check)
+
+    def _check_same(self, groups: Sequence[Group]) -> None:
+        digests = self.group.texts(_digest(groups))
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} of {self.group.count} were given other samples than rank 0: "
+                "an update takes the whole step's groups, the same on every rank"
+            )
+
+
+def _digest(groups: Sequence[Group]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in (sample for group in groups for sample in group.samples):
+        completion = sample.completion
+        head = (completion.request.id, len(completion.request.prompt), len(completion.tokens), sample.score)
+        digest.update(repr(head).encode())
+        digest.update(array("q", completion.request.prompt + completion.tokens).tobytes())
+        digest.update(array("d", completion.logprobs).tobytes())
+    return digest.hexdigest()
+
+
+def check_ranks(config: Config, count: int) -> None:
+    """Refuses what several ranks cannot do."""
+    learning = config.learning
+    if count > 1 and learning.optimiser_state == "8bit":
+        raise ConfigError(
+            f"learning.optimiser_state = 8bit: its groups of 128 numbers do not follow the shards of {count} "
+            "learner ranks; use device or host, each rank keeps only its share"
+        )

@@ -1,0 +1,107 @@
+"""Ranks as forked processes: they start in milliseconds, because everything is imported already."""
+
+import os
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.learning.distributed.group import RankGroup, join_ranks
+
+# Long: the machine may have much else to do.
+TIMEOUT_SECONDS = 240.0
+
+
+class Outcome(NamedTuple):
+    """What became of a rank's process: the function's result, or the error that it raised."""
+
+    pid: int
+    result: Any
+    error: str
+    code: int  # negative: the signal that ended it
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_ranks(
+    count: int, function: Callable[..., Any], folder: Path, *arguments: Any, timeout: float = TIMEOUT_SECONDS
+) -> list[int]:
+    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids."""
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    pids = []
+    for rank in range(count):
+        pid = os.fork()
+        if pid == 0:
+            _become(rank, count, port, function, folder, arguments, timeout)
+        pids.append(pid)
+    return pids
+
+
+def end_ranks(pids: list[int], folder: Path, seconds: float = 300.0) -> list[Outcome]:
+    """Waits for the processes and returns what became of each; who does not end is killed, and that fails."""
+    deadline = time.monotonic() + seconds
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in set(pids) - set(codes):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    hanging = set(pids) - set(codes)
+    for pid in hanging:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert not hanging, f"ranks {[pids.index(pid) for pid in hanging]} did not end within {seconds:g} s"
+    outcomes = []
+    for rank, pid in enumerate(pids):
+        result, error = None, ""
+        with suppress(FileNotFoundError):
+            result, error = pickle.loads((folder / f"outcome-{rank}").read_bytes())
+        outcomes.append(Outcome(pid, result, error, codes[pid]))
+    return outcomes
+
+
+def run_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """Returns what `function(group, *arguments)` returned on each of `count` processes of their own."""
+    outcomes = end_ranks(start_ranks(count, function, folder, *arguments), folder)
+    failed = [f"rank {rank}: {o.error or o.code}" for rank, o in enumerate(outcomes) if o.error or o.code]
+    assert not failed, "\n".join(failed)
+    assert len({os.getpid(), *(outcome.pid for outcome in outcomes)}) == count + 1
+    return [outcome.result for outcome in outcomes]
+
+
+def _become(
+    rank: int,
+    count: int,
+    port: int,
+    function: Callable[..., Any],
+    folder: Path,
+    arguments: tuple,
+    timeout: float,
+) -> None:
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        outcome: tuple[Any, str] = (None, "")
+        try:
+            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout)
+            outcome = (function(group, *arguments), "")
+            group.leave()
+        except Exception as error:
+            outcome = (None, "".join(traceback.format_exception_only(error)) + traceback.format_exc()[-3000:])
+        (folder / f"outcome-{rank}").write_bytes(pickle.dumps(outcome))
+        code = 0
+    finally:
+        os._exit(code)
