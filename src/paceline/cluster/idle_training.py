@@ -56,8 +56,9 @@ class IdleTraining:
         while (activity := self.pool.activity(LOOK_SECONDS)) is not None:
             try:
                 self.look(activity)
-            except WorkerFailed as failure:  # the pool tells whoever uses it
-                self.warn(f"drafter training on idle replicas ends: {failure}")
+            except WorkerFailed as failure:
+                if self.pool.activity(0.0) is not None:  # else the pool was closed meanwhile
+                    self.warn(f"drafter training on idle replicas ends: {failure}")
                 return
 
     def look(self, activity: Activity) -> None:

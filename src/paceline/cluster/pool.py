@@ -369,4 +369,5 @@ class ReplicaPool(Backend):
     def _check(self) -> None:
         if self.failure is not None:
             raise self.failure
-        assert not self.closed, "this backend is closed"
+        if self.closed:
+            raise WorkerFailed("this backend is closed")

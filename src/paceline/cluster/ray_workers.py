@@ -18,8 +18,8 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from paceline.cluster.placing import Places
 from paceline.cluster.ray_cluster import Versions, check_room
-from paceline.cluster.replica import Place
 from paceline.config import ClusterConfig, ConfigError
 from paceline.worker.dial import Listener, NobodyConnected, connect
 from paceline.worker.process import Launch, WorkerFailed
@@ -135,7 +135,12 @@ class Bundles:
                 )
 
 
-def ray_places(cluster: ClusterConfig, device: torch.device) -> list[Place]:
-    """Returns what starts each replica in the Ray cluster that this process is connected to."""
+def ray_places(cluster: ClusterConfig, device: torch.device) -> Places:
+    """Returns what starts each process in the Ray cluster that this process is connected to."""
     bundles = Bundles(cluster, device)
-    return [partial(RayWorker, options=bundles.replica(number)) for number in range(cluster.replicas)]
+    return Places(
+        [partial(RayWorker, options=bundles.learner(rank)) for rank in range(cluster.learners)],
+        [partial(RayWorker, options=bundles.replica(number)) for number in range(cluster.replicas)],
+        one_machine=len([node for node in ray.nodes() if node["Alive"]]) == 1,
+        host=ray.util.get_node_ip_address(),
+    )

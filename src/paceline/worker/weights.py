@@ -36,12 +36,14 @@ class SharedWeights(ReadersLock):
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies weights in; waits while somebody reads the ones before."""
-        tensors = dict(weights)
-        if not self.layout:
-            self._lay_out(tensors)
+        # One tensor at a time: ranks gather them, and none is good for longer.
         with self.writing():
-            for entry in self.layout:
-                _view(self._memory, entry).copy_(tensors[entry["name"]])
+            if not self.layout:
+                self._write_first(weights)
+            else:
+                places = {entry["name"]: entry for entry in self.layout}
+                for name, tensor in weights:
+                    _view(self._memory, places[name]).copy_(tensor)
             self.digest = weights_digest(self._tensors())
             self.version = version
 
@@ -62,13 +64,17 @@ class SharedWeights(ReadersLock):
         for entry in self.layout:
             yield entry["name"], _view(self._memory, entry)
 
-    def _lay_out(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _write_first(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Writes weights one behind the other, which decides where each of them lies from now on."""
         offset = 0
-        for name, tensor in tensors.items():
+        for name, tensor in weights:
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.layout.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
+            self.file.seek(offset)
+            self.file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.file.truncate(max(1, offset))
+        self.file.flush()
         self._memory = mmap.mmap(self.file.fileno(), max(1, offset))
 
 
