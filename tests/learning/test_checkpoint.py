@@ -98,7 +98,7 @@ def test_a_manifest_that_lists_nothing_is_damage(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "name", ["state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors"]
+    "name", ["state.json", "optimiser*.safetensors", "policy/config.json", "policy/*.safetensors"]
 )
 def test_a_manifest_without_what_is_always_there_is_damage(tmp_path, name):
     newest, *_ = save(tmp_path, 1)

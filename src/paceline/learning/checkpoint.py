@@ -3,7 +3,8 @@
     checkpoints/step_000020/
       policy/                 a Hugging Face folder; with LoRA the merged model
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
-      optimiser.safetensors   moments, and float32 masters where the policy is not float32
+      optimiser.safetensors   moments, and float32 masters where the policy is not float32; of several ranks
+                              a file each and optimiser.json (`optimiser_files.py`)
       drafters.safetensors    what the drafters know, where there are any
       calibration.safetensors scales of an FP8 KV cache, where there is one
       under_way.json          groups that the next steps go on with, where the mode leaves any
@@ -31,6 +32,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.learning.optimiser import MasterAdamW
+from paceline.learning.optimiser_files import ANY_FILE, SINGLE_FILE, OptimiserFiles
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill, save_policy, weight_reader
 from paceline.policy.lora import has_adapters, load_adapters, save_adapters
@@ -41,13 +43,17 @@ CALIBRATION_FILE = "calibration.safetensors"
 CONFIG_FILE = "config.yaml"
 UNDER_WAY_FILE = "under_way.json"
 CALIBRATION_PREFIX = "precision."  # of the names of its tensors
-ALWAYS_THERE = ("state.json", "optimiser.safetensors", "policy/config.json", "policy/*.safetensors")
+ALWAYS_THERE = ("state.json", ANY_FILE, "policy/config.json", "policy/*.safetensors")
 
 NAME = re.compile(r"step_(\d+)")
 # Names that begin like these are of folders on their way in or out.
 PARTIAL = ".partial_"
 OLD = ".old_"
 REMOVED = ".removed_"
+
+
+# A file's size and digest.
+Fingerprint = dict[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,34 @@ def save_checkpoint(
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
 
-    def write(partial: Path) -> None:
-        partial.mkdir(parents=True)
+    def write_learned(partial: Path) -> dict[str, Fingerprint]:
         save_policy(policy, partial / "policy", tokenizer_from)
         if has_adapters(policy):
             save_adapters(policy, partial / "adapter", base_model=str(tokenizer_from))
-        _save_tensors(optimiser.state(), partial / "optimiser.safetensors")
+        _save_tensors(optimiser.state(), partial / SINGLE_FILE)
+        return {}
+
+    return write_checkpoint(folder, write_learned, state, keep, drafters, calibration, recipe, under_way)
+
+
+def write_checkpoint(
+    folder: Path,
+    write_learned: Callable[[Path], Mapping[str, Fingerprint]],
+    state: TrainingState,
+    keep: int,
+    drafters: Mapping[str, torch.Tensor] | None = None,
+    calibration: Mapping[str, torch.Tensor] | None = None,
+    recipe: str = "",
+    under_way: str = "",
+) -> Path:
+    """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
+
+    It returns the fingerprints of its files as far as it knows them; the others are taken here.
+    """
+
+    def write(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        known = write_learned(partial)
         if drafters:
             _save_tensors(drafters, partial / DRAFTERS_FILE)
         if calibration:
@@ -92,7 +120,8 @@ def save_checkpoint(
         if under_way:
             (partial / UNDER_WAY_FILE).write_text(under_way)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
-        manifest = {str(path.relative_to(partial)): _fingerprint(path) for path in _files(partial)}
+        names = [str(path.relative_to(partial)) for path in _files(partial)]
+        manifest = {name: known.get(name) or fingerprint(partial / name) for name in names}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
     final = folder / f"step_{state.step:06d}"
@@ -132,14 +161,14 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     try:
         write(partial)
         for path in (*sorted(partial.rglob("*")), partial):
-            _sync(path)
+            sync(path)
     except Exception:
         _discard(partial)
         raise
     if final.exists() or final.is_symlink():
         os.rename(final, old)
     os.rename(partial, final)
-    _sync(final.parent)
+    sync(final.parent)
     _discard(old)
 
 
@@ -205,7 +234,7 @@ def damage(path: Path) -> str | None:
         if not (path / name).is_file():
             return f"{name} is missing"
         try:
-            found = _fingerprint(path / name)
+            found = fingerprint(path / name)
         except OSError as error:  # a disk that is failing, or a checkpoint that is being removed
             return f"{name}: {error}"
         if found != expected:
@@ -214,17 +243,21 @@ def damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
-    """Restores policy and optimiser, and returns the counters."""
-    known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
-    state = TrainingState(
-        **{key: value for key, value in json.loads((path / "state.json").read_text()).items() if key in known}
-    )
+    """Restores policy and optimiser from a checkpoint of any number of ranks, and returns the counters."""
+    state = read_state(path)
     if has_adapters(policy):
         load_adapters(policy, path / "adapter")
     else:
         fill(policy, weight_reader(path / "policy"))
-    optimiser.load_state(load_file(path / "optimiser.safetensors"), state.optimiser_steps)
+    optimiser.load_state(OptimiserFiles(path, optimiser.rows()), state.optimiser_steps)
     return state
+
+
+def read_state(path: Path) -> TrainingState:
+    """Returns a checkpoint's counters."""
+    known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more
+    found = json.loads((path / "state.json").read_text())
+    return TrainingState(**{key: value for key, value in found.items() if key in known})
 
 
 def load_drafters(path: Path) -> dict[str, torch.Tensor]:
@@ -279,7 +312,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _fingerprint(path: Path) -> dict[str, int | str]:
+def fingerprint(path: Path) -> Fingerprint:
+    """Returns a file's size and digest."""
     with path.open("rb") as file:
         return {
             "bytes": path.stat().st_size,
@@ -287,7 +321,8 @@ def _fingerprint(path: Path) -> dict[str, int | str]:
         }
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

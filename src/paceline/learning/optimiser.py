@@ -9,7 +9,7 @@ that are sharded over ranks, each rank keeps and updates its own share; they are
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -122,8 +122,16 @@ class MasterAdamW:
                 tensors[f"master.{name}"] = state.master
         return tensors
 
+    def rows(self) -> dict[str, range]:
+        """Returns which rows of the whole each tensor of `state` has; on one rank all of them."""
+        first = {name: self.ranks.rows(parameter).start for name, parameter in self.named}
+        return {
+            name: range(first[name.partition(".")[2]], first[name.partition(".")[2]] + len(tensor))
+            for name, tensor in self.state().items()
+        }
+
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, torch.Tensor], steps: int) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
         """Takes over what `state` returned, and the number of steps taken until then."""
         for name, tensor in self.state().items():
             tensor.copy_(tensors[name])

@@ -38,6 +38,9 @@ class Ranks(Protocol):
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
 
+    def rows(self, tensor: torch.Tensor) -> range:
+        """Returns which rows of a sharded tensor are this rank's share; of any other all."""
+
     def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Returns the norm of everything, given the norms of this rank's shares."""
 
@@ -67,6 +70,10 @@ class OneRank:
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor."""
         return tensor
+
+    def rows(self, tensor: torch.Tensor) -> range:
+        """Returns all rows."""
+        return range(tensor.shape[0])
 
     def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Returns the norm of all."""

@@ -29,7 +29,7 @@ Adapters are float32 (float64 for a float64 policy), so they need no masters. Fo
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -197,12 +197,26 @@ def adapters_off(policy: Decoder) -> Iterator[None]:
             module.adapted = True
 
 
-def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
-    """Writes a folder that `PeftModel.from_pretrained` and vLLM's LoRA loader open."""
-    tensors: dict[str, torch.Tensor] = {}
-    for adapter in _all_adapters(policy):
-        tensors[f"{PEFT_PREFIX}{adapter.name}.lora_A.weight"] = adapter.A.detach().cpu().contiguous()
-        tensors[f"{PEFT_PREFIX}{adapter.name}.lora_B.weight"] = adapter.B.detach().cpu().contiguous()
+def adapter_factors(policy: Decoder) -> dict[str, nn.Parameter]:
+    """Returns the adapters' parameters under PEFT's names."""
+    return {
+        f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
+        for adapter in _all_adapters(policy)
+        for kind, factor in (("A", adapter.A), ("B", adapter.B))
+    }
+
+
+def save_adapters(
+    policy: Decoder, folder: Path, base_model: str, tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Writes a folder that `PeftModel.from_pretrained` and vLLM's LoRA loader open.
+
+    `tensors` are the factors under PEFT's names, where the policy does not hold them whole.
+    """
+    whole = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in (adapter_factors(policy) if tensors is None else tensors).items()
+    }
     module = next(_adapted(policy))
     settings = {
         "peft_type": "LORA",
@@ -217,12 +231,19 @@ def save_adapters(policy: Decoder, folder: Path, base_model: str) -> None:
     }
     with replaced_files(folder, ADAPTER_FILES, last="adapter_config.json") as staging:
         (staging / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        save_tensors(tensors, staging / "adapter_model.safetensors")
+        save_tensors(whole, staging / "adapter_model.safetensors")
 
 
 @torch.no_grad()
 def load_adapters(policy: Decoder, folder: Path) -> None:
     """Fills the policy's adapters from a PEFT folder of the same rank, scale and projections, and merges."""
+    for factor, tensor in read_adapters(policy, folder):
+        factor.copy_(tensor)
+    merge_adapters(policy)
+
+
+def read_adapters(policy: Decoder, folder: Path) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Returns the policy's factors with what a PEFT folder holds for each, which fits."""
     if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
         raise FileNotFoundError(
             f"{folder} is not a PEFT folder: it needs adapter_config.json and adapter_model.safetensors"
@@ -233,11 +254,7 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
     _check_settings(settings, rank, alpha, policy, folder)
     with errors_name(folder / "adapter_model.safetensors"):
         tensors = load_file(folder / "adapter_model.safetensors")
-    wanted = {
-        f"{PEFT_PREFIX}{adapter.name}.lora_{kind}.weight": factor
-        for adapter in _all_adapters(policy)
-        for kind, factor in (("A", adapter.A), ("B", adapter.B))
-    }
+    wanted = adapter_factors(policy)
     if tensors.keys() != wanted.keys():
         theirs = sorted({name.removesuffix(".weight").split(".")[-2] for name in tensors})
         different = sorted(tensors.keys() ^ wanted.keys())
@@ -255,8 +272,7 @@ def load_adapters(policy: Decoder, folder: Path) -> None:
             raise ConfigError(
                 f"{folder}: {name} is {tensors[name].dtype}; it must be a floating-point number"
             )
-        factor.copy_(tensors[name])
-    merge_adapters(policy)
+    return [(factor, tensors[name]) for name, factor in wanted.items()]
 
 
 def _check_settings(

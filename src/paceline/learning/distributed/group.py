@@ -18,7 +18,7 @@ from paceline.learning.distributed.adapters import (
     sharded_adapters_off,
 )
 from paceline.learning.distributed.faults import RollCall
-from paceline.learning.distributed.sharding import local, shard_policy
+from paceline.learning.distributed.sharding import local, rows_of, shard_policy
 from paceline.learning.ranks import Forward
 from paceline.policy.decoder import Decoder
 
@@ -61,6 +61,10 @@ class RankGroup:
         """Returns this rank's share of a sharded tensor, in the same storage; of any other the tensor."""
         return local(tensor)
 
+    def rows(self, tensor: torch.Tensor) -> range:
+        """Returns which rows of a sharded tensor are this rank's share; of any other all."""
+        return rows_of(tensor, self.rank, self.count)
+
     def norm(self, norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Returns the norm over all ranks, given the norms of this rank's shares."""
         squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -98,6 +102,10 @@ class RankGroup:
         if answer:
             self.roll_call.agreed = raised or DecidedElsewhere(answer)
             raise self.roll_call.agreed
+
+    def agreed_on(self, error: BaseException) -> bool:
+        """Tells whether all ranks raise this error, as `decide` makes them."""
+        return error is self.roll_call.agreed
 
     def merge_adapters(self, policy: Decoder) -> None:
         """Writes base plus adapters into this rank's rows of the weights, if there are adapters."""

@@ -5,11 +5,19 @@ others raise `RanksLost`, and the ranks start again from the last checkpoint.
 """
 
 import hashlib
+import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
 
 from paceline.config import Config, ConfigError
+from paceline.learning.checkpoint import PARTIAL, Fingerprint, TrainingState, read_state, write_checkpoint
+from paceline.learning.distributed.export import whole_tensors
 from paceline.learning.distributed.group import RankGroup
+from paceline.learning.distributed.saving import collect_files, load_files, write_files
+from paceline.learning.distributed.sharding import local
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
 from paceline.policy.decoder import Decoder
@@ -48,6 +56,65 @@ class RankLearner:
             self._check_same(groups)
             return self.learner.update(groups, check)
 
+    def exported_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole tensors under their Hugging Face names, parameter by parameter, on every rank.
+
+        All ranks must go through it to its end; a tensor is only good until the next is asked for.
+        """
+        with self.group.together("gathering weights"):
+            yield from whole_tensors(self.policy)
+
+    def not_finite(self) -> list[str]:
+        """Returns the names of the parameters that hold infinities or NaN on any rank."""
+        with self.group.together("looking for what is not finite"):
+            own = [
+                name
+                for name, parameter in self.policy.named_parameters()
+                if not local(parameter).isfinite().all()
+            ]
+            found = {name for text in self.group.texts(json.dumps(own)) for name in json.loads(text)}
+            return sorted(found)
+
+    def write(self, folder: Path, tokenizer_from: Path) -> dict[str, Fingerprint]:
+        """Writes policy and optimiser into a checkpoint's folder that all ranks share.
+
+        Returns the files' fingerprints, for `write_checkpoint`, whoever calls that. Where a rank cannot
+        write, the first one raises `NotWritten`, the others `DecidedElsewhere`, and all can go on.
+        """
+        with self.group.together("a checkpoint"):
+            files = collect_files(self.policy, self.learner.optimiser, self.group)
+            return write_files(files, folder, tokenizer_from, self.group)
+
+    def write_policy(self, folder: Path, tokenizer_from: Path) -> dict[str, Fingerprint]:
+        """Writes a Hugging Face folder, with LoRA of the merged model, as `write` does."""
+        with self.group.together("a Hugging Face folder"):
+            files = collect_files(self.policy, None, self.group)
+            return write_files(files, folder, tokenizer_from, self.group)
+
+    def save_checkpoint(self, folder: Path, state: TrainingState, tokenizer_from: Path, keep: int) -> Path:
+        """Writes a whole checkpoint with the first rank in charge; for ranks without a process above them."""
+        path = folder / f"step_{state.step:06d}"
+        failed: list[Exception] = []
+        with self.group.together("a checkpoint"):
+            if self.group.rank == 0:
+                try:
+                    write_checkpoint(folder, lambda partial: self.write(partial, tokenizer_from), state, keep)
+                except Exception as error:
+                    if self.group.agreed_on(error):
+                        raise
+                    failed.append(error)
+            else:
+                self.write(path.with_name(f"{PARTIAL}{path.name}"), tokenizer_from)
+            self.group.decide(lambda: _raise(failed))
+            return path
+
+    def load(self, checkpoint: Path) -> TrainingState:
+        """Restores policy and optimiser from a checkpoint of any number of ranks; returns its counters."""
+        with self.group.together("opening a checkpoint"):
+            state = read_state(checkpoint)
+            load_files(checkpoint, self.policy, self.learner.optimiser, state.optimiser_steps, self.group)
+            return state
+
     def _check_same(self, groups: Sequence[Group]) -> None:
         digests = self.group.texts(_digest(groups))
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -56,6 +123,11 @@ class RankLearner:
                 f"ranks {different} of {self.group.count} were given other samples than rank 0: "
                 "an update takes the whole step's groups, the same on every rank"
             )
+
+
+def _raise(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
 
 
 def _digest(groups: Sequence[Group]) -> str:

@@ -69,7 +69,9 @@ def shard_policy(policy: Decoder, mesh: DeviceMesh) -> ShardedForward:
 
 
 def rows_of(tensor: torch.Tensor, rank: int, count: int) -> range:
-    """Returns which rows of a tensor of this shape a rank holds."""
+    """Returns which rows of a sharded tensor a rank holds; of any other all."""
+    if not isinstance(tensor, DTensor):
+        return range(tensor.shape[0])
     size = -(-tensor.shape[0] // count)
     start = min(rank * size, tensor.shape[0])
     return range(start, min(start + size, tensor.shape[0]))
