@@ -62,7 +62,7 @@ def make_cluster_plan(
 def cluster_refusal(
     plan: ClusterPlan, config: Config, shape: DecoderConfig, dtype: torch.dtype, machine: Machine
 ) -> ConfigError:
-    """Returns the error of a run that does not fit, with the number of learners that would, if there is one."""
+    """Returns the error of a run that does not fit, with the number of learners that would."""
     fitting = ""
     count = max(1, config.cluster.learners)
     while not fitting and count < MOST_LEARNERS:
