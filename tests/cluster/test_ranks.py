@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,9 +79,7 @@ def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(policy, tmp_path)
 
 def children_with(word: str) -> list[int]:
     """Returns this process's children whose command has this word."""
-    found = []
-    for pid in map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split()):  # noqa: PTH123, SIM115
-        command = open(f"/proc/{pid}/cmdline").read()  # noqa: PTH123, SIM115
-        if word in command:
-            found.append(pid)
-    return found
+    children = [
+        int(pid) for own in Path("/proc/self/task").glob("*/children") for pid in own.read_text().split()
+    ]
+    return [pid for pid in children if word in Path(f"/proc/{pid}/cmdline").read_text()]
