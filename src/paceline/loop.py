@@ -76,17 +76,17 @@ def train(
     restarts_left = config.cluster.restarts
     step = 0
     while True:
-        trainer = Trainer(config, recipe, resume, replay, console, schedule)
-        trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
-        restarts_left = config.cluster.restarts if trainer.step_number > step else restarts_left
-        step = trainer.step_number
         try:
+            trainer = Trainer(config, recipe, resume, replay, console, schedule)
+            trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
+            resume = trainer.directory.path
+            restarts_left = config.cluster.restarts if trainer.step_number > step else restarts_left
+            step = trainer.step_number
             return _run(trainer, console, interruption)
         except LearnersLost as problem:
             if not restarts_left:
                 raise
             restarts_left -= 1
-            resume = trainer.directory.path
             console.warn(f"{problem}; all ranks start again from the last checkpoint")
 
 

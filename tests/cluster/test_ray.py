@@ -14,11 +14,12 @@ import ray
 
 from paceline.cluster.ray_cluster import ray_cluster
 from paceline.config import ClusterConfig, ConfigError
-from paceline.loop import Trainer
+from paceline.loop import Trainer, train
 from paceline.report.console import Console
 from paceline.runs.interruption import Interruption
 from paceline.tasks.running_sums import RunningSums
 from tests.cluster.test_pool import is_running
+from tests.cluster.test_ranks import RANKS, WEIGHT_NOISE, tokens_of
 from tests.cluster.test_training import SMALL, alone, data_of, policy, weights_of  # noqa: F401
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import tiny_config
@@ -79,3 +80,25 @@ def test_more_than_the_cluster_has_is_refused(cluster, policy, tmp_path):  # noq
     config = tiny_config(policy, tmp_path, "much", *SMALL, "cluster.replicas=50", "cluster.runtime=ray")
     with pytest.raises(ConfigError, match="cluster.replicas = 50 .* need 50 CPUs, the Ray cluster has 5"):
         Trainer(config, "default", None, None, Console(quiet=True))
+
+
+def test_ranks_and_replicas_under_ray_make_the_single_processs_step(cluster, policy, tmp_path):  # noqa: F811
+    one_step = (*SMALL, "run.steps=1", "report.samples_per_step=4")
+    train(tiny_config(policy, tmp_path, "alone", *one_step))
+    overrides = (*one_step, *RANKS, "cluster.runtime=ray", "cluster.transport=broadcast")
+    trainer = Trainer(
+        tiny_config(policy, tmp_path, "ray", *overrides), "default", None, None, Console(quiet=True)
+    )
+    replicas = [replica.client.worker.id for replica in trainer.session.backend.replicas]
+    processes = {os.getpid(), *trainer.session.ranks.processes, *replicas}
+    assert len(processes) == 5
+    with Interruption() as interruption:
+        assert trainer.run(interruption).finished
+    assert tokens_of(tmp_path / "ray", 1) == tokens_of(tmp_path / "alone", 1)
+    ours, theirs = weights_of(tmp_path / "ray", 1), weights_of(tmp_path / "alone", 1)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=WEIGHT_NOISE)
+    deadline = time.monotonic() + 30
+    while (left := [p for p in processes - {os.getpid()} if is_running(p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []

@@ -360,24 +360,27 @@ class WorkerBackend(Backend):
             self._starter = threading.current_thread()
             self._tries += 1
             self.restarts += 1
-            tries = self._tries
         if self.owner is not None:
             self._hand_back(self.owner)
         code = worker.end()
-        try:
-            if tries > self.patience.restarts:
-                raise WorkerFailed(
-                    f"the process that generates ended {tries} times in a row without finishing anything, "
-                    f"last with code {code} ({reason}); what it said is above"
-                )
-            self.warn(
-                f"the process that generates is gone (code {code}); another one takes over "
-                f"{len(self.outstanding)} requests"
-            )
-            self._begin(self.place(self.launch, self.weights))
-        except WorkerFailed as failure:
-            if not self.closed:
-                self._fail(failure)
+        self.warn(
+            f"the process that generates is gone (code {code}); another one takes over "
+            f"{len(self.outstanding)} requests"
+        )
+        failure = WorkerFailed(
+            f"the process that generates ended {self._tries} times in a row without finishing anything, "
+            f"last with code {code} ({reason}); what it said is above"
+        )
+        while self._tries <= self.patience.restarts:
+            try:
+                self._begin(self.place(self.launch, self.weights))
+                return
+            except WorkerFailed as problem:  # it went while it was being started
+                failure = problem
+                self._tries += 1
+            if self.closed:
+                return
+        self._fail(failure)
 
     def _watch(self) -> None:
         """Pings the worker, and kills one that does not answer: its reader then replaces it."""
