@@ -9,6 +9,7 @@
 #SBATCH --exclusive
 #SBATCH --signal=B:TERM@300
 set -euo pipefail
+export RAY_worker_niceness=0 # else replicas and ranks wait for everything else on their node
 
 PORT=6379
 GPUS=${SLURM_GPUS_PER_NODE:-8}

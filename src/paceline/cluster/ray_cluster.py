@@ -5,6 +5,7 @@ It carries no data: replicas and ranks speak the worker's protocol over sockets 
 """
 
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ def ray_cluster(address: str, cluster: ClusterConfig, local_gpus: int = 0) -> It
                 "`ray start --head`, or leave --address out for a local one"
             ) from None
     else:
+        # Ray's own default lets workers wait for everything else on the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # On one machine Ray's CPUs only count processes: what they compute on is the recipe's business.
         ray.init(
             address="local",

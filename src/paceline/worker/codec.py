@@ -28,11 +28,12 @@ NESTED = ("drafts", "precision", "trace", "requests", "replicas")
 
 def submit_message(requests: Sequence[Request]) -> Message:
     """Returns the message that hands requests in."""
-    records = []
-    for request in requests:
-        record = asdict(request)
-        del record["prompt"]
-        records.append(record)
+    # Not `asdict`, which copies a prompt token by token.
+    records = [
+        {f.name: getattr(request, f.name) for f in fields(request) if f.name not in ("prompt", "sampling")}
+        | {"sampling": asdict(request.sampling)}
+        for request in requests
+    ]
     return Message("submit", {"requests": records}, [np.array(r.prompt, dtype=np.int64) for r in requests])
 
 
