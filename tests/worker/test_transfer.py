@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from paceline.worker import digest as digest_module
 from paceline.worker.broadcast import BroadcastReader, BroadcastWeights
 from paceline.worker.digest import tensor_digest, weights_digest
 from paceline.worker.readers import TransferInterrupted, WeightsDamaged
@@ -46,8 +47,20 @@ def test_a_digest_notices_a_bit_a_swap_a_name_and_a_type():
         weights[1:],
     ):
         assert weights_digest(change) != digest
-    large = torch.arange(2**23 + 5, dtype=torch.int32)  # more than one piece
-    assert tensor_digest(large)[0] == int(large.to(torch.int64).sum())
+
+
+def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
+    monkeypatch.setattr(digest_module, "PIECE", 2 * digest_module.PERIOD)
+    period = digest_module.PERIOD
+    count = 5 * period + 3
+    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(3))
+    tensor = torch.cat([words.view(torch.uint8), torch.tensor([5, 7], dtype=torch.uint8)])
+    plain = sum(words.tolist()) + 5 * 1 + 7 * 2
+    weighted = sum(w * (i % period + 1) * (i // (2 * period) + 1) for i, w in enumerate(words.tolist()))
+    assert tensor_digest(tensor) == (plain % 2**64, weighted % 2**64)
+    moved = torch.cat([tensor[8 * period * 2 :], tensor[: 8 * period * 2]])
+    assert tensor_digest(moved) != tensor_digest(tensor), "two pieces in each other's place"
+    assert tensor_digest(tensor[1:].clone()) == tensor_digest(tensor[1:])  # not aligned
 
 
 def test_memory_that_changed_on_the_way_is_noticed():

@@ -11,22 +11,25 @@ from collections.abc import Iterable
 
 import torch
 
-# Words per piece: bounds the memory that the products take.
-PIECE = 1 << 22
 # A prime, so that the period of the weights falls on no power of two.
 PERIOD = 65_521
+# Words of 64 bits per piece, which bounds the memory that products take; all pieces have the same weights.
+PIECE = 64 * PERIOD
+WORD = 8
+MODULUS = 2**64
 
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns two sums over the bits of a tensor."""
-    words = _words(tensor)
+    words, rest = _words(tensor)
+    places = torch.arange(min(len(words), PIECE), device=words.device) % PERIOD + 1
     plain = weighted = 0
     for start in range(0, len(words), PIECE):
-        piece = words[start : start + PIECE].to(torch.int64)
-        places = torch.arange(start, start + len(piece), device=piece.device) % PERIOD + 1
+        piece = words[start : start + PIECE]
         plain += int(piece.sum())
-        weighted += int((piece * places).sum())
-    return plain & (2**64 - 1), weighted & (2**64 - 1)
+        weighted += int((piece * places[: len(piece)]).sum()) * (start // PIECE + 1)
+    plain += sum(byte * (place + 1) for place, byte in enumerate(rest))
+    return plain % MODULUS, weighted % MODULUS
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -37,7 +40,11 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of a tensor as 32-bit words, or bytes where it has no whole number of them."""
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Returns the bits of a tensor as whole words, and the bytes that are left."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat.view(torch.int32) if len(flat) % 4 == 0 and flat.data_ptr() % 4 == 0 else flat
+    whole = len(flat) // WORD * WORD
+    words = flat[:whole]
+    if words.data_ptr() % WORD:
+        words = words.clone()
+    return words.view(torch.int64), flat[whole:].tolist()
