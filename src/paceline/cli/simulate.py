@@ -183,7 +183,7 @@ def scale(
     from paceline.simulate.questions import Flags
     from paceline.simulate.scale import scale_table
 
-    given = {"model": model, "hardware": hardware, "weights": weights, "samples": samples}
+    given: dict[str, Any] = {"model": model, "hardware": hardware, "weights": weights, "samples": samples}
     given |= {"lengths": lengths, "mode": mode}
     flags = Flags(**{name: value for name, value in given.items() if value is not None})
     counts = [int(count) for count in gpus.split(",")]
