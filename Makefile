@@ -37,7 +37,7 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 $(VENV)/.full: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,browser]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,models,reasoning,data,math,cluster,browser]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -18,7 +18,7 @@ generator without one says None and implements nothing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -75,6 +75,19 @@ class LowPrecision(Protocol):
         """Restores what `calibration_state` returned."""
 
 
+class SliceTrainer(Protocol):
+    """A generator that can train its drafter in time that nobody needs, in slices that end at once."""
+
+    def begin(self, term: int) -> None:
+        """Begins a period of training, from the drafter that is in use."""
+
+    def slice(self, should_stop: Callable[[], bool]) -> bool:
+        """Trains until `should_stop`, which is to be asked every few milliseconds; False: nothing is left."""
+
+    def result(self) -> tuple[dict[str, torch.Tensor], float]:
+        """Ends the period; returns the weights that it came to and the tokens that they rest on, 0: none."""
+
+
 class Backend(ABC):
     """Turns requests into completions. Subclasses: the native engine, the reference generator."""
 
@@ -91,6 +104,11 @@ class Backend(ABC):
     @property
     def low_precision(self) -> LowPrecision | None:
         """The capability to fall back to the policy's own type; None while that is what it computes in."""
+        return None
+
+    @property
+    def slice_trainer(self) -> SliceTrainer | None:
+        """The capability to train the drafter while there is nothing to generate; None: it cannot."""
         return None
 
     @abstractmethod

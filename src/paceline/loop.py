@@ -15,26 +15,23 @@ from pathlib import Path
 
 from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
+from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
+from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
-    checkpoint_bytes,
     load_calibration,
-    load_checkpoint,
     load_drafters,
     load_under_way,
     replace_folder,
-    save_best,
-    save_checkpoint,
     whole_checkpoints,
 )
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
 from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, save_pacing
-from paceline.policy.decoder import not_finite
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.html_report import OwnReport
@@ -76,8 +73,24 @@ def train(
     earlier run learned from.
     """
     console = console or Console(quiet=True)
-    trainer = Trainer(config, recipe, resume, replay, console, schedule)
-    trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
+    restarts_left = config.cluster.restarts
+    step = 0
+    while True:
+        try:
+            trainer = Trainer(config, recipe, resume, replay, console, schedule)
+            trainer.profiler = StepProfiler(profile_step, trainer.directory.profile_path, console.warn)
+            resume = trainer.directory.path
+            restarts_left = config.cluster.restarts if trainer.step_number > step else restarts_left
+            step = trainer.step_number
+            return _run(trainer, console, interruption)
+        except LearnersLost as problem:
+            if not restarts_left:
+                raise
+            restarts_left -= 1
+            console.warn(f"{problem}; all ranks start again from the last checkpoint")
+
+
+def _run(trainer: "Trainer", console: Console, interruption: Interruption | None) -> Result:
     with console.watching(trainer.session.sampler, trainer.clock):
         if interruption is not None:
             return trainer.run(interruption)
@@ -243,12 +256,12 @@ class Trainer:
         if evaluation.accuracy.value > self.best_accuracy:
             self.best_accuracy = evaluation.accuracy.value
             with self.records.writing("the best policy", self.directory.checkpoints_path / "best"):
-                save_best(self.directory.checkpoints_path, self.session.policy, self.session.policy_folder)
+                replace_folder(self.directory.checkpoints_path / "best", self.learner.save_policy)
         self.eval_due = False
 
     def save(self) -> None:
         """Writes a checkpoint from which the run goes on as if it had never stopped."""
-        harmed = not_finite(self.session.policy)
+        harmed = self.learner.not_finite()
         if harmed:  # a checkpoint of them would push out a sound one
             raise self._failure(
                 f"after step {self.step_number} {len(harmed)} parameters are not finite, first {harmed[0]}"
@@ -259,15 +272,12 @@ class Trainer:
         if self.online is not None:
             drafters |= self.online.state()
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
-        size = checkpoint_bytes(self.session.policy, self.learner.optimiser, drafters, calibration)
+        size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
-            save_checkpoint(
+            self.learner.save(
                 folder,
-                self.session.policy,
-                self.learner.optimiser,
                 self._state(),
-                self.session.policy_folder,
                 self.config.checkpoint.keep,
                 drafters,
                 calibration,
@@ -286,7 +296,7 @@ class Trainer:
     def _state(self) -> TrainingState:
         return TrainingState(
             step=self.step_number,
-            optimiser_steps=self.learner.optimiser.steps,
+            optimiser_steps=self.learner.optimiser_steps,
             task_position=self.order.position,
             best_accuracy=self.best_accuracy,
             fallback=self.sentinel.fallback,
@@ -371,11 +381,14 @@ class Trainer:
 
     # -- setup ------------------------------------------------------------------------------------
 
-    def _make_learner(self) -> Learner:
-        learner = Learner(self.session.policy, self.config, self.console.warn)
-        if self.session.backend.low_precision is not None:
-            learner.observe_attention = self.session.backend.low_precision.attention_observer
-        return learner
+    def _make_learner(self) -> LearningHome:
+        session = self.session
+        if session.ranks is not None:
+            return RankProcesses(session.ranks, session.policy, session.policy_folder)
+        learner = Learner(session.policy, self.config, self.console.warn)
+        if session.backend.low_precision is not None:
+            learner.observe_attention = session.backend.low_precision.attention_observer
+        return OwnProcess(learner, session.policy, session.policy_folder)
 
     def _make_online(self) -> OnlineDrafter | None:
         speculation = self.session.backend.speculation
@@ -389,7 +402,7 @@ class Trainer:
             return state
         checkpoint = run.checkpoint
         if checkpoint is not None:
-            state = load_checkpoint(checkpoint, self.session.policy, self.learner.optimiser)
+            state = self.learner.load(checkpoint)
             drafters = load_drafters(checkpoint)
             backend = self.session.backend
             if backend.speculation is not None:

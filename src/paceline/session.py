@@ -3,6 +3,7 @@
 `train`, `eval` and `rollout` all start here, so they agree on what a recipe means.
 """
 
+import json
 import logging
 import os
 import platform
@@ -10,12 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
 from tokenizers import Tokenizer
 
 from paceline.backend import Backend
+from paceline.cluster.placing import start_processes
+from paceline.cluster.pool import ReplicaPool
+from paceline.cluster.ranks import LearnerRanks, RankLaunch
 from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
 from paceline.drafting.factory import DrafterFactory
@@ -42,6 +47,9 @@ from paceline.types import Precision, SamplingParams
 from paceline.worker.client import WorkerBackend
 from paceline.worker.process import Launch
 
+if TYPE_CHECKING:
+    from paceline.cluster.rank_host import RankHost
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +67,7 @@ class Session:
     sampler: GroupSampler
     plan: Plan | None = None  # of a GPU's memory; None on a CPU
     schedule: Path | None = None  # of an earlier run, to repeat
+    ranks: LearnerRanks | None = None  # None: this process learns
 
     def train_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of training responses."""
@@ -109,7 +118,7 @@ class Session:
 
     @contextmanager
     def _learning_memory(self, needed: bool) -> Iterator[None]:
-        apart = isinstance(self.backend, WorkerBackend)
+        apart = isinstance(self.backend, WorkerBackend | ReplicaPool)
         if self.plan is None or not self.plan.sleeps or not needed or apart:
             yield
             return
@@ -124,6 +133,8 @@ class Session:
         """Ends reward workers and drops what is outstanding."""
         self.sampler.close()
         self.backend.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 def open_session(config: Config, learns: bool = False, schedule: Path | None = None) -> Session:
@@ -135,12 +146,15 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         _check_schedule(schedule, config)
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
-    plan = plan_gpu(config, source, device, learns)
+    ranked = learns and config.cluster.learners > 0 and schedule is None
+    plan = None if ranked else plan_gpu(config, source, device, learns)
+    pooled = learns and config.cluster.replicas > 0 and schedule is None
     in_worker = learns and config.rollout.mode == "async" and schedule is None
     _check_cache_stays(config, plan, in_worker)
-    policy = source.load(policy_dtype(config.policy, device), device)
+    # Where ranks learn, this process keeps the policy only to know its shapes.
+    policy = source.load(policy_dtype(config.policy, device), torch.device("cpu") if ranked else device)
     _check_finite(policy, config.policy.path)
-    if config.policy.lora.rank:
+    if config.policy.lora.rank and not ranked:
         add_adapters(policy, config.policy.lora, config.run.seed)
     if plan is not None:
         policy.recompute = plan.recompute
@@ -149,11 +163,21 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    backend = (
-        start_worker(policy, config, device) if in_worker else make_backend(policy, tokenizer, config, plan)
-    )
+    ranks = None
+    if pooled:
+        launch = Launch("paceline.session:hosted_replica", dump_config(config))
+        rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
+        placed = start_processes(launch, rank_launch, config, device, policy_weights(policy), logger.warning)
+        backend: Backend = placed.pool
+        ranks = placed.ranks
+    elif in_worker:
+        backend = start_worker(policy, config, device)
+    else:
+        backend = make_backend(policy, tokenizer, config, plan)
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
-    return Session(config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule)
+    return Session(
+        config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, ranks
+    )
 
 
 def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns: bool) -> Plan | None:
@@ -190,7 +214,35 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
             "say how large the KV pool may be (rollout.kv_tokens)"
         )
     launch = Launch("paceline.session:hosted_backend", dump_config(config))
-    return WorkerBackend(launch, lambda: exported_tensors(policy), logger.warning)
+    return WorkerBackend(launch, policy_weights(policy), logger.warning)
+
+
+def policy_weights(policy: Decoder) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """Returns what yields a policy's weights as they are when it is called."""
+    return lambda: exported_tensors(policy)
+
+
+def hosted_rank(settings: str) -> "RankHost":
+    """Returns one rank of those that learn, for the process that hosts it."""
+    from paceline.cluster.rank_host import RankHost  # with it comes torch.distributed
+
+    record = json.loads(settings)
+    config = parse_config(yaml.safe_load(record["recipe"]))
+    device = prepare_device(config)
+    policy = PolicySource.of(config.policy).load(policy_dtype(config.policy, device), device)
+    if config.policy.lora.rank:
+        add_adapters(policy, config.policy.lora, config.run.seed)
+    return RankHost(policy, config, record["rank"], record["count"], device)
+
+
+def hosted_replica(settings: str) -> Backend:
+    """Returns the generator of a recipe on a device that learning does not share."""
+    config = parse_config(yaml.safe_load(settings))
+    device = prepare_device(config)
+    source = PolicySource.of(config.policy)
+    plan = plan_gpu(config, source, device, learns=False)
+    policy = source.load(policy_dtype(config.policy, device), device)
+    return make_backend(policy, load_tokenizer(source.folder), config, plan)
 
 
 def hosted_backend(settings: str) -> Backend:

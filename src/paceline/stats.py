@@ -39,6 +39,7 @@ class RolloutStats:
     requests: list["RequestTrace"] = field(default_factory=list)  # those that left, in that order
     requests_left_out: int = 0  # beyond `MOST_REQUESTS`
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
+    replicas: "ReplicaStats | None" = None  # None: one generator
 
     def note(self, observation: Observation) -> None:
         """Counts one step, as its outcome is read."""
@@ -85,6 +86,16 @@ class PrecisionStats:
     quantise_seconds: float  # the last weight update's
     kv_error: float  # of attention with the FP8 cache, relative, in the worst layer at the last calibration
     kv_base_layers: int  # whose keys and values went back to the policy's own type
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """What became of several generators behind one queue, since they were started."""
+
+    count: int  # that are there
+    restarts: int  # of processes that died, hung or ran out of memory
+    retried_requests: int  # that ran again because of it
+    idle_share: float  # of their time while anything was outstanding, since the last `take_stats`
 
 
 @dataclass

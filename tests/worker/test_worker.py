@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
 from paceline.worker.client import Patience, WorkerBackend
+from paceline.worker.codec import read_stats, stats_record
 from paceline.worker.process import Launch, WorkerFailed
 from paceline.worker.wire import FRAME, MAGIC, Connection, Disconnected, Message
 from tests.worker.slow_backend import SlowBackend
@@ -180,3 +182,11 @@ def test_messages_of_another_version_or_kind_are_refused():
         got = Connection(ours).receive()
         assert got.call == 7 and got.fields == {"a": float("inf")}
         assert all(a.shape == b.shape and (a == b).all() for a, b in zip(got.arrays, sent, strict=True))
+
+
+def test_the_course_of_requests_survives_the_protocol():
+    """Every native rollout has some; statistics with them could not be sent."""
+    stats = RolloutStats(generated_tokens=5, requests_left_out=1)
+    moments = (("waiting", 0.5, -1), ("decode", 0.75, 3))
+    stats.note_request(RequestTrace("a", moments, 4, 2, FinishReason.STOP))
+    assert read_stats(json.loads(json.dumps(stats_record(stats)))) == stats

@@ -9,6 +9,7 @@ from paceline import __version__
 from paceline.cli.bench import app as bench_app
 from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
+from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
 from paceline.cli.options import QuietOption, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
@@ -29,6 +30,7 @@ app.add_typer(drafter_app, name="drafter")
 app.add_typer(models_app, name="models")
 app.command()(certify)
 app.command()(dashboard)
+app.command()(launch)
 app.command()(report)
 app.command()(trace)
 app.add_typer(simulate_app, name="simulate")

@@ -4,12 +4,14 @@ import json
 from dataclasses import asdict
 
 import rich.console
+import torch
 from rich.console import JustifyMethod
 from rich.table import Table
 
 from paceline.config import Config, ConfigError
 from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.models.source import PolicySource
+from paceline.plan.cluster import cluster_refusal, make_cluster_plan
 from paceline.plan.machine import Machine, gpu_at_hand, gpu_of_size, named_gpu
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
@@ -23,6 +25,9 @@ def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None
     machine = _machine(gpu, memory_gb)
     shape, heads = _shape(config)
     dtype = DTYPES["bfloat16" if config.policy.dtype == "auto" else config.policy.dtype]
+    if config.cluster.replicas:
+        _show_cluster_plan(config, shape, dtype, machine, heads, as_json)
+        return
     plan = make_plan(config, shape, dtype, machine, heads=heads)
     fitting = suggestions(config, shape, dtype, machine, heads=heads) if plan.problem else []
     if as_json:
@@ -33,9 +38,30 @@ def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None
         raise refusal(plan, fitting)
 
 
-def table(plan: Plan, shape: DecoderConfig) -> Table:
+def _show_cluster_plan(
+    config: Config,
+    shape: DecoderConfig,
+    dtype: torch.dtype,
+    machine: Machine,
+    heads: HeadSource,
+    as_json: bool,
+) -> None:
+    """Prints the plan of each kind of GPU; raises where one does not fit."""
+    plan = make_cluster_plan(config, shape, dtype, machine, heads)
+    if as_json:
+        print(json.dumps({role: as_tree(own, []) for role, own in plan.plans.items()}, indent=2))
+    else:
+        out = rich.console.Console(highlight=False)
+        for role, own in plan.plans.items():
+            out.print(table(own, shape, f"{role}: "))
+        out.print(f"{config.cluster.gpus} GPUs, {config.cluster.placement}")
+    if plan.problem:
+        raise cluster_refusal(plan, config, shape, dtype, machine)
+
+
+def table(plan: Plan, shape: DecoderConfig, role: str = "") -> Table:
     """Returns the plan as a table of parts, in gigabytes."""
-    title = f"{shape.num_parameters / 1e9:.2f} B parameters on {plan.machine.name}, GB"
+    title = f"{role}{shape.num_parameters / 1e9:.2f} B parameters on {plan.machine.name}, GB"
     out = Table(title=title, title_justify="left", header_style="bold")
     columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("part", "left"),

@@ -169,6 +169,28 @@ def validate(
 
 
 @app.command()
+def scale(
+    model: ModelOption = None,
+    hardware: HardwareOption = None,
+    weights: PrecisionOption = None,
+    prompts: Annotated[int, typer.Option(help="per RL step and GPU", min=1)] = 8,
+    samples: Annotated[Number, typer.Option(help="per prompt")] = None,
+    lengths: LengthsOption = None,
+    mode: ModeOption = None,
+    gpus: Annotated[str, typer.Option(help="numbers of GPUs")] = "8,32,128,512,2048",
+) -> None:
+    """Foresees transfer, queue and idle share of a run that grows with its GPUs."""
+    from paceline.simulate.questions import Flags
+    from paceline.simulate.scale import scale_table
+
+    given: dict[str, Any] = {"model": model, "hardware": hardware, "weights": weights, "samples": samples}
+    given |= {"lengths": lengths, "mode": mode}
+    flags = Flags(**{name: value for name, value in given.items() if value is not None})
+    counts = [int(count) for count in gpus.split(",")]
+    typer.echo(scale_table(flags, prompts, counts))
+
+
+@app.command()
 def profiles() -> None:
     """Lists the shipped hardware profiles and who says what about them."""
     from paceline.simulate.hardware import load_hardware, shipped_profiles

@@ -50,6 +50,7 @@ def _train(
     profile_step: int,
     interruption: Interruption,
 ) -> None:
+    from paceline.cluster.ranks import LearnersLost
     from paceline.learning.sentinel import TrainingFailed
     from paceline.loop import train
     from paceline.report.console import Console
@@ -61,7 +62,7 @@ def _train(
     console = Console(quiet)
     try:
         result = train(config, recipe, resume, replay, console, interruption, profile_step, schedule)
-    except (TrainingFailed, LockLost, WorkerFailed, ScheduleMismatch) as error:
+    except (TrainingFailed, LockLost, WorkerFailed, LearnersLost, ScheduleMismatch) as error:
         _say(f"error: {error}")
         raise SystemExit(EXIT_FAILED) from None
     console.summary(result.summary)

@@ -4,6 +4,7 @@ The description of each field says what its key does. This package imports no to
 answer at once.
 """
 
+from paceline.config.cluster import ClusterConfig
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.notes import learning_notes, rollout_notes, signal_notes
@@ -43,6 +44,7 @@ __all__ = [
     "RECIPES",
     "RESUME_MAY_CHANGE",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "ConfigError",
     "CorrectionConfig",

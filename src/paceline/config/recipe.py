@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from paceline.config.cluster import ClusterConfig, check_cluster
 from paceline.config.correction import CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.policy import PolicyConfig
@@ -101,6 +102,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _batches_divide(self) -> "Config":
@@ -109,6 +111,11 @@ class Config(Section):
                 f"learning.minibatches = {self.learning.minibatches} must divide "
                 f"rollout.prompts_per_step = {self.rollout.prompts_per_step}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_can(self) -> "Config":
+        check_cluster(self)
         return self
 
     @model_validator(mode="after")
@@ -142,6 +149,7 @@ RESUME_MAY_CHANGE = (
     "report.samples_per_step",
     "report.closing_pairs",
     "learning.micro_batch_tokens",
+    *(f"cluster.{key}" for key in ClusterConfig.model_fields),
 )
 
 # Keys whose values stand for a group of other keys, which lie in the same section.

@@ -125,10 +125,11 @@ def make_plan(
     ]
     parts = [part for part in parts if part.num_bytes]
     without_pool = Plan(machine, tuple(parts), 0, sleeps=False, problem="", recompute=learner.recompute)
-    return _with_pool(without_pool, config, lengths, rollout.kv_token)
+    return with_pool(without_pool, config, lengths, rollout.kv_token)
 
 
-def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> Plan:
+def with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> Plan:
+    """Returns the plan with the KV pool that fits beside the other parts, or why none does."""
     fixed, request_tokens = config.rollout.kv_tokens, lengths.request
     wanted = fixed or config.rollout.max_running * request_tokens
     # The block that belongs to nobody, and the rounding up to whole blocks, come off first.
@@ -141,7 +142,7 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     tokens = fixed or max(0, min(wanted, room))
     problem = ""
     if plan.learning_peak > plan.usable_bytes or plan.rollout_peak > plan.usable_bytes:
-        problem = _too_large(plan)
+        problem = too_large(plan)
     elif fixed > room:
         problem = (
             f"rollout.kv_tokens = {fixed}: {room} KV tokens fit beside the other parts; "
@@ -158,7 +159,8 @@ def _with_pool(plan: Plan, config: Config, lengths: Lengths, per_token: int) -> 
     return Plan(plan.machine, (*plan.parts, pool), tokens, sleeps, problem, plan.recompute)
 
 
-def _too_large(plan: Plan) -> str:
+def too_large(plan: Plan) -> str:
+    """Returns by how much a plan does not fit, and which part is the largest."""
     phase: Phase = "learning" if plan.learning_peak >= plan.rollout_peak else "rollout"
     largest = max(
         (part for part in plan.parts if part.phase in ("always", phase)), key=lambda part: part.num_bytes

@@ -39,7 +39,8 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         "rollout/tokens": sum(lengths),
     }
     if stats.running:
-        tail = [running * TAIL_SHARE <= len(samples) for running in stats.running]
+        replicas = stats.replicas.count if stats.replicas is not None else 1
+        tail = [running * TAIL_SHARE * replicas <= len(samples) for running in stats.running]
         values["rollout/decode_steps"] = len(tail)
         values["rollout/tail_steps"] = _mean(tail)
         values |= speculation_metrics(stats)
@@ -49,6 +50,11 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         )
         values["time/decode"] = sum(stats.step_seconds) - values["time/tail"]
         values["time/reward_wait"] = stats.reward_wait_seconds
+    if stats.replicas is not None:
+        values["cluster/replicas"] = stats.replicas.count
+        values["cluster/restarts"] = stats.replicas.restarts
+        values["cluster/retried_requests"] = stats.replicas.retried_requests
+        values["time/idle_share"] = stats.replicas.idle_share
     if stats.precision is not None:
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,20 +24,11 @@ from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
 from paceline.worker.codec import publish_message, read_completion, read_stats, submit_message
-from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from paceline.worker.owner import Owner, Patience
+from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
+from paceline.worker.readers import TransferInterrupted, Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a client waits, in seconds, and how often it tries."""
-
-    start: float = 600.0  # for a worker to load its model
-    answer: float = 120.0  # for a ping: longer than any step, captures and compilations included
-    beat: float = 2.0  # between pings
-    close: float = 5.0
-    restarts: int = 3  # in a row, without anything finished between them
 
 
 class WorkerBackend(Backend):
@@ -50,9 +40,17 @@ class WorkerBackend(Backend):
         weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         warn: Callable[[str], None] = lambda message: None,
         patience: Patience | None = None,
+        place: Callable[[Launch, Weights], Worker] = WorkerProcess,
+        memory: Weights | None = None,
+        owner: Owner | None = None,
     ) -> None:
-        """`weights` returns the learner's own, for `update_weights` without any."""
+        """`weights` returns the learner's own, for `update_weights` without any.
+
+        `place` starts a worker; `memory` is shared with other clients, whose `owner` writes and closes it.
+        """
         self.launch = launch
+        self.place = place
+        self.owner = owner
         self.own_weights = weights
         self.warn = warn
         self.patience = patience or Patience()
@@ -69,16 +67,20 @@ class WorkerBackend(Backend):
         self._tries = 0  # since anything was finished
         self._generation = 0
         self._starting = True  # a worker that loads its model is waited for elsewhere
+        self._starter = threading.current_thread()
         self._greeting = 0  # the call whose answer says that a new worker is up to date
         self._handed_in: set[str] = set()  # requests that it was given before that
         self.ready = False
         self._last_answer = time.monotonic()
         self.fell_back = False
-        self._version: int | None = None
+        self.asleep = False
         self.drafter: dict[str, torch.Tensor] = {}
         self.description: dict = {}
-        self.weights = SharedWeights()
-        self.worker = WorkerProcess(launch, self.weights)
+        self.pacing: dict | None = None  # what all replicas have learnt, for a worker that takes over
+        self._owns_memory = memory is None
+        self._catching_up = False  # a new worker reads the weights
+        self.weights: Weights = memory or SharedWeights()
+        self.worker = place(launch, self.weights)
         self._begin(self.worker)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -117,8 +119,7 @@ class WorkerBackend(Backend):
         """Hands weights over; returns when the worker generates with them."""
         with self.changed:
             self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
-            self.weights.write(self.own_weights() if weights is None else weights)
-            self._version = version
+        self.weights.write(version, self.own_weights() if weights is None else weights)
         self.description = self.call(self._weights_message()).fields
 
     def pause(self) -> None:
@@ -134,9 +135,11 @@ class WorkerBackend(Backend):
         return read_stats(self.call(Message("take_stats")).fields["stats"])
 
     def sleep(self) -> None:
+        self.asleep = True
         self.call(Message("sleep"))
 
     def wake(self) -> None:
+        self.asleep = False
         self.call(Message("wake"))
 
     def close(self) -> None:
@@ -145,12 +148,17 @@ class WorkerBackend(Backend):
                 return
             self.closed = True
             self.outstanding.clear()
+            starting = self._starting
             self.changed.notify_all()
-        with contextlib.suppress(Disconnected):
-            self.worker.connection.send(Message("close"))
-            self.worker.wait(self.patience.close)
+        if starting:  # whoever starts a worker ends it
+            self._starter.join(self.patience.close)
+        else:
+            with contextlib.suppress(Disconnected):
+                self.worker.connection.send(Message("close"))
+                self.worker.wait(self.patience.close)
         self.worker.end()
-        self.weights.close()
+        if self._owns_memory:
+            self.weights.close()
 
     @property
     def precision(self) -> Precision:
@@ -171,14 +179,22 @@ class WorkerBackend(Backend):
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.ready or self.failure is not None or self.closed)
-                self._check()
-                number = next(self.calls)
-                self.answers[number] = None
-                worker, generation = self.worker, self._generation
-            self._send(worker, Message(message.kind, message.fields, message.arrays, number))
-            answer = self._wait_for(number, generation)
+            answer = self.ask(message)
             if answer is not None:
-                return self._accepted(answer)
+                return answer
+
+    def ask(self, message: Message) -> Message | None:
+        """Asks the worker once; None where there is none now, or it went before it answered."""
+        with self.changed:
+            self._check()
+            if not self.ready:
+                return None
+            number = next(self.calls)
+            self.answers[number] = None
+            worker, generation = self.worker, self._generation
+        self._send(worker, Message(message.kind, message.fields, message.arrays, number))
+        answer = self._wait_for(number, generation)
+        return None if answer is None else self._accepted(answer)
 
     def _wait_for(self, number: int, generation: int) -> Message | None:
         """Returns the answer to a call; None where the worker that was asked is gone."""
@@ -186,6 +202,7 @@ class WorkerBackend(Backend):
             self.changed.wait_for(
                 lambda: self.answers[number] is not None
                 or generation != self._generation
+                or not self.ready
                 or self.failure is not None
             )
             self._check()
@@ -194,11 +211,13 @@ class WorkerBackend(Backend):
     def _accepted(self, answer: Message) -> Message:
         if answer.kind == "not_finite":
             raise WeightsNotFinite(answer.fields["problem"])
+        if answer.kind == "interrupted":
+            raise TransferInterrupted(answer.fields["problem"])
         if answer.kind == "refused":
             raise WorkerFailed(answer.fields["problem"])
         return answer
 
-    def _send(self, worker: WorkerProcess, message: Message) -> None:
+    def _send(self, worker: Worker, message: Message) -> None:
         """Sends; a worker that is gone is replaced by its reader, which hands in everything again."""
         with contextlib.suppress(Disconnected):
             worker.connection.send(message)
@@ -206,13 +225,18 @@ class WorkerBackend(Backend):
     def _check(self) -> None:
         if self.failure is not None:
             raise self.failure
-        assert not self.closed, "this backend is closed"
+        if self.closed:
+            raise WorkerFailed("this backend is closed")
 
     # -- the worker -------------------------------------------------------------------------------
 
-    def _begin(self, worker: WorkerProcess) -> None:
+    def _begin(self, worker: Worker) -> None:
         """Waits for a new worker's hello, brings it up to date, and lets its reader run."""
-        started = threading.Timer(self.patience.start, worker.process.kill)
+        with self.changed:
+            self.worker = worker
+        if self.closed:
+            return  # who closed ends it
+        started = threading.Timer(self.patience.start, worker.kill)
         started.start()
         try:
             self.description = worker.connection.receive().fields
@@ -225,18 +249,20 @@ class WorkerBackend(Backend):
         finally:
             started.cancel()
         with self.changed:
-            self.worker = worker
             self._generation += 1
             self._starting = False
             self._last_answer = time.monotonic()
             self._greeting = next(self.calls)
+            self.weights.begin_reading()
+            self._catching_up = True
             messages = self._restored_messages()
         threading.Thread(target=self._read, args=(worker,), daemon=True).start()
         for message in (*messages, Message("ping", call=self._greeting)):
             self._send(worker, message)
 
-    def _be_ready(self, worker: WorkerProcess) -> None:
+    def _be_ready(self, worker: Worker) -> None:
         """Opens for calls: the worker has the weights, so they may be written anew."""
+        self._end_catching_up()
         late = [request for request in self.outstanding.values() if request.id not in self._handed_in]
         if late:
             self._send(worker, submit_message(late))
@@ -248,31 +274,44 @@ class WorkerBackend(Backend):
         """Returns what a new worker must be told: precision, weights, the head, every request."""
         self._handed_in = set(self.outstanding)
         messages = [Message("fall_back")] if self.fell_back else []
-        if self._version is not None:
+        if self.weights.version is not None:
             messages.append(self._weights_message())
         if self.drafter:
-            messages.append(publish_message(self._version or 0, self.drafter))
+            messages.append(publish_message(self.weights.version or 0, self.drafter))
+        if self.pacing is not None:
+            messages.append(Message("load_pacing", {"state": self.pacing}))
         if self.outstanding:
             messages.append(submit_message(list(self.outstanding.values())))
+        if self.asleep:
+            messages.append(Message("sleep"))
         return messages
 
     def _weights_message(self) -> Message:
-        return Message("update_weights", {"version": self._version, "layout": self.weights.layout})
+        return Message("update_weights", self.weights.notices([str(self.worker.id)])[0])
 
-    def _read(self, worker: WorkerProcess) -> None:
+    def _end_catching_up(self) -> None:
+        if self._catching_up:
+            self._catching_up = False
+            self.weights.end_reading()
+
+    def _read(self, worker: Worker) -> None:
         """Takes in what a worker sends; replaces it when it is gone."""
         try:
             while True:
                 message = worker.connection.receive()
+                self._last_answer = time.monotonic()
+                if message.kind == "completion":
+                    self._arrive(message)
+                    continue
                 with self.changed:
-                    self._last_answer = time.monotonic()
-                    if message.kind == "completion":
-                        self._arrive(message)
-                    elif message.call == self._greeting:
+                    greeted = message.call == self._greeting
+                    if greeted:
                         self._be_ready(worker)
                     elif message.call in self.answers:
                         self.answers[message.call] = message
                     self.changed.notify_all()
+                if greeted and self.owner is not None:
+                    self.owner.ready(self)
         except Disconnected as reason:
             self._replace(worker, str(reason))
         except Exception as error:  # whoever waits must hear of it
@@ -280,39 +319,68 @@ class WorkerBackend(Backend):
 
     def _fail(self, failure: WorkerFailed) -> None:
         with self.changed:
+            self.ready = False
             self.failure = failure
+            self._end_catching_up()
             self.changed.notify_all()
+        if self.owner is not None:
+            self._hand_back(self.owner)
+            self.owner.failed(self, failure)
+
+    def _hand_back(self, owner: Owner) -> None:
+        """Gives the owner what the worker had not finished, for another one."""
+        with self.changed:
+            requests = list(self.outstanding.values())
+            self.outstanding.clear()
+            self.aborted.clear()
+        owner.lost(self, requests)
 
     def _arrive(self, message: Message) -> None:
-        request = self.outstanding.pop(message.fields["id"], None)
-        if request is not None:
+        with self.changed:
+            request = self.outstanding.pop(message.fields["id"], None)
+            if request is None:
+                return
             self.aborted.discard(request.id)
-            self.arrived.append(read_completion(message, request))
+            completion = read_completion(message, request)
             self._tries = 0
+            if self.owner is None:
+                self.arrived.append(completion)
+                self.changed.notify_all()
+        if self.owner is not None:
+            self.owner.completed(self, completion)
 
-    def _replace(self, worker: WorkerProcess, reason: str) -> None:
+    def _replace(self, worker: Worker, reason: str) -> None:
         with self.changed:
             if self.closed:
                 return
             self.ready = False
+            self._end_catching_up()
+            self.changed.notify_all()
             self._starting = True
+            self._starter = threading.current_thread()
             self._tries += 1
             self.restarts += 1
-            tries = self._tries
+        if self.owner is not None:
+            self._hand_back(self.owner)
         code = worker.end()
-        try:
-            if tries > self.patience.restarts:
-                raise WorkerFailed(
-                    f"the process that generates ended {tries} times in a row without finishing anything, "
-                    f"last with code {code} ({reason}); what it said is above"
-                )
-            self.warn(
-                f"the process that generates is gone (code {code}); another one takes over "
-                f"{len(self.outstanding)} requests"
-            )
-            self._begin(WorkerProcess(self.launch, self.weights))
-        except WorkerFailed as failure:
-            self._fail(failure)
+        self.warn(
+            f"the process that generates is gone (code {code}); another one takes over "
+            f"{len(self.outstanding)} requests"
+        )
+        failure = WorkerFailed(
+            f"the process that generates ended {self._tries} times in a row without finishing anything, "
+            f"last with code {code} ({reason}); what it said is above"
+        )
+        while self._tries <= self.patience.restarts:
+            try:
+                self._begin(self.place(self.launch, self.weights))
+                return
+            except WorkerFailed as problem:  # it went while it was being started
+                failure = problem
+                self._tries += 1
+            if self.closed:
+                return
+        self._fail(failure)
 
     def _watch(self) -> None:
         """Pings the worker, and kills one that does not answer: its reader then replaces it."""
@@ -325,7 +393,7 @@ class WorkerBackend(Backend):
                 continue
             if silent > self.patience.answer:
                 self.warn(f"the process that generates has not answered for {silent:.0f} s and is killed")
-                worker.process.kill()
+                worker.kill()
                 self._last_answer = time.monotonic()
             else:
                 self._send(worker, Message("ping", call=next(self.calls)))

@@ -9,7 +9,7 @@ import torch
 
 from paceline.pacing.strategy import Decision, Strategy
 from paceline.pacing.trace import TraceRow
-from paceline.stats import DraftStats, PrecisionStats, RolloutStats
+from paceline.stats import DraftStats, PrecisionStats, RequestTrace, RolloutStats
 from paceline.types import (
     Completion,
     FinishReason,
@@ -23,16 +23,17 @@ from paceline.types import (
 from paceline.worker.wire import Message
 
 # What statistics hold beside numbers and lists of them.
-NESTED = ("drafts", "precision", "trace")
+NESTED = ("drafts", "precision", "trace", "requests", "replicas")
 
 
 def submit_message(requests: Sequence[Request]) -> Message:
     """Returns the message that hands requests in."""
-    records = []
-    for request in requests:
-        record = asdict(request)
-        del record["prompt"]
-        records.append(record)
+    # Not `asdict`, which copies a prompt token by token.
+    records = [
+        {f.name: getattr(request, f.name) for f in fields(request) if f.name not in ("prompt", "sampling")}
+        | {"sampling": asdict(request.sampling)}
+        for request in requests
+    ]
     return Message("submit", {"requests": records}, [np.array(r.prompt, dtype=np.int64) for r in requests])
 
 
@@ -97,13 +98,14 @@ def stats_record(stats: RolloutStats) -> dict[str, Any]:
         "drafts": {name: asdict(drafts) for name, drafts in stats.drafts.items()},
         "precision": None if stats.precision is None else asdict(stats.precision),
         "trace": rows,
+        "requests": [asdict(trace) for trace in stats.requests],
     }
 
 
 def read_stats(record: dict[str, Any]) -> RolloutStats:
     """Returns the statistics of a record."""
-    nested = {name: record.pop(name) for name in NESTED}
-    stats = RolloutStats(**record)
+    nested = {name: record[name] for name in NESTED if name in record}
+    stats = RolloutStats(**{name: value for name, value in record.items() if name not in nested})
     stats.drafts = {name: DraftStats(**drafts) for name, drafts in nested["drafts"].items()}
     if nested["precision"] is not None:
         precision = Precision(nested["precision"].pop("precision"))
@@ -112,6 +114,10 @@ def read_stats(record: dict[str, Any]) -> RolloutStats:
         decision = row.pop("decision")
         strategy = Strategy.parse(decision.pop("strategy"))
         stats.trace.append(TraceRow(Decision(strategy, **decision), **row))
+    for request in nested["requests"]:
+        moments = tuple((stage, begin, slot) for stage, begin, slot in request.pop("moments"))
+        reason = FinishReason(request.pop("reason"))
+        stats.requests.append(RequestTrace(moments=moments, reason=reason, **request))
     return stats
 
 

@@ -13,6 +13,8 @@ import threading
 from collections import deque
 
 from paceline.backend import Backend, WeightsNotFinite
+from paceline.pacing.sharing import load_pacing_state, pacing_state
+from paceline.pacing.strategy import Pacer
 from paceline.worker.codec import (
     completion_message,
     read_requests,
@@ -20,7 +22,8 @@ from paceline.worker.codec import (
     stats_record,
     tensor_arrays,
 )
-from paceline.worker.weights import WeightsReader
+from paceline.worker.readers import TransferInterrupted
+from paceline.worker.receive import WeightsReceiver
 from paceline.worker.wire import Connection, Disconnected, Message
 
 MAX_INBOX = 64
@@ -29,13 +32,14 @@ MAX_INBOX = 64
 class Host:
     """Serves one client until it goes."""
 
-    def __init__(self, backend: Backend, connection: Connection, weights: WeightsReader) -> None:
+    def __init__(self, backend: Backend, connection: Connection, weights: WeightsReceiver) -> None:
         self.backend = backend
         self.connection = connection
         self.weights = weights
         self.inbox: deque[Message] = deque()
         self.changed = threading.Condition()
         self.outstanding = 0
+        self.training = False  # there is time that nobody needs
 
     def serve(self) -> None:
         """Generates what the client asks for; returns when it asks to close."""
@@ -47,6 +51,10 @@ class Host:
                     self.backend.close()
                     return
                 self._handle(message)
+            if self.training:
+                assert self.backend.slice_trainer is not None
+                self.training = self.backend.slice_trainer.slice(lambda: bool(self.inbox))
+                continue
             for completion in self.backend.completions():
                 self.outstanding -= 1
                 self.connection.send(completion_message(completion))
@@ -67,7 +75,7 @@ class Host:
     def _next_message(self) -> Message | None:
         """Returns the next message; None, with the backend running, where there is none but work to do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.inbox or self.outstanding)
+            self.changed.wait_for(lambda: self.inbox or self.outstanding or self.training)
             if not self.inbox:
                 self.backend.resume()
                 return None
@@ -80,6 +88,10 @@ class Host:
             answer = self._answer(message)
         except WeightsNotFinite as problem:
             answer = Message("not_finite", {"problem": str(problem)})
+        except TransferInterrupted as problem:
+            if not message.call:  # nobody would hear of it: a new worker must not go on without weights
+                raise
+            answer = Message("interrupted", {"problem": str(problem)})
         if message.call:
             self.connection.send(Message(answer.kind, answer.fields, answer.arrays, message.call))
 
@@ -91,11 +103,12 @@ class Host:
             case "submit":
                 requests = read_requests(message)
                 self.outstanding += len(requests)
+                self.training = False  # work comes first, whoever is to be told later
                 backend.submit(requests)
             case "abort":
                 backend.abort(fields["ids"])
             case "update_weights":
-                backend.update_weights(fields["version"], self.weights.read(fields["layout"]))
+                backend.update_weights(fields["version"], self.weights.read(fields))
                 return self._description("done")
             case "publish_drafter":
                 tensors = read_tensors(fields["tensors"], message.arrays)
@@ -105,6 +118,18 @@ class Host:
             case "drafter_state":
                 names, arrays = tensor_arrays(backend.speculation.drafter_state())
                 return Message("done", {"tensors": names}, arrays)
+            case "train":
+                backend.slice_trainer.begin(fields["term"])
+                self.training = not self.outstanding
+            case "stop_training":
+                self.training = False
+                tensors, tokens = backend.slice_trainer.result()
+                names, arrays = tensor_arrays(tensors)
+                return Message("done", {"tensors": names, "tokens": tokens}, arrays)
+            case "pacing":
+                return Message("done", {"state": pacing_state(self._pacer)})
+            case "load_pacing":
+                load_pacing_state(self._pacer, fields["state"])
             case "take_stats":
                 return Message("done", {"stats": stats_record(backend.take_stats())})
             case "fall_back":
@@ -120,6 +145,10 @@ class Host:
                 return Message("refused", {"problem": f"a worker of this version knows no {unknown!r}"})
         return done
 
+    @property
+    def _pacer(self) -> Pacer | None:
+        return self.backend.speculation.pacer if self.backend.speculation is not None else None
+
     def _description(self, kind: str) -> Message:
         """Returns what the backend can do now."""
         backend = self.backend
@@ -131,6 +160,7 @@ class Host:
                 "precision": backend.precision,
                 "speculates": speculation is not None,
                 "keeps_tokens": speculation is None or speculation.keeps_tokens,
+                "trains": backend.slice_trainer is not None,
                 "low_precision": backend.low_precision is not None,
             },
         )

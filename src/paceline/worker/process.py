@@ -1,12 +1,15 @@
 """One worker process: started with a socket and the weights' memory, ended for good when asked."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from paceline.worker.weights import SharedWeights
+from paceline.worker.readers import Weights
 from paceline.worker.wire import Connection, Disconnected, Message
 
 
@@ -22,17 +25,45 @@ class Launch:
     settings: str  # for the function; a recipe, for the backends of this project
 
 
-class WorkerProcess:
-    """A running worker and the connection to it."""
+class Worker(Protocol):
+    """A running worker and the connection to it, wherever it runs."""
 
-    def __init__(self, launch: Launch, weights: SharedWeights) -> None:
+    connection: Connection
+
+    @property
+    def id(self) -> int:
+        """The process id, on its own machine."""
+
+    def kill(self) -> None:
+        """Ends the process at once; who reads from it gets `Disconnected`."""
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether it has ended within so many seconds."""
+
+    def end(self, seconds: float = 2.0) -> int:
+        """Ends the process, by force if it has not gone after so long; returns its exit code, -1: unknown."""
+
+
+class WorkerProcess:
+    """A `Worker` on this machine."""
+
+    def __init__(
+        self, launch: Launch, weights: Weights, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment` is what the process has beside this one's."""
         ours, theirs = socket.socketpair()
         with theirs:
-            descriptors = (theirs.fileno(), weights.file.fileno())
-            command = [sys.executable, "-m", "paceline.worker", *map(str, descriptors), launch.factory]
+            memory = weights.descriptor
+            descriptors = (theirs.fileno(),) if memory is None else (theirs.fileno(), memory)
+            arguments = (str(theirs.fileno()), "" if memory is None else str(memory), launch.factory)
+            command = [sys.executable, "-m", "paceline.worker", *arguments]
             # A session of its own: Ctrl-C in the terminal is for the run, which then closes the worker.
             self.process = subprocess.Popen(
-                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | dict(environment or {}),
             )
         self.connection = Connection(ours)
         with contextlib.suppress(Disconnected):  # who waits for its hello finds out
@@ -42,6 +73,10 @@ class WorkerProcess:
     def id(self) -> int:
         """The process id."""
         return self.process.pid
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
 
     def end(self, seconds: float = 2.0) -> int:
         """Ends the process, by force if it has not gone after so long, and returns the exit code."""

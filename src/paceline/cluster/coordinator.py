@@ -1,0 +1,207 @@
+"""Who trains the drafter in time that nobody else needs: the state of every replica, and what to do next.
+
+                    work ┌────────────────────────────┐
+                         ▼                            │ work: Stop
+    IDLE ──work──▶ GENERATING ──none left──▶ RELEASED ──Start──▶ TRAINING
+     ▲                                           │ rollout over      │ rollout over: Stop
+     └────────── next step ────── DONE ◀─────────┴──acknowledged─────┘
+
+A replica that ran out of work while others finish their tail is released, and a released one trains until
+work arrives or the rollout is over. When all who trained have answered or are lost, their results are
+collected once: one message publishes the mean. The leader is the trainer with the lowest number; its
+optimiser's state goes on, and where it is lost the next one leads.
+
+Nothing here waits, sends or looks at a clock: events go in with their time, commands come out. So every order
+of events can be tried (`tests/cluster/test_coordinator.py`). A *term* numbers the periods of training: an
+answer of an earlier term, or of a replica that was lost meanwhile, counts for nothing.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What a replica does."""
+
+    IDLE = "idle"  # the step has begun and it has had no work yet
+    GENERATING = "generating"
+    RELEASED = "released"  # it ran out of work, others have not
+    TRAINING = "training"
+    DONE = "done"  # the rollout is over
+    LOST = "lost"  # being replaced
+
+
+@dataclass(frozen=True)
+class Start:
+    """Tells a replica to train until it is stopped or given work."""
+
+    replica: int
+    term: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Tells a replica to stop training and to answer with what it learned."""
+
+    replica: int
+    term: int
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Takes the mean of what these replicas learned, publishes it, and lets the leader's optimiser go on."""
+
+    replicas: tuple[int, ...]
+    leader: int
+    term: int
+
+
+Command = Start | Stop | Collect
+
+
+@dataclass
+class _Member:
+    state: State = State.DONE
+    heard: float = 0.0
+    term: int = 0  # in which it was started last
+    owes: bool = False  # an answer to a `Stop`
+    learned: bool = False  # in this step, and has answered
+
+
+class Coordinator:
+    """The states of all replicas over the steps of a run."""
+
+    def __init__(self, replicas: int, silence: float = 60.0) -> None:
+        """A replica that trains and is not heard of for `silence` seconds is taken to be lost."""
+        self.silence = silence
+        self.members = [_Member() for _ in range(replicas)]
+        self.term = 0
+        self._over = True
+        self._collected = True
+
+    # -- what happened -------------------------------------------------------------------------------
+
+    def begin_step(self, now: float) -> list[Command]:
+        """A rollout begins; what was trained before is collected, late answers count for nothing."""
+        self.term += 1
+        self._over = False
+        self._collected = False
+        for member in self.members:
+            member.owes = member.learned = False
+            if member.state is not State.LOST:
+                member.state = State.IDLE
+                member.heard = now
+        return []
+
+    def has_work(self, replica: int, now: float) -> list[Command]:
+        """A replica was given requests; one that trains must stop at once."""
+        member = self._heard(replica, now)
+        if member.state is State.LOST or self._over:
+            return []
+        trained = member.state is State.TRAINING
+        member.state = State.GENERATING
+        return [self._stop(replica)] if trained else []
+
+    def ran_out(self, replica: int, now: float) -> list[Command]:
+        """A replica has nothing left to do, and nothing waits that it could take."""
+        member = self._heard(replica, now)
+        if self._over or member.state not in (State.IDLE, State.GENERATING):
+            return []
+        member.state = State.RELEASED
+        return self._start_released()
+
+    def answered(self, replica: int, term: int, learned: bool, now: float) -> list[Command]:
+        """A replica has stopped training; `learned`: it has something to show for it."""
+        member = self._heard(replica, now)
+        if not member.owes or term != member.term or member.state is State.LOST:
+            return []
+        member.owes = False
+        member.learned = member.learned or learned
+        if self._over:
+            member.state = State.DONE
+        return [*self._start_released(), *self._collect_if_due()]
+
+    def heartbeat(self, replica: int, now: float) -> list[Command]:
+        """A replica is alive."""
+        self._heard(replica, now)
+        return []
+
+    def lost(self, replica: int, now: float) -> list[Command]:
+        """A replica is gone, with what it learned."""
+        member = self._heard(replica, now)
+        member.state = State.LOST
+        member.owes = member.learned = False
+        return self._collect_if_due()
+
+    def came_back(self, replica: int, now: float) -> list[Command]:
+        """Another process has taken a lost replica's place."""
+        member = self._heard(replica, now)
+        if member.state is State.LOST:
+            member.state = State.DONE if self._over else State.IDLE
+        return []
+
+    def rollout_over(self, now: float) -> list[Command]:
+        """The last response of the step is there: everybody stops."""
+        if self._over:
+            return []
+        self._over = True
+        commands: list[Command] = []
+        for replica, member in enumerate(self.members):
+            if member.state is State.TRAINING:
+                commands.append(self._stop(replica))
+            if member.state is not State.LOST:
+                member.state = State.DONE
+        return commands + self._collect_if_due()
+
+    def tick(self, now: float) -> list[Command]:
+        """Time has passed: who owes an answer or trains, and was not heard of, is lost."""
+        commands: list[Command] = []
+        for replica, member in enumerate(self.members):
+            waited_for = member.owes or member.state is State.TRAINING
+            if waited_for and now - member.heard > self.silence:
+                commands += self.lost(replica, now)
+        return commands
+
+    # -- what follows --------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> int | None:
+        """The replica whose optimiser's state goes on; None: nobody trains or has trained in this step."""
+        trainers = [r for r, m in enumerate(self.members) if self._takes_part(m)]
+        return trainers[0] if trainers else None
+
+    def states(self) -> list[State]:
+        """Returns every replica's state."""
+        return [member.state for member in self.members]
+
+    def _takes_part(self, member: _Member) -> bool:
+        return member.state is State.TRAINING or member.owes or member.learned
+
+    def _heard(self, replica: int, now: float) -> _Member:
+        member = self.members[replica]
+        member.heard = max(member.heard, now)
+        return member
+
+    def _stop(self, replica: int) -> Stop:
+        member = self.members[replica]
+        member.owes = True
+        return Stop(replica, member.term)
+
+    def _start_released(self) -> list[Command]:
+        """Starts whoever is released and does not still owe an answer, while others generate."""
+        if self._over:
+            return []
+        commands: list[Command] = []
+        for replica, member in enumerate(self.members):
+            if member.state is State.RELEASED and not member.owes:
+                member.state = State.TRAINING
+                member.term = self.term
+                commands.append(Start(replica, self.term))
+        return commands
+
+    def _collect_if_due(self) -> list[Command]:
+        if not self._over or self._collected or any(member.owes for member in self.members):
+            return []
+        self._collected = True
+        learned = tuple(replica for replica, member in enumerate(self.members) if member.learned)
+        return [Collect(learned, learned[0], self.term)] if learned else []

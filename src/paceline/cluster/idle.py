@@ -1,0 +1,43 @@
+"""How much of their time replicas had nothing to do."""
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the replicas of a pool do at one moment."""
+
+    ready: list[bool]
+    busy: list[bool]
+    waiting: bool  # whether requests wait for a replica
+
+    @property
+    def generates(self) -> bool:
+        """Whether a rollout is under way."""
+        return self.waiting or any(self.busy)
+
+
+class IdleClock:
+    """The share of replicas' time in which they had nothing to do while others had."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._state = (0, 0, False)
+        self._idle = self._whole = 0.0
+
+    def note(self, replicas: int, busy: int, outstanding: bool) -> None:
+        """Takes in what has held since the last call, and what holds from now on."""
+        now = time.monotonic()
+        replicas_before, busy_before, worked = self._state
+        if worked:
+            self._idle += (replicas_before - busy_before) * (now - self._since)
+            self._whole += replicas_before * (now - self._since)
+        self._since = now
+        self._state = (replicas, busy, outstanding)
+
+    def take_idle_share(self) -> float:
+        """Returns the share since the last call."""
+        share = self._idle / self._whole if self._whole else 0.0
+        self._idle = self._whole = 0.0
+        return share

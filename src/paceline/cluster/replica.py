@@ -1,0 +1,102 @@
+"""One replica of the pool: a worker's client, what it was given, and the thread that feeds it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.types import Completion, Request
+from paceline.worker.client import Patience, WorkerBackend
+from paceline.worker.process import Launch, Worker, WorkerFailed
+from paceline.worker.readers import Weights
+
+Place = Callable[[Launch, Weights], Worker]
+
+
+class Pool(Protocol):
+    """The pool, as its replicas see it."""
+
+    aborted: set[str]  # requests that shall end, and have not
+
+    def completed(self, replica: "Replica", completion: Completion) -> None:
+        """Takes a completion."""
+
+    def lost(self, replica: "Replica", requests: list[Request]) -> None:
+        """Takes back what a worker that is gone has not finished."""
+
+    def changed_state(self) -> None:
+        """Looks again at who may take requests."""
+
+    def failed(self, replica: "Replica", failure: WorkerFailed) -> None:
+        """Goes on without this replica."""
+
+    def next_requests(self, replica: "Replica") -> list[Request]:
+        """Waits for requests that this replica may take; none: the pool is closed."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A worker's client and what it was given; the pool's lock guards `outstanding`."""
+
+    number: int
+    pool: Pool
+    capacity: int
+    outstanding: dict[str, Request] = field(default_factory=dict)
+    gone: bool = False  # for good
+    client: WorkerBackend | None = None
+
+    def start(
+        self,
+        launch: Launch,
+        place: Place,
+        memory: Weights,
+        warn: Callable[[str], None],
+        patience: Patience,
+    ) -> None:
+        """Starts the worker and waits until it can generate."""
+        self.client = WorkerBackend(
+            launch,
+            list,
+            lambda message: warn(f"replica {self.number}: {message}"),
+            patience,
+            place,
+            memory,
+            _Events(self),
+        )
+        threading.Thread(target=self._feed, daemon=True).start()
+        self.pool.changed_state()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be given requests now."""
+        return not self.gone and self.client is not None and self.client.ready
+
+    def _feed(self) -> None:
+        """Hands requests in as there is room; a worker that does not read holds up nobody but itself."""
+        assert self.client is not None
+        while requests := self.pool.next_requests(self):
+            try:
+                self.client.submit(requests)
+            except WorkerFailed:
+                self.pool.lost(self, requests)
+                return
+            self.client.abort(self.pool.aborted & {request.id for request in requests})
+
+
+class _Events:
+    """What a client tells its owner, for the pool."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+
+    def completed(self, client: WorkerBackend, completion: Completion) -> None:
+        self.replica.pool.completed(self.replica, completion)
+
+    def lost(self, client: WorkerBackend, requests: list[Request]) -> None:
+        self.replica.pool.lost(self.replica, requests)
+
+    def ready(self, client: WorkerBackend) -> None:
+        self.replica.pool.changed_state()
+
+    def failed(self, client: WorkerBackend, failure: WorkerFailed) -> None:
+        self.replica.pool.failed(self.replica, failure)

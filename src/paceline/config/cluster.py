@@ -1,0 +1,112 @@
+"""The section `cluster`: how many processes a run has, where they stand, and how weights travel."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.section import Section
+
+if TYPE_CHECKING:
+    from paceline.config.recipe import Config
+
+
+class ClusterConfig(Section):
+    """Replicas that generate and ranks that learn, each in a process of its own (docs/cluster.md)."""
+
+    replicas: int = Field(
+        0, ge=0, le=4096, description="processes that generate; 0: the run's own process does"
+    )
+    learners: int = Field(
+        0, ge=0, le=4096, description="FSDP2 ranks that learn; 0: the run's own process learns"
+    )
+    placement: Literal["apart", "colocated"] = Field(
+        "apart",
+        description="apart: replicas and learners have GPUs of their own; colocated: each GPU has one of "
+        "both, and the replica gives its cache's memory back while the policy learns",
+    )
+    runtime: Literal["processes", "ray"] = Field(
+        "processes",
+        description="processes: all on this machine; ray: where a Ray cluster has room (`paceline launch`)",
+    )
+    transport: Literal["auto", "memory", "ipc", "broadcast"] = Field(
+        "auto",
+        description="how weights reach replicas; memory: shared host memory of one machine; ipc: CUDA IPC on "
+        "one machine; broadcast: NCCL, on a CPU gloo; auto: the fastest that reaches them all",
+    )
+    retries: int = Field(
+        3, ge=0, le=1000, description="how often a request may run again because its replica was lost"
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="how often a process that finishes nothing is replaced before it is given up",
+    )
+    heartbeat_seconds: float = Field(
+        120.0, gt=0, description="a process that has not answered for so long is taken to hang and replaced"
+    )
+    collective_seconds: float = Field(
+        600.0, gt=0, description="how long ranks wait for one another before the missing one is named"
+    )
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs that all processes together need, the run's own included where it learns."""
+        learning = max(1, self.learners)
+        return max(learning, self.replicas) if self.placement == "colocated" else learning + self.replicas
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "ClusterConfig":
+        if self.replicas:
+            return self
+        if self.learners:
+            raise ValueError(
+                f"cluster.learners = {self.learners} needs cluster.replicas of at least 1: with learners in "
+                "processes of their own nobody else has weights to generate with"
+            )
+        for key in ("placement", "runtime", "transport", "retries", "restarts", "heartbeat_seconds"):
+            if not self.is_default(key):
+                raise ValueError(
+                    f"cluster.{key} = {getattr(self, key)!r} does not apply: cluster.replicas is 0, "
+                    "everything runs in one process; set cluster.replicas, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _placement_fits(self) -> "ClusterConfig":
+        learning = max(1, self.learners)
+        if self.placement == "colocated" and self.replicas != learning:
+            raise ValueError(
+                f"cluster.placement = 'colocated' puts one learner and one replica on each GPU: "
+                f"cluster.replicas = {self.replicas} must equal the learners, {learning}; "
+                "change one of them, or use cluster.placement=apart"
+            )
+        if self.transport == "ipc" and self.runtime == "ray" and self.placement == "apart":
+            raise ValueError(
+                "cluster.transport = 'ipc' reaches processes of one machine, and cluster.runtime = 'ray' "
+                "with cluster.placement = 'apart' may use several; use transport=auto or broadcast"
+            )
+        return self
+
+
+def check_cluster(config: "Config") -> None:
+    """Raises ValueError where a recipe asks for something that several processes cannot do."""
+    cluster, rollout = config.cluster, config.rollout
+    if not cluster.replicas:
+        return
+    where = f"cluster.replicas = {cluster.replicas}"
+    if rollout.precision.fp8_kv:
+        raise ValueError(
+            f"{where}: with rollout.precision = 'fp8+kv' scales are measured in the learner's forward "
+            "passes, and generation runs in other processes; use rollout.precision=fp8, or cluster.replicas=0"
+        )
+    if rollout.speculation.online.when != "never":
+        raise ValueError(
+            f"{where}: rollout.speculation.online.when = {rollout.speculation.online.when!r} trains the head "
+            "that drafts, which lies in other processes; use online.when=never, or cluster.replicas=0"
+        )
+    if rollout.mode == "async" and cluster.placement == "colocated":
+        raise ValueError(
+            "cluster.placement = 'colocated' lets replicas sleep while the policy learns, and rollout.mode = "
+            "'async' never stops them; use cluster.placement=apart, or rollout.mode=partial"
+        )

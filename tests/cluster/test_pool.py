@@ -1,0 +1,253 @@
+"""Several replicas behind one queue: the tokens of one generator, whatever happens to the processes."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.cluster.pool import ReplicaPool
+from paceline.types import FinishReason, Request, SamplingParams
+from paceline.worker.client import Patience
+from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from tests.worker.slow_backend import SlowBackend
+
+QUICK = Patience(start=120, answer=4, beat=0.3, close=5, restarts=3)
+
+
+def request(name: str, tokens: int = 5, first: int = 1, **more) -> Request:
+    return Request(name, (first, 2), sum(map(ord, name)), SamplingParams(max_tokens=tokens), **more)
+
+
+def expected(requests, weight: int = 0):
+    backend = SlowBackend(0.0, "")
+    backend.update_weights(1, [("w", torch.tensor([weight]))])
+    backend.submit(requests)
+    return {c.request.id: c.tokens for c in backend.completions()}
+
+
+def make_pool(tmp_path, replicas=2, seconds=0.002, capacity=8, retries=3, places=None) -> ReplicaPool:
+    settings = json.dumps({"seconds": seconds, "die_once": str(tmp_path / "died")})
+    return ReplicaPool(
+        Launch("tests.worker.slow_backend:make", settings),
+        places or [WorkerProcess] * replicas,
+        capacity,
+        lambda: [("w", torch.tensor([0.0]))],
+        patience=QUICK,
+        retries=retries,
+    )
+
+
+def pids(pool) -> list[int]:
+    return [replica.client.worker.id for replica in pool.replicas]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    made = make_pool(tmp_path_factory.mktemp("pool"))
+    yield made
+    processes = [replica.client.worker.process for replica in made.replicas]
+    made.close()
+    assert all(process.returncode is not None for process in processes)
+
+
+def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
+    assert len({os.getpid(), *pids(pool)}) == 3
+    pool.update_weights(1, [("w", torch.tensor([3.0, 4.0]))])
+    requests = [request(f"r{i}", 3 + i % 7) for i in range(40)]
+    pool.submit(requests)
+    completions = list(pool.completions())
+    assert {c.request.id: c.tokens for c in completions} == expected(requests, 7)
+    assert len(completions) == len(requests)
+    assert all(c.segments[0].weight_version == 1 for c in completions)
+    stats = pool.take_stats()
+    assert stats.replicas.count == 2 and stats.replicas.restarts == 0
+    assert 0.0 <= stats.replicas.idle_share < 1.0
+
+
+def test_work_is_shared_and_never_beyond_a_replicas_capacity(pool):
+    pool.update_weights(2)
+    most = [0, 0]
+    pool.submit([request(f"s{i}", 6) for i in range(30)])
+    for _ in pool.completions():
+        for replica in pool.replicas:
+            most[replica.number] = max(most[replica.number], len(replica.outstanding))
+    assert all(0 < count <= 8 for count in most)
+
+
+def test_aborting_reaches_what_runs_and_what_waits(pool):
+    pool.update_weights(3)
+    requests = [request(f"a{i}", 400) for i in range(24)]
+    pool.submit(requests)
+    time.sleep(0.05)
+    pool.abort([r.id for r in requests])
+    completions = list(pool.completions())
+    assert sorted(c.request.id for c in completions) == sorted(r.id for r in requests)
+    assert {c.finish_reason for c in completions} == {FinishReason.ABORTED}
+
+
+def test_a_paused_pool_goes_on_in_the_background(pool):
+    pool.update_weights(4)
+    pool.submit([request(f"p{i}", 3) for i in range(20)])
+    pool.pause()
+    assert list(pool.completions()) == []
+    deadline = time.monotonic() + 60
+    while len(pool.arrived) < 20 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pool.arrived) == 20, "replicas waited for their reader"
+    pool.resume()
+    assert len(list(pool.completions())) == 20
+
+
+def test_a_killed_replicas_requests_run_again_with_the_same_seeds(pool):
+    pool.update_weights(5, [("w", torch.tensor([1.0, 1.0]))])
+    requests = [request(f"k{i}", 60) for i in range(16)]
+    before = pool.restarts
+    pool.take_stats()
+    pool.submit(requests)
+    time.sleep(0.03)
+    killed = pool.replicas[0].client.worker.id
+    os.kill(killed, signal.SIGKILL)
+    completions = list(pool.completions())
+    assert {c.request.id: c.tokens for c in completions} == expected(requests, 2)
+    assert len(completions) == len(requests)
+    stats = pool.take_stats().replicas
+    assert pool.restarts == stats.restarts == before + 1 and stats.retried_requests >= 1
+    wait_until_ready(pool)
+    assert killed not in pids(pool)
+
+
+def wait_until_ready(pool) -> None:
+    deadline = time.monotonic() + 120
+    while not all(replica.is_ready for replica in pool.replicas):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_new_replica_has_the_newest_weights(pool):
+    """Weights that were handed over while it was being started included."""
+    wait_until_ready(pool)
+    os.kill(pool.replicas[1].client.worker.id, signal.SIGKILL)
+    while pool.replicas[1].is_ready:
+        time.sleep(0.005)
+    pool.update_weights(6, [("w", torch.tensor([4.0, 4.0]))])
+    wait_until_ready(pool)
+    requests = [request(f"n{i}", 5) for i in range(8)]
+    pool.submit(requests)
+    completions = list(pool.completions())
+    assert {c.request.id: c.tokens for c in completions} == expected(requests, 8)
+    assert {s.weight_version for c in completions for s in c.segments} == {6}
+
+
+@pytest.mark.slow
+def test_a_hung_replica_is_noticed_and_replaced(pool):
+    wait_until_ready(pool)
+    pool.update_weights(7)
+    before = pool.restarts
+    hung = pool.replicas[0].client.worker.id
+    requests = [request(f"h{i}", 30) for i in range(12)]
+    pool.submit(requests)
+    time.sleep(0.02)
+    os.kill(hung, signal.SIGSTOP)
+    completions = list(pool.completions())
+    assert {c.request.id: c.tokens for c in completions} == expected(requests)
+    assert pool.take_stats().replicas.restarts == before + 1
+    assert not is_running(hung)
+
+
+@pytest.mark.slow
+def test_a_request_that_takes_replicas_along_is_tried_so_often_and_named(tmp_path):
+    pool = make_pool(tmp_path, retries=1)
+    try:
+        pool.update_weights(1)
+        pool.submit([request("good", 3), request("fatal", 4, first=668)])
+        with pytest.raises(WorkerFailed, match="request fatal was under way 2 times"):
+            list(pool.completions())
+        with pytest.raises(WorkerFailed, match="fatal"):
+            pool.submit([request("later")])
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_the_pool_goes_on_with_the_replicas_that_are_left(tmp_path):
+    started = []
+    warnings = []
+
+    def fragile(launch, weights):
+        started.append(launch)
+        if len(started) > 1:
+            raise WorkerFailed("there is no such machine any more")
+        return WorkerProcess(launch, weights)
+
+    pool = make_pool(tmp_path, places=[fragile, WorkerProcess])
+    pool.warn = warnings.append
+    try:
+        pool.update_weights(1)
+        requests = [request(f"g{i}", 40) for i in range(10)]
+        pool.submit(requests)
+        time.sleep(0.02)
+        os.kill(pool.replicas[0].client.worker.id, signal.SIGKILL)
+        completions = list(pool.completions())
+        assert {c.request.id: c.tokens for c in completions} == expected(requests)
+        assert pool.take_stats().replicas.count == 1
+        assert "replica 0 is given up" in warnings[0] and "1 of 2 are left" in warnings[0]
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(tmp_path):
+    pool = make_pool(tmp_path, seconds=0.003, retries=50)
+    rng = random.Random(5)
+    stopped = threading.Event()
+
+    def kill_now_and_then():
+        try:
+            for kills in range(1, 4):
+                time.sleep(0.5)
+                while not (ready := [replica for replica in pool.replicas if replica.is_ready]):
+                    time.sleep(0.01)
+                os.kill(rng.choice(ready).client.worker.id, signal.SIGKILL)
+                while pool.restarts < kills:
+                    time.sleep(0.01)
+            wait_until_ready(pool)
+        finally:
+            stopped.set()
+
+    try:
+        pool.update_weights(0)
+        threading.Thread(target=kill_now_and_then, daemon=True).start()
+        ended: list[str] = []
+        submitted: list[str] = []
+        version = 0
+        while not stopped.is_set() or len(ended) < len(submitted):
+            if not stopped.is_set():
+                new = [request(f"r{len(submitted) + i}", rng.randint(1, 30)) for i in range(5)]
+                submitted += [r.id for r in new]
+                pool.submit(new)
+                if rng.random() < 0.5:
+                    pool.abort([rng.choice(submitted)])
+                version += 1
+                pool.update_weights(version, [("w", torch.tensor([float(version)]))])
+            pool.resume()
+            for completion in pool.completions():
+                ended.append(completion.request.id)
+                assert all(0 <= s.weight_version <= version for s in completion.segments)
+                if rng.random() < 0.2 and not stopped.is_set():
+                    pool.pause()
+        assert sorted(ended) == sorted(submitted) and pool.restarts >= 3
+    finally:
+        pool.close()

@@ -1,0 +1,136 @@
+"""Weights on their way to workers: all of them arrive, or the ones from before stay."""
+
+import threading
+
+import pytest
+import torch
+
+from paceline.worker import digest as digest_module
+from paceline.worker.broadcast import BroadcastReader, BroadcastWeights
+from paceline.worker.digest import tensor_digest, weights_digest
+from paceline.worker.readers import TransferInterrupted, WeightsDamaged
+from paceline.worker.weights import SharedWeights, WeightsReader
+
+CPU = torch.device("cpu")
+
+
+def some_weights(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("a", torch.randn(33, 7, generator=generator)),
+        ("b", torch.randn(129, generator=generator).to(torch.bfloat16)),
+        ("empty", torch.zeros(0, 4)),
+        ("c", torch.randint(-9, 9, (5,), generator=generator, dtype=torch.int8)),
+        ("view", torch.randn(8, 6, generator=generator).T),
+    ]
+
+
+def same(left, right) -> bool:
+    return [n for n, _ in left] == [n for n, _ in right] and all(
+        torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(left, right, strict=True)
+    )
+
+
+def test_a_digest_notices_a_bit_a_swap_a_name_and_a_type():
+    weights = some_weights(0)
+    digest = weights_digest(weights)
+    assert digest == weights_digest(some_weights(0))
+    flipped = weights[0][1].clone()
+    flipped.view(torch.int32)[3, 2] ^= 1
+    swapped = weights[0][1].clone()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    for change in (
+        [("a", flipped), *weights[1:]],
+        [("a", swapped), *weights[1:]],
+        [("x", weights[0][1]), *weights[1:]],
+        [("a", weights[0][1].view(torch.int32)), *weights[1:]],
+        weights[1:],
+    ):
+        assert weights_digest(change) != digest
+
+
+def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
+    monkeypatch.setattr(digest_module, "PIECE", 2 * digest_module.PERIOD)
+    period = digest_module.PERIOD
+    count = 5 * period + 3
+    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(3))
+    tensor = torch.cat([words.view(torch.uint8), torch.tensor([5, 7], dtype=torch.uint8)])
+    plain = sum(words.tolist()) + 5 * 1 + 7 * 2
+    weighted = sum(w * (i % period + 1) * (i // (2 * period) + 1) for i, w in enumerate(words.tolist()))
+    assert tensor_digest(tensor) == (plain % 2**64, weighted % 2**64)
+    moved = torch.cat([tensor[8 * period * 2 :], tensor[: 8 * period * 2]])
+    assert tensor_digest(moved) != tensor_digest(tensor), "two pieces in each other's place"
+    assert tensor_digest(tensor[1:].clone()) == tensor_digest(tensor[1:])  # not aligned
+
+
+def test_memory_that_changed_on_the_way_is_noticed():
+    shared = SharedWeights()
+    shared.write(3, some_weights(1))
+    (notice,) = shared.notices(["w"])
+    assert same(WeightsReader().read(notice), some_weights(1))  # opened by its path, as Ray's actors do
+    shared.file.seek(5)
+    shared.file.write(b"\xff")
+    shared.file.flush()
+    with pytest.raises(WeightsDamaged, match="version 3 arrived with digest"):
+        WeightsReader(shared.descriptor).read(notice)
+    shared.close()
+
+
+def test_nobody_writes_while_somebody_reads():
+    shared = SharedWeights()
+    shared.write(1, some_weights(1))
+    shared.begin_reading()
+    writer = threading.Thread(target=shared.write, args=(2, some_weights(2)))
+    writer.start()
+    writer.join(0.2)
+    assert writer.is_alive() and shared.version == 1
+    shared.end_reading()
+    writer.join(10)
+    assert shared.version == 2
+    shared.close()
+
+
+def read_all(readers, notices):
+    found = [None] * len(readers)
+
+    def read(index):
+        try:
+            found[index] = readers[index].read(notices[index])
+        except TransferInterrupted as problem:
+            found[index] = problem
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(len(readers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_a_broadcast_reaches_all_in_buckets_and_keeps_its_group():
+    source = BroadcastWeights("127.0.0.1", CPU, bucket_bytes=100)  # tensors are cut, and share buckets
+    readers = [BroadcastReader(CPU) for _ in range(3)]
+    names = []
+    for version in (1, 2):
+        source.write(version, some_weights(version))
+        notices = source.notices(["x", "y", "z"])
+        names.append(notices[0]["group"])
+        assert all(same(found, some_weights(version)) for found in read_all(readers, notices))
+    assert names[0] == names[1], "the same workers, another group"
+    notices = source.notices(["x", "y"])
+    assert all(same(found, some_weights(2)) for found in read_all(readers[:2], notices))
+    assert notices[0]["group"] != names[0]
+    source.close()
+
+
+def test_a_worker_that_does_not_come_interrupts_the_others_and_the_next_transfer_works():
+    source = BroadcastWeights("127.0.0.1", CPU)
+    source.write(1, some_weights(1))
+    reader = BroadcastReader(CPU)
+    notices = source.notices(["x", "gone"])
+    threading.Timer(0.3, source.cancel, notices[:1]).start()
+    (found,) = read_all([reader], notices[:1])
+    assert isinstance(found, TransferInterrupted)
+    (again,) = read_all([reader], source.notices(["x"]))
+    assert same(again, some_weights(1))
+    source.close()
