@@ -9,7 +9,7 @@ import torch
 
 from paceline.pacing.strategy import Decision, Strategy
 from paceline.pacing.trace import TraceRow
-from paceline.stats import DraftStats, PrecisionStats, RolloutStats
+from paceline.stats import DraftStats, PrecisionStats, RequestTrace, RolloutStats
 from paceline.types import (
     Completion,
     FinishReason,
@@ -23,7 +23,7 @@ from paceline.types import (
 from paceline.worker.wire import Message
 
 # What statistics hold beside numbers and lists of them.
-NESTED = ("drafts", "precision", "trace")
+NESTED = ("drafts", "precision", "trace", "requests")
 
 
 def submit_message(requests: Sequence[Request]) -> Message:
@@ -97,6 +97,7 @@ def stats_record(stats: RolloutStats) -> dict[str, Any]:
         "drafts": {name: asdict(drafts) for name, drafts in stats.drafts.items()},
         "precision": None if stats.precision is None else asdict(stats.precision),
         "trace": rows,
+        "requests": [asdict(trace) for trace in stats.requests],
     }
 
 
@@ -112,6 +113,10 @@ def read_stats(record: dict[str, Any]) -> RolloutStats:
         decision = row.pop("decision")
         strategy = Strategy.parse(decision.pop("strategy"))
         stats.trace.append(TraceRow(Decision(strategy, **decision), **row))
+    for request in nested["requests"]:
+        moments = tuple((stage, begin, slot) for stage, begin, slot in request.pop("moments"))
+        reason = FinishReason(request.pop("reason"))
+        stats.requests.append(RequestTrace(moments=moments, reason=reason, **request))
     return stats
 
 

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.worker.weights import SharedWeights
@@ -20,6 +21,8 @@ class Launch:
 
     factory: str  # `module:function`, which makes a backend from the settings
     settings: str  # for the function; a recipe, for the backends of this project
+    command: Sequence[str] = (sys.executable, "-m", "paceline.worker")  # what runs `worker/__main__.py`
+    environment: Mapping[str, str] | None = None  # None: this process's own
 
 
 class WorkerProcess:
@@ -29,10 +32,14 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), weights.file.fileno())
-            command = [sys.executable, "-m", "paceline.worker", *map(str, descriptors), launch.factory]
+            command = [*launch.command, *map(str, descriptors), launch.factory]
             # A session of its own: Ctrl-C in the terminal is for the run, which then closes the worker.
             self.process = subprocess.Popen(
-                command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=launch.environment,
             )
         self.connection = Connection(ours)
         with contextlib.suppress(Disconnected):  # who waits for its hello finds out
