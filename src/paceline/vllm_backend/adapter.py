@@ -1,4 +1,4 @@
-"""The one module that knows vLLM's engine, for the versions from OLDEST to NEWEST.
+"""The one module that knows vLLM's engine, for the versions that `versions.py` names.
 
 vLLM's own engine core runs in this process and makes a step when asked, so that nothing is generated between
 two steps: what `update_weights` does then is between two tokens of every request. Its ranks, where there are
@@ -9,59 +9,18 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from paceline.types import Request
-from paceline.vllm_backend.extension import WeightFile
+from paceline.vllm_backend.progress import Progress, RequestRefused, StepStats
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
-
-OLDEST = (0, 26)
-NEWEST = (0, 32)
+from paceline.vllm_backend.versions import check_version
+from paceline.vllm_backend.weight_file import WeightFile
 
 # Where weights lie for ranks that are processes of their own.
 SHARED_MEMORY = "/dev/shm"
-
-
-class UnsupportedVersion(RuntimeError):
-    """The environment's vLLM is not one of those that this adapter knows."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What one step added to a request."""
-
-    id: str
-    tokens: list[int]
-    logprobs: list[float]
-    top_logprobs: list[dict[int, float]]
-    finish_reason: str  # "stop" or "length"; empty: it goes on
-    prompt_logprobs: list[float] = field(default_factory=list)  # of a text that is only read
-
-
-@dataclass
-class StepStats:
-    """What one step of vLLM did."""
-
-    seconds: float
-    drafts: int = 0
-    proposed: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    prompt_tokens: int = 0
-    preemptions: int = 0
-
-
-def check_version(version: str) -> None:
-    """Raises where this adapter does not know the version."""
-    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if len(parts) < 2 or not OLDEST <= parts <= NEWEST:
-        span = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-        raise UnsupportedVersion(
-            f"vLLM {version} is not supported: rollout.vllm.python must name an environment with one of the "
-            f"versions {span} (scripts/vllm_env.sh makes one)"
-        )
 
 
 class VllmEngine:
@@ -87,10 +46,12 @@ class VllmEngine:
     # -- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues a request; raises ValueError where vLLM refuses it."""
-        self.engine.add_request(
-            request.id, {"prompt_token_ids": list(request.prompt)}, self._sampling_params(request)
-        )
+        """Queues a request; raises where vLLM refuses it."""
+        try:
+            params = self._sampling_params(request)
+            self.engine.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, params)
+        except Exception as error:  # its kinds of errors differ from version to version
+            raise RequestRefused(f"vLLM {self.version}: {error}") from None
 
     def abort(self, ids: Sequence[str]) -> None:
         """Drops requests."""

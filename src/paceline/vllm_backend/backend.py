@@ -22,7 +22,8 @@ from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import PLAIN, Decision, Observation, Pacer, Strategy
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request, Segment
-from paceline.vllm_backend.adapter import Progress, StepStats, VllmEngine
+from paceline.vllm_backend.adapter import VllmEngine
+from paceline.vllm_backend.progress import Progress, RequestRefused, StepStats
 from paceline.vllm_backend.settings import VllmSettings
 
 # The name of a text that is read for its logprobs, among requests.
@@ -176,7 +177,7 @@ class VllmBackend(Backend):
             return "stop strings need a tokenizer.json in the policy's folder"
         try:
             self.engine.add(request)
-        except (ValueError, TypeError) as error:
+        except RequestRefused as error:
             return str(error)
         return ""
 

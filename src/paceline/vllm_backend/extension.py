@@ -6,13 +6,13 @@ as a file that all processes map.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paceline.vllm_backend.patches import apply_patches
+from paceline.vllm_backend.weight_file import WeightFile
 
 apply_patches()
 # It warns of every module that has nothing to load, such as a rotation's table; a probe checks every update.
@@ -20,21 +20,6 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 # Names of a drafter's parameters that are the policy's own, on purpose: they follow it.
 SHARED_BY_DESIGN = ("embed_tokens.",)
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """Weights as a safetensors file, which every rank maps."""
-
-    path: str
-
-    def read(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the weights one by one."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                yield name, file.get_tensor(name)
 
 
 # What travels: tensors under their Hugging Face names, or where they lie.

@@ -26,6 +26,7 @@ from paceline.policy.huggingface import exported_tensors
 from paceline.policy.model_files import TOKENIZER_FILES, copy_files
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
+from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
 
 # Tokens of the text that is compared after each update.
 PROBE_TOKENS = 48
@@ -51,6 +52,7 @@ def start_vllm(
             f"rollout.vllm.python = {rollout.vllm.python!r}: there is no such file; name the Python of an "
             "environment with vLLM, or make one with scripts/vllm_env.sh"
         )
+    _check_environment(str(python))
     scratch = Path(tempfile.mkdtemp(prefix="paceline-vllm-"))
     head = make_head(policy, tokenizer, config)
     draft = draft_settings(policy, tokenizer, config, head, scratch)
@@ -134,6 +136,16 @@ def draft_settings(
     return DraftSettings(
         name, VLLM_METHODS[name], speculation.tokens, folder, speculation.max_running, options
     )
+
+
+def _check_environment(python: str) -> None:
+    """Raises where the environment says that it has another vLLM; one that says nothing is asked later."""
+    version = version_in(python)
+    if version:
+        try:
+            check_version(version)
+        except UnsupportedVersion as error:
+            raise ConfigError(f"rollout.vllm.python = {python!r}: {error}") from None
 
 
 def probe_text(policy: Decoder) -> list[int]:
