@@ -1,4 +1,4 @@
-"""What a completion of vLLM is made of: tokens step by step, segments per weight version, ends, statistics."""
+"""What a completion of vLLM is made of: tokens by step, segments by weight version, ends, statistics."""
 
 import pytest
 from tokenizers import Tokenizer

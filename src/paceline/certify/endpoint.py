@@ -6,6 +6,7 @@ speculates.
 """
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ TOKEN_ID = "token_id:"
 
 # Seconds after which a request is given up.
 TIMEOUT = 300.0
+
+# How often a server is asked that drops the connection.
+ATTEMPTS = 5
 
 
 class EndpointError(ValueError):
@@ -69,6 +73,15 @@ class Endpoint:
         return str(models[0]["id"])
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Asks until the server takes the connection, a few times at most."""
+        for attempt in range(ATTEMPTS):
+            answer = self._try(path, body)
+            if answer is not None:
+                return answer
+            time.sleep(0.1 * 2**attempt)
+        raise EndpointError(f"{self.url}{path} drops connections; it is asked {ATTEMPTS} times")
+
+    def _try(self, path: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
@@ -77,6 +90,8 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
             raise EndpointError(f"{self.url}{path} answered {error.code}: {said}") from None
+        except (ConnectionResetError, ConnectionAbortedError):
+            return None  # it has more connections than it takes
         except (OSError, ValueError) as error:
             raise EndpointError(f"{self.url}{path} cannot be reached: {error}") from None
 

@@ -12,6 +12,7 @@ def apply_patches() -> None:
     """Applies every work-around that this vLLM needs."""
     _keep_drafter_head_apart()
     _expand_on_cpu()
+    _constrain_nothing_on_cpu()
 
 
 def _keep_drafter_head_apart() -> None:
@@ -56,3 +57,18 @@ def _expand_on_cpu() -> None:
         return torch.repeat_interleave(kept, counts.to(torch.int64), output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+def _constrain_nothing_on_cpu() -> None:
+    """Lets a step without any proposal pass on a CPU, where its top-k takes the maximum of nothing."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_some(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return constrain(logits, *arguments) if len(logits) else logits
+
+    rejection_sampler.apply_sampling_constraints = constrain_some
