@@ -97,18 +97,16 @@ def test_after_an_update_greedy_tokens_are_the_learners(plain):
 
 
 def test_a_response_that_crosses_an_update_has_a_segment_for_each(plain):
-    plain.backend.submit(requests(plain, 24, "crossing", max_tokens=200, ignore_eos=True))
-    first = next(iter(plain.backend.completions()), None)
-    plain.backend.submit(requests(plain, 24, "crossing again", max_tokens=200, ignore_eos=True))
+    short = requests(plain, 1, "short", max_tokens=4, ignore_eos=True)
+    plain.backend.submit([*short, *requests(plain, 12, "crossing", max_tokens=200, ignore_eos=True)])
+    first = next(plain.backend.completions())
     plain.backend.update_weights(2)
     done = list(plain.backend.completions())
-    assert first is not None
-    across = [c for c in done if len(c.segments) > 1]
-    assert across
+    assert first.request.id == "short/0" and len(done) == 12
+    across = [completion for completion in done if len(completion.segments) > 1]
+    assert across, "all of them had ended before"
     for completion in across:
-        assert [segment.weight_version for segment in completion.segments] == sorted(
-            {segment.weight_version for segment in completion.segments}
-        )
+        assert [segment.weight_version for segment in completion.segments] == [1, 2]
         assert completion.segments[-1].stop == len(completion.tokens) == 200
 
 
