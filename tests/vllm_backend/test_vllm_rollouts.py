@@ -4,6 +4,7 @@ It lives in an environment of its own (`scripts/vllm_env.sh` makes it). Starting
 what is tested, so that the tests share two processes.
 """
 
+import json
 import os
 import signal
 
@@ -12,6 +13,7 @@ import torch
 
 from paceline.config import load_config
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE, load_eagle
+from paceline.loop import train
 from paceline.policy.attention import PackedAttention
 from paceline.session import Session, open_session
 from paceline.types import Completion, FinishReason, Request, SamplingParams
@@ -148,3 +150,15 @@ def test_a_head_that_is_published_raises_acceptance_and_leaves_the_policy_alone(
         assert accept_length(session, "updated") == pytest.approx(after, rel=0.05)
     finally:
         session.close()
+
+
+def test_the_built_in_run_learns(tmp_path):
+    """A short one; `benchmarks/vllm_learns.sh` compares whole ones with native runs, over three seeds."""
+    own = [f"run.root={tmp_path}", "run.name=run", "run.steps=8", "eval.problems=128"]
+    assert train(load_config("default", [*PLAIN, *own])).finished
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    before, after = (record["eval/accuracy"] for record in records if record["kind"] == "eval")
+    steps = [record for record in records if record["kind"] == "train"]
+    assert after > before + 0.15
+    assert all(record["policy/largest_logprob_delta"] < 1e-3 for record in steps)
+    assert len(steps) == 8 and all(record["rollout/samples"] == 128 for record in steps)
