@@ -1,20 +1,19 @@
 """What runs with native and with vLLM's rollouts learned and cost, as a Markdown table.
 
-    python benchmarks/vllm_table.py RUNS        the folder of `vllm_learns.sh` or `vllm_steps.sh`
+python benchmarks/vllm_table.py RUNS        the folder of `vllm_learns.sh` or `vllm_steps.sh`
 """
 
+import json
 import statistics
 import sys
 from pathlib import Path
-
-from same_learning import read_metrics
 
 STAGES = ("time/step", "time/rollout", "time/learn", "time/sync")
 
 
 def row(run: Path) -> str:
     """Returns a run's line: accuracies at its ends, medians of its stages, how far logprobs differ."""
-    records = read_metrics(run)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evals = [record for record in records if record["kind"] == "eval"]
     steps = [record for record in records if record["kind"] == "train"]
     ends = " -> ".join(f"{record['eval/accuracy']:.3f}" for record in (evals[0], evals[-1])) if evals else "-"

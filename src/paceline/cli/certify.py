@@ -80,24 +80,29 @@ def certify(
         make_parts,
     )
 
+    policy = served or policy
+    if not endpoint:
+        refuse_given(context, ("model",), "it is a server's; leave it out, or name --endpoint")
     if endpoint or backend == "vllm":
         _refuse_native_options(context, "--endpoint" if endpoint else "--backend vllm", bool(endpoint))
-        what = Foreign(served or policy, tuple(overrides or ()), recipe, drafter, tokens, endpoint, model)
-        parts = (*recipe_policy(what.config), recipe_tokenizer(what.config))
-        _conclude(certify_foreign(what, *parts, quick, samples, seed, _say), json_file)
+        what = Foreign(policy, tuple(overrides or ()), recipe, drafter, tokens, endpoint, model)
+        decoder, prompts = recipe_policy(what.config)
+        tokenizer = recipe_tokenizer(what.config)
+        certificate = certify_foreign(what, decoder, prompts, tokenizer, quick, samples, seed, _say)
+        _conclude(certificate, json_file)
         return
     if backend == "reference":
         _refuse_reference_options(context)
     options = SubjectOptions(policy, backend, drafter, tokens, pacing, verify, precision, deterministic)
     effort = Effort(quick, full, samples, budget, seed)
     config = certified_config(options, recipe, overrides or [])
-    model, prompts = recipe_policy(config)
-    parts = make_parts(options, config.rollout, model, prompts, recipe_tokenizer(config), effort)
+    decoder, prompts = recipe_policy(config)
+    parts = make_parts(options, config.rollout, decoder, prompts, recipe_tokenizer(config), effort)
     certificate = certify_parts(
         parts,
         prompts,
-        certificate_settings(options, config.rollout, model),
-        alone=model.device if backend == "native" else None,
+        certificate_settings(options, config.rollout, decoder),
+        alone=decoder.device if backend == "native" else None,
         left_out=QUICK_LEAVES_OUT if quick else "",
         progress=_say,
     )
@@ -123,11 +128,8 @@ def _refuse_native_options(context: typer.Context, what: str, server: bool) -> N
     own = ("pacing", "verify", "full", "deterministic", "budget", "precision")
     refuse_given(context, own, f"it does not apply to {what}; leave it out")
     if server:
-        refuse_given(
-            context, ("backend", "drafter", "tokens"), "a server is certified as it runs; leave it out"
-        )
-    else:
-        refuse_given(context, ("model",), "it is a server's; leave it out, or name --endpoint")
+        as_it_is = "a server is certified as it runs; leave it out"
+        refuse_given(context, ("backend", "drafter", "tokens"), as_it_is)
 
 
 def _refuse_reference_options(context: typer.Context) -> None:
