@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from paceline.config import ConfigError, load_config
-from paceline.vllm_backend.adapter import engine_arguments
+from paceline.session import open_session
+from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown
 from paceline.vllm_backend.client import vllm_launch
 from paceline.vllm_backend.settings import VllmSettings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
@@ -49,6 +50,17 @@ def test_options_pass_through_and_what_is_relied_upon_stays():
     arguments = engine_arguments(SETTINGS)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["max_model_len"] == 64
     assert arguments["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def test_an_option_that_this_vllm_lacks_is_named():
+    with pytest.raises(ValueError, match=r"engine.max_num_seq: vLLM 0.32.0 .* mean 'max_num_seqs'"):
+        refuse_unknown(["max_num_seq"], ["dtype", "max_num_seqs"], "0.32.0")
+    refuse_unknown(["dtype"], ["dtype"], "0.32.0")
+
+
+def test_an_environment_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"rollout.vllm.python = '/nowhere/python'.*scripts/vllm_env.sh"):
+        open_session(load_config("default", [*VLLM, "rollout.vllm.python=/nowhere/python"]))
 
 
 def test_settings_survive_the_way_to_the_process():

@@ -82,9 +82,8 @@ class VllmSubject(ForeignSubject):
         """Returns the engine that is asked for; its other settings are the recipe's."""
         speculates = bool(opening.tokens and self.tokens)
         if speculates not in self.opened:
-            client = start_vllm(self.policy, self.tokenizer, self.configs[speculates], self.warnings.append)
-            client.update_weights(0)
-            self.opened[speculates] = client
+            config = self.configs[speculates]
+            self.opened[speculates] = start_vllm(self.policy, self.tokenizer, config, self.warnings.append)
         client = self.opened[speculates]
         client.resume()
         return OpenedBackend(client)

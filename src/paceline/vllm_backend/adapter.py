@@ -5,10 +5,12 @@ two steps: what `update_weights` does then is between two tokens of every reques
 several, are processes of their own.
 """
 
+import difflib
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class VllmEngine:
         self.version = vllm.__version__
         self.settings = settings
         self._recorder: _Recorder | None = None
+        refuse_unknown(settings.engine, [option.name for option in fields(EngineArgs)], self.version)
         arguments = EngineArgs(**engine_arguments(settings))
         self.engine = LLMEngine.from_engine_args(arguments, stat_loggers=[self._make_recorder])
         self._ranks = settings.tensor_parallel * settings.pipeline_parallel
@@ -141,6 +144,15 @@ class VllmEngine:
     def _make_recorder(self, config: Any, index: int = 0) -> "_Recorder":
         self._recorder = _make_recorder()
         return self._recorder
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], version: str) -> None:
+    """Raises where the recipe gives an option that this vLLM does not have."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"rollout.vllm.engine.{key}: vLLM {version} has no such option{hint}")
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def start_vllm(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(client, shutil.rmtree, scratch, ignore_errors=True)
+    client.update_weights(0)  # the folder may have none, or those without the policy's adapters
     return client
 
 
