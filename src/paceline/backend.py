@@ -147,6 +147,10 @@ class Backend(ABC):
         """Returns the statistics being counted now, to look at from another thread; None: unknown."""
         return None
 
+    def text_logprobs(self, tokens: Sequence[int]) -> list[float] | None:
+        """Returns the logprobs of a text's tokens but the first, at temperature 1; None: it cannot say."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Drops everything that is outstanding and releases what is held."""

@@ -44,6 +44,7 @@ from paceline.tasks import make_task
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.task import Task
 from paceline.types import Precision, SamplingParams
+from paceline.vllm_backend.start import start_vllm
 from paceline.worker.client import WorkerBackend
 from paceline.worker.process import Launch
 
@@ -118,8 +119,12 @@ class Session:
 
     @contextmanager
     def _learning_memory(self, needed: bool) -> Iterator[None]:
-        apart = isinstance(self.backend, WorkerBackend | ReplicaPool)
-        if self.plan is None or not self.plan.sleeps or not needed or apart:
+        if isinstance(self.backend, WorkerBackend):
+            sleeps = self.backend.gives_memory
+        else:
+            apart = isinstance(self.backend, ReplicaPool)
+            sleeps = self.plan is not None and self.plan.sleeps and not apart
+        if not sleeps or not needed:
             yield
             return
         self.backend.sleep()
@@ -146,10 +151,11 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         _check_schedule(schedule, config)
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
+    vllm = config.rollout.backend == "vllm"
     ranked = learns and config.cluster.learners > 0 and schedule is None
-    plan = None if ranked else plan_gpu(config, source, device, learns)
+    plan = None if ranked or vllm else plan_gpu(config, source, device, learns)  # vLLM plans its own memory
     pooled = learns and config.cluster.replicas > 0 and schedule is None
-    in_worker = learns and config.rollout.mode == "async" and schedule is None
+    in_worker = learns and config.rollout.mode == "async" and schedule is None and not vllm
     _check_cache_stays(config, plan, in_worker)
     # Where ranks learn, this process keeps the policy only to know its shapes.
     policy = source.load(policy_dtype(config.policy, device), torch.device("cpu") if ranked else device)
@@ -194,6 +200,8 @@ def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns:
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
     """Returns the generator that a recipe names."""
+    if config.rollout.backend == "vllm":
+        return start_vllm(policy, tokenizer, config, logger.warning)
     if config.rollout.backend == "reference":
         return ReferenceBackend(policy, config.rollout.max_running, tokenizer)
     kv_tokens = plan.kv_tokens if plan is not None else cpu_kv_tokens(policy, config)
@@ -256,6 +264,11 @@ def hosted_backend(settings: str) -> Backend:
 
 def _check_schedule(path: Path, config: Config) -> None:
     rollout = config.rollout
+    if rollout.backend == "vllm":
+        raise ConfigError(
+            f"--schedule {path}: rollout.backend = 'vllm' samples with noise of its own, so that nothing can "
+            "be repeated; use rollout.backend=native"
+        )
     if rollout.mode == "sync":
         raise ConfigError(
             f"--schedule {path}: rollout.mode = 'sync' takes its groups in prompt order, there is nothing to "

@@ -1,8 +1,8 @@
 """An exported eagle head in a real vLLM: it loads as `eagle3`, and vLLM accepts of its drafts what `drafter
 eval` says.
 
-Greedy, where the two must agree draft by draft. At temperature 1 vLLM 0.32's CPU build cannot be compared
-with: with speculation on it writes tokens that the policy all but excludes.
+Greedy, where the two must agree draft by draft. At temperature 1 vLLM 0.32's CPU build by itself cannot be
+compared with: it verifies at a temperature that it never wrote (docs/vllm.md).
 """
 
 import pytest

@@ -77,6 +77,7 @@ class Certification:
             self.checks.append(Check("what rounding moves", None, uncertainty.describe(), promised=False))
         if subject.perturbed:
             self.checks += check_logprobs(subject, completions[:48], "{}", tell_distance=True)
+        self._check_own_logprobs(completions, "plain")
         self.note(completions, [[Step(0)] * len(c.tokens) for c in completions], 0)
         return uncertainty
 
@@ -120,6 +121,14 @@ class Certification:
         says = passed is not None or p_value is not None
         self.checks.append(Check(name, passed, "; ".join(parts), p_value, promised=says))
 
+    def _check_own_logprobs(self, completions: list[Completion], how: str) -> None:
+        """Checks the logprobs of a generator with noise of its own; under truncation they are not defined."""
+        if not self.subject.published_noise:
+            whole = [c for c in completions if not c.request.sampling.truncates]
+            if not self.subject.tempered_logprobs:
+                whole = [c for c in whole if c.request.sampling.temperature in (0.0, 1.0)]
+            self.checks += check_logprobs(self.subject, whole, f"{{}}, {how}")
+
     def _promises_same(self, proposed: int) -> bool:
         return self.subject.same_with_any_drafter if proposed else self.subject.same_in_any_batch
 
@@ -135,7 +144,7 @@ class Certification:
 
     def siblings(self, label: str) -> tuple[list[Request], list[Completion]]:
         """Returns groups whose responses differ in length, and what plain decoding gives."""
-        requests = sibling_requests(self.prompts, 5, 6, self.plan.seed, label)
+        requests = sibling_requests(self.prompts, 5, 6, self.plan.seed, label, self.plan.settings)
         return requests, scenes.run(self.subject, Opening(), requests)[1]
 
     # -- the parts --------------------------------------------------------------------------------
@@ -149,6 +158,7 @@ class Certification:
         self.scene(f"{self.subject.tokens} proposed", scene, self.subject.tokens)
         whole = [request for request in requests if not request.sampling.truncates]
         opened, completions = scenes.run(self.subject, Opening(self.subject.tokens, running), whole)
+        self._check_own_logprobs(completions, "speculating")
         scene = Scene(completions, opened, "nobody truncates", same_as=[self.plain[r.id] for r in whole])
         self.scene(f"{self.subject.tokens} proposed, no truncation", scene, self.subject.tokens)
 
@@ -218,7 +228,7 @@ class Certification:
     def weights(self) -> None:
         """Changes weights while requests run."""
         if self.subject.takes_weights:
-            requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights")
+            requests = sibling_requests(self.prompts, 6, 8, self.plan.seed, "weights", self.plan.settings)
             scene = scenes.new_weights(self.subject, self.subject.tokens, requests)
             self.scene("new weights in between", scene, self.subject.tokens)
 

@@ -125,14 +125,14 @@ def check_frequencies(
         name = f"frequencies, {label}: the most likely token"
         return [_most_likely_check(name, tokens.where(certain_N), bool(copies), uncertain)], None
     depth_N = _depths(completions, opened)
-    proposed = subject.tokens if opened.step_starts else 0
+    known = bool(opened.step_starts)
     tested = Tested(tokens, depth_N)
     checks = []
     for depth in range(int(depth_N.max()) + 1):
         mask_N = certain_N & (depth_N == depth)
         if mask_N.any():
             checks.append(
-                _place_check(f"frequencies, {label}", place_name(depth, proposed), [(tested, mask_N)])
+                _place_check(f"frequencies, {label}", _place(subject, depth, known), [(tested, mask_N)])
             )
     return checks, tested
 
@@ -168,9 +168,16 @@ def _pooled_checks(subject: Subject, every: list[Tested], steps_known: bool) -> 
     checks = []
     for depth in range(deepest + 1):
         masked = [(t, t.tokens.certain_N & (t.depth_N == depth)) for t in every]
-        place = place_name(depth, subject.tokens if steps_known else 0)
+        place = _place(subject, depth, steps_known)
         checks.append(_place_check("frequencies, all settings", place, [m for m in masked if m[1].any()]))
     return checks
+
+
+def _place(subject: Subject, depth: int, steps_known: bool) -> str:
+    """Names a token's place in its step."""
+    if subject.tokens and not steps_known:
+        return "any place"
+    return place_name(depth, subject.tokens if steps_known else 0)
 
 
 def _most_likely_check(name: str, tokens: Expected, by_chance: bool, uncertain: int) -> Check:

@@ -43,6 +43,7 @@ class NativeSubject:
     name = "native engine"
     perturbed: Sequence[Policy] = ()
     published_noise = True
+    tempered_logprobs = True
     takes_weights = True
 
     def __init__(
@@ -199,6 +200,7 @@ class ReferenceSubject:
     same_in_any_batch = False
     same_with_any_drafter = False
     published_noise = True
+    tempered_logprobs = True
     takes_weights = True
     rejects = False
     exact_rejection = False

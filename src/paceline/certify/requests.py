@@ -102,13 +102,18 @@ def odd_seed_requests(prompts: Sequence[tuple[int, ...]], tokens: int) -> list[R
 
 
 def sibling_requests(
-    prompts: Sequence[tuple[int, ...]], groups: int, size: int, seed: int, label: str
+    prompts: Sequence[tuple[int, ...]],
+    groups: int,
+    size: int,
+    seed: int,
+    label: str,
+    settings: Sequence[SamplingParams] = SETTINGS,
 ) -> list[Request]:
     """Returns groups that are too large to run at once, so that siblings still wait when others are done."""
     chosen = []
     for index in range(groups * size):
         group = index // size
-        setting = SETTINGS[(group + 3 * index) % len(SETTINGS)]
+        setting = settings[(group + 3 * index) % len(settings)]
         sampling = replace(setting, max_tokens=4 + 5 * index % 13, ignore_eos=True)
         prompt = prompts[group % len(prompts)]
         own_seed = seed_of("eval", seed, 0, label, group, index)

@@ -94,6 +94,7 @@ class Subject(Protocol):
     same_in_any_batch: bool  # plain decoding promises the same bits
     same_with_any_drafter: bool  # speculation promises the same bits
     published_noise: bool  # without rejection, tokens are drawn with the noise of `oracle/noise.py`
+    tempered_logprobs: bool  # logprobs are at the request's temperature, not always at 1
     rejects: bool  # proposals are verified by rejection
     exact_rejection: bool  # the oracle can tell what rejection must choose
     takes_weights: bool  # weights may change while requests run, and the oracle can follow

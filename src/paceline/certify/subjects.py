@@ -44,7 +44,7 @@ class SubjectOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in ("native", "reference"):
-            raise ValueError(f"--backend {self.backend!r}: must be native or reference")
+            raise ValueError(f"--backend {self.backend!r}: must be native, reference or vllm")
         if self.verify not in (BOTH, Verify.SHARED_NOISE, Verify.REJECTION):
             choices = f"{BOTH}, {Verify.SHARED_NOISE} or {Verify.REJECTION}"
             raise ValueError(f"--verify {self.verify!r}: must be {choices}")

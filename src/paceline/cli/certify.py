@@ -1,12 +1,15 @@
 """`paceline certify`: options in, a certificate out."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from paceline.cli.options import refuse_given
 from paceline.config import refuse_mistyped_keys
+
+if TYPE_CHECKING:
+    from paceline.certify.certificate import Certificate
 
 
 def certify(
@@ -16,12 +19,19 @@ def certify(
         Optional[list[str]],
         typer.Argument(help="section.key=value of the recipe, such as rollout.speculation.eagle_path=FOLDER"),
     ] = None,
-    backend: Annotated[str, typer.Option(help="native or reference")] = "native",
+    backend: Annotated[str, typer.Option(help="native, reference or vllm")] = "native",
+    endpoint: Annotated[
+        str, typer.Option(help="certify this completions server instead, such as http://localhost:8000")
+    ] = "",
+    served: Annotated[
+        str, typer.Option("--policy", help="the folder that the server serves; the same as the argument")
+    ] = "",
+    model: Annotated[str, typer.Option(help="the model's name at the server; default: its first")] = "",
     drafter: Annotated[
         str,
         typer.Option(
             help="disturbed (the policy with noise on its weights), history, eagle, draft_model; "
-            "with --pacing adaptive also a,b"
+            "with --pacing adaptive also a,b; with --backend vllm also ngram, suffix, mtp, dflash, none"
         ),
     ] = "disturbed",
     tokens: Annotated[
@@ -59,6 +69,7 @@ def certify(
     """Tests that a backend samples exactly what the policy says; exit code 1 if it does not."""
     refuse_mistyped_keys(overrides or [])
     from paceline.bench.setup import recipe_policy, recipe_tokenizer
+    from paceline.certify.foreign_run import Foreign, certify_foreign
     from paceline.certify.plan import QUICK_LEAVES_OUT
     from paceline.certify.run import certify_parts
     from paceline.certify.subjects import (
@@ -69,21 +80,42 @@ def certify(
         make_parts,
     )
 
+    policy = served or policy
+    if not endpoint:
+        refuse_given(context, ("model",), "it is a server's; leave it out, or name --endpoint")
+    if endpoint or backend == "vllm":
+        _refuse_native_options(context, "--endpoint" if endpoint else "--backend vllm", bool(endpoint))
+        what = Foreign(policy, tuple(overrides or ()), recipe, drafter, tokens, endpoint, model)
+        decoder, prompts = recipe_policy(what.config)
+        tokenizer = recipe_tokenizer(what.config)
+        certificate = certify_foreign(what, decoder, prompts, tokenizer, quick, samples, seed, _say)
+        _conclude(certificate, json_file)
+        return
     if backend == "reference":
-        _refuse_native_options(context)
+        _refuse_reference_options(context)
     options = SubjectOptions(policy, backend, drafter, tokens, pacing, verify, precision, deterministic)
     effort = Effort(quick, full, samples, budget, seed)
     config = certified_config(options, recipe, overrides or [])
-    model, prompts = recipe_policy(config)
-    parts = make_parts(options, config.rollout, model, prompts, recipe_tokenizer(config), effort)
+    decoder, prompts = recipe_policy(config)
+    parts = make_parts(options, config.rollout, decoder, prompts, recipe_tokenizer(config), effort)
     certificate = certify_parts(
         parts,
         prompts,
-        certificate_settings(options, config.rollout, model),
-        alone=model.device if backend == "native" else None,
+        certificate_settings(options, config.rollout, decoder),
+        alone=decoder.device if backend == "native" else None,
         left_out=QUICK_LEAVES_OUT if quick else "",
-        progress=lambda what: typer.echo(f"... {what}", err=True),
+        progress=_say,
     )
+    _conclude(certificate, json_file)
+
+
+def _say(what: str) -> None:
+    """Says what is being done."""
+    typer.echo(f"... {what}", err=True)
+
+
+def _conclude(certificate: "Certificate", json_file: Path | None) -> None:
+    """Shows a certificate; exit code 1 if it did not pass."""
     typer.echo(certificate.table())
     if json_file is not None:
         json_file.write_text(certificate.json())
@@ -91,7 +123,16 @@ def certify(
         raise typer.Exit(1)
 
 
-def _refuse_native_options(context: typer.Context) -> None:
+def _refuse_native_options(context: typer.Context, what: str, server: bool) -> None:
+    """Raises where an option was given that a generator with noise of its own would ignore."""
+    own = ("pacing", "verify", "full", "deterministic", "budget", "precision")
+    refuse_given(context, own, f"it does not apply to {what}; leave it out")
+    if server:
+        as_it_is = "a server is certified as it runs; leave it out"
+        refuse_given(context, ("backend", "drafter", "tokens"), as_it_is)
+
+
+def _refuse_reference_options(context: typer.Context) -> None:
     """Raises where an option was given that the reference backend would ignore."""
     never = "the reference backend never speculates; leave it out, or use --backend native"
     refuse_given(context, ("drafter", "tokens", "pacing", "verify", "full"), never)

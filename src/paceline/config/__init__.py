@@ -35,6 +35,7 @@ from paceline.config.rollout import (
 )
 from paceline.config.section import ConfigError, Section
 from paceline.config.task import DataConfig, RewardConfig, TaskConfig, TurnsConfig
+from paceline.config.vllm import VLLM_METHODS, VllmConfig
 
 __all__ = [
     "ALGORITHM_DEFAULTS",
@@ -63,6 +64,8 @@ __all__ = [
     "SpeculationConfig",
     "TaskConfig",
     "TurnsConfig",
+    "VLLM_METHODS",
+    "VllmConfig",
     "changed_keys",
     "dump_config",
     "flat_keys",

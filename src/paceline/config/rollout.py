@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
 from paceline.config.section import Section
+from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
 
 # The key that names each drafter's folder.
@@ -50,10 +51,10 @@ class OnlineDrafterConfig(Section):
 class SpeculationConfig(Section):
     """The section `rollout.speculation`: drafters and how their proposals are used."""
 
-    drafters: list[Literal["history", "eagle", "draft_model"]] = Field(
+    drafters: list[Literal["history", "eagle", "draft_model", "ngram", "suffix", "mtp", "dflash"]] = Field(
         default_factory=list,
         description="what may propose tokens; completions are the same with any of them; "
-        "empty: no speculation",
+        "empty: no speculation; the last four are vLLM's (rollout.backend=vllm)",
     )
     pacing: Literal["adaptive", "fixed"] = Field(
         "adaptive",
@@ -162,9 +163,12 @@ class SentinelConfig(Section):
 class RolloutConfig(ModeKeys):
     """The section `rollout`: what is sampled at each step, and how the engine runs."""
 
-    backend: Literal["native", "reference"] = Field(
-        "native", description="native: the engine; reference: a plain generator, the engine's test oracle"
+    backend: Literal["native", "reference", "vllm"] = Field(
+        "native",
+        description="native: the engine; reference: a plain generator, the engine's test oracle; "
+        "vllm: vLLM in a process of its own (docs/vllm.md)",
     )
+    vllm: VllmConfig = Field(VllmConfig(), description="vLLM's environment and options")
     samples_per_prompt: int = Field(8, ge=1, description="responses sampled per prompt: the group's size")
     temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
     max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
@@ -245,6 +249,13 @@ class RolloutConfig(ModeKeys):
                 f"rollout.router_replay = True: rollout.backend = {self.backend!r} does not record which "
                 "experts it chose; use rollout.backend=native, or leave router_replay out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_can(self) -> "RolloutConfig":
+        problem = vllm_problem(self)
+        if problem:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

@@ -65,8 +65,8 @@ def eagle_folder(name: str) -> Path:
     return folder
 
 
-def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Writes a folder that vLLM, SGLang and `load_eagle` open."""
+def head_tensors(head: EagleHead, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Returns copies of a head's tensors on the host, under the names that its folder has."""
     dtype = dtype or head.fc.weight.dtype
     parameters = dict(head.named_parameters())
     tensors = {
@@ -80,6 +80,13 @@ def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = 
         tensors["t2d"] = torch.zeros(head.config.layer.vocab_size, dtype=torch.bool).index_fill(
             0, draft_to_target, True
         )
+    return tensors
+
+
+def save_eagle(head: EagleHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Writes a folder that vLLM, SGLang and `load_eagle` open."""
+    dtype = dtype or head.fc.weight.dtype
+    tensors = head_tensors(head, dtype)
     with replaced_files(Path(folder), WEIGHT_FILES) as staging:
         (staging / "config.json").write_text(json.dumps(_to_huggingface(head.config, dtype), indent=2) + "\n")
         save_tensors(tensors, staging / "model.safetensors")

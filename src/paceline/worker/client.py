@@ -34,6 +34,8 @@ from paceline.worker.wire import Disconnected, Message
 class WorkerBackend(Backend):
     """The client of one worker, which it starts, watches and replaces."""
 
+    gives_memory = False  # whether it sleeps while the policy learns, because they share a GPU
+
     def __init__(
         self,
         launch: Launch,

@@ -135,6 +135,8 @@ class Host:
             case "fall_back":
                 backend.low_precision.fall_back_to_base_precision()
                 return self._description("done")
+            case "text_logprobs":
+                return Message("done", {"logprobs": backend.text_logprobs(fields["tokens"])})
             case "sleep":
                 backend.sleep()
             case "wake":

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,8 @@ class Launch:
 
     factory: str  # `module:function`, which makes a backend from the settings
     settings: str  # for the function; a recipe, for the backends of this project
+    command: Sequence[str] = (sys.executable, "-m", "paceline.worker")  # what runs `worker/__main__.py`
+    environment: Mapping[str, str] | None = None  # None: this process's own
 
 
 class Worker(Protocol):
@@ -56,14 +58,14 @@ class WorkerProcess:
             memory = weights.descriptor
             descriptors = (theirs.fileno(),) if memory is None else (theirs.fileno(), memory)
             arguments = (str(theirs.fileno()), "" if memory is None else str(memory), launch.factory)
-            command = [sys.executable, "-m", "paceline.worker", *arguments]
+            command = [*launch.command, *arguments]
             # A session of its own: Ctrl-C in the terminal is for the run, which then closes the worker.
             self.process = subprocess.Popen(
                 command,
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | dict(environment or {}),
+                env={**(os.environ if launch.environment is None else launch.environment), **(environment or {})},
             )
         self.connection = Connection(ours)
         with contextlib.suppress(Disconnected):  # who waits for its hello finds out

@@ -1,0 +1,181 @@
+"""The client of a worker that runs vLLM: starts it in its own environment and checks what it does.
+
+After every update the worker is asked for the logprobs of a probe text, and they are compared with the
+learner's: weights that did not arrive, or arrived in the wrong place, end the run instead of spoiling it. A
+drafter whose proposals are never accepted is reported.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from paceline.backend import Speculation
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import head_tensors
+from paceline.drafting.eagle_head import EagleHead
+from paceline.stats import RolloutStats
+from paceline.vllm_backend.settings import VllmSettings
+from paceline.worker.capabilities import RemoteSpeculation
+from paceline.worker.client import Patience, WorkerBackend
+from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.wire import Message
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+
+# Mean difference of a probe token's logprob between vLLM and the learner that rounding explains, by type.
+PROBE_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
+
+# The same where vLLM multiplies in a type below the policy's own.
+QUANTISED_TOLERANCE = 0.5
+
+# Drafts of a rollout after which one without any accepted token is no accident.
+ENOUGH_DRAFTS = 50
+
+# How a checkpoint names the head's tensors.
+EAGLE = f"{EagleDrafter.name}."
+
+# Left out of what vLLM's process inherits: settings of this environment's Python.
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
+
+# What its process is told unless the environment says otherwise.
+DEFAULT_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",  # policies are folders here
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # on a CPU it would pin itself to cores that others use
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A text and what the learner says of it."""
+
+    tokens: Sequence[int]
+    logprobs: Callable[[Sequence[int]], list[float]]  # of all tokens but the first, by the learner
+    tolerance: float
+
+
+class VllmClient(WorkerBackend):
+    """vLLM in a process of its own, as a `Backend`."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        python: str,
+        weights: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        warn: Callable[[str], None] = lambda message: None,
+        probe: Probe | None = None,
+        head: EagleHead | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """`head` is what vLLM drafts with, where this process may teach it."""
+        self.settings = settings
+        self.probe = probe
+        self.head = head
+        self.probed = 0.0  # mean difference of the last probe's logprobs
+        self._changed_since_drafts = ""
+        super().__init__(vllm_launch(settings, python), weights, warn, patience)
+
+    def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """Hands weights over and compares what vLLM then says of a probe text."""
+        super().update_weights(version, weights)
+        self._changed_since_drafts = f"the weights of version {version}"
+        if self.probe is not None and weights is None:
+            self._compare(self.probe, version)
+
+    def text_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Returns vLLM's logprobs of a text's tokens but the first."""
+        answer = self.call(Message("text_logprobs", {"tokens": [int(token) for token in tokens]}))
+        return [float(value) for value in answer.fields["logprobs"]]
+
+    def take_stats(self) -> RolloutStats:
+        stats = super().take_stats()
+        for name, drafts in stats.drafts.items():
+            if self._changed_since_drafts and drafts.drafts >= ENOUGH_DRAFTS:
+                if not drafts.accepted:
+                    self.warn(
+                        f"none of {drafts.proposed} tokens that {name} proposed was accepted since "
+                        f"{self._changed_since_drafts}: its weights are lost or belong to another policy"
+                    )
+                self._changed_since_drafts = ""
+        return stats
+
+    @property
+    def gives_memory(self) -> bool:  # type: ignore[override]
+        """Whether it sleeps while the policy learns on the same GPU."""
+        return self.settings.sleeps
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return VllmDrafting(self) if self.settings.draft is not None else None
+
+    def published(self, version: int) -> None:
+        """Notes that a head was handed over."""
+        self._changed_since_drafts = f"the head of version {version}"
+
+    def _compare(self, probe: Probe, version: int) -> None:
+        theirs = torch.tensor(self.text_logprobs(probe.tokens), dtype=torch.float64)
+        ours = torch.tensor(probe.logprobs(probe.tokens), dtype=torch.float64)
+        self.probed = float((theirs - ours).abs().mean())
+        if not self.probed <= probe.tolerance:
+            raise WorkerFailed(
+                f"after the update to version {version} vLLM's logprobs of a probe text differ from the "
+                f"learner's by {self.probed:.3g} on average (allowed: {probe.tolerance:g}): it does not "
+                "generate with the learner's weights. Is the policy's family one that both compute alike?"
+            )
+
+
+@dataclass
+class VllmDrafting(RemoteSpeculation):
+    """vLLM's drafter; the head that is taught lies in this process, and is sent when it is published."""
+
+    backend: VllmClient
+
+    @property
+    def trainable_head(self) -> nn.Module | None:
+        """The head that a trainer writes into; None where vLLM drafts without one."""
+        return self.backend.head
+
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Sends the head; `weights` are copied into it first."""
+        head = self.backend.head
+        assert head is not None, "vLLM's drafter has no head to publish to"
+        if weights is not None:
+            with torch.no_grad():
+                for name, parameter in head.named_parameters():
+                    parameter.copy_(weights[name])
+        super().publish_drafter(version, head_tensors(head))
+        self.backend.published(version)
+
+    def drafter_state(self) -> dict[str, torch.Tensor]:
+        """Returns the head as the native engine's checkpoints have it."""
+        head = self.backend.head
+        if head is None:
+            return {}
+        return {f"{EAGLE}{name}": tensor.to("cpu", copy=True) for name, tensor in head.state_dict().items()}
+
+    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes a head over and publishes it."""
+        own = {name.removeprefix(EAGLE): t for name, t in tensors.items() if name.startswith(EAGLE)}
+        if own and self.backend.head is not None:
+            self.backend.head.load_state_dict(own)
+            self.publish_drafter(0)
+
+
+def vllm_launch(settings: VllmSettings, python: str) -> Launch:
+    """Returns how vLLM's process is started: by its own Python, which finds only Paceline of ours."""
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    if settings.engine.get("enforce_eager"):  # its sampler compiles functions of its own
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return Launch(
+        "paceline.vllm_backend.backend:hosted_backend",
+        settings.dump(),
+        command=(python, str(BOOTSTRAP)),
+        environment=DEFAULT_ENVIRONMENT | environment,
+    )

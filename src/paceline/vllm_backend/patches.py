@@ -1,0 +1,74 @@
+"""Work-arounds for defects of vLLM, applied in each of its worker processes (docs/vllm.md).
+
+Each names the defect and does nothing where vLLM no longer has what it replaces.
+"""
+
+from typing import Any
+
+import torch
+
+
+def apply_patches() -> None:
+    """Applies every work-around that this vLLM needs."""
+    _keep_drafter_head_apart()
+    _expand_on_cpu()
+    _constrain_nothing_on_cpu()
+
+
+def _keep_drafter_head_apart() -> None:
+    """Keeps an eagle head's own LM head its own.
+
+    vLLM shares the policy's where both are equal when they are loaded, as they are for a head that was
+    initialised from the policy: each later update of one would then overwrite the other.
+    """
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    proposer = llm_base_proposer.SpecDecodeBaseProposer
+    share = proposer._maybe_share_lm_head
+
+    def share_unless_own(self: Any, target: torch.nn.Module) -> None:
+        if not getattr(self.model, "has_own_lm_head", False):
+            share(self, target)
+
+    proposer._maybe_share_lm_head = share_unless_own
+
+
+def _expand_on_cpu() -> None:
+    """Repeats a request's temperature, top-k and top-p for its proposed tokens on a CPU.
+
+    vLLM's CPU build converts the result's memory to int64, fills the copy and drops it: proposals are then
+    verified at whatever temperature that memory happens to hold.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return
+
+    def expand(
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        kept = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return torch.repeat_interleave(kept, counts.to(torch.int64), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
+def _constrain_nothing_on_cpu() -> None:
+    """Lets a step without any proposal pass on a CPU, where its top-k takes the maximum of nothing."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu():
+        return
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def constrain_some(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return constrain(logits, *arguments) if len(logits) else logits
+
+    rejection_sampler.apply_sampling_constraints = constrain_some

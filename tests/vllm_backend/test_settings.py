@@ -1,0 +1,90 @@
+"""What a recipe may ask of vLLM, what its process is told, and which versions are known."""
+
+import sys
+
+import pytest
+
+from paceline.config import ConfigError, load_config
+from paceline.session import open_session
+from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown
+from paceline.vllm_backend.client import vllm_launch
+from paceline.vllm_backend.settings import VllmSettings
+from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
+from tests.vllm_backend.test_backend import SETTINGS
+
+VLLM = ["rollout.backend=vllm", "rollout.speculation.drafters=[]"]
+EAGLE = [
+    "rollout.backend=vllm",
+    "rollout.speculation.drafters=[eagle]",
+    "rollout.speculation.pacing=fixed",
+    "rollout.speculation.verify=rejection",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([*EAGLE, "rollout.speculation.verify=shared-noise"], "verify=rejection"),
+        ([*EAGLE, "rollout.speculation.pacing=adaptive"], "pacing=fixed"),
+        ([*EAGLE, "rollout.speculation.drafters=[history]"], "ngram and suffix"),
+        ([*VLLM, "rollout.mode=partial", "rollout.on_update=keep"], "on_update=recompute"),
+        ([*VLLM, "rollout.router_replay=true"], "rollout.backend=native"),
+        ([*VLLM, "rollout.precision=fp8"], "quantization: fp8"),
+        ([*VLLM, "rollout.admission=longest"], "admission=fifo"),
+        ([*VLLM, "rollout.deterministic=true"], "rollout.backend=native"),
+        ([*VLLM, "learning.numerics=exact"], "rollout.backend=native"),
+        ([*VLLM, "rollout.vllm.engine={dtype: float16}"], "use policy.dtype"),
+        ([*VLLM, "rollout.vllm.speculative={method: ngram}"], "rollout.speculation.drafters"),
+        (["rollout.vllm.tensor_parallel=2"], "use rollout.backend=vllm"),
+        (["rollout.speculation.drafters=[ngram]"], "rollout.backend=vllm"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides, says):
+    with pytest.raises(ConfigError, match=says.replace("{", ".").replace("[", ".")):
+        load_config("default", overrides)
+
+
+def test_options_pass_through_and_what_is_relied_upon_stays():
+    config = load_config("default", [*VLLM, "rollout.vllm.engine.enforce_eager=true"])
+    assert config.rollout.vllm.engine == {"enforce_eager": True}
+    arguments = engine_arguments(SETTINGS)
+    assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["max_model_len"] == 64
+    assert arguments["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def test_an_option_that_this_vllm_lacks_is_named():
+    with pytest.raises(ValueError, match=r"engine.max_num_seq: vLLM 0.32.0 .* mean 'max_num_seqs'"):
+        refuse_unknown(["max_num_seq"], ["dtype", "max_num_seqs"], "0.32.0")
+    refuse_unknown(["dtype"], ["dtype"], "0.32.0")
+
+
+def test_an_environment_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"rollout.vllm.python = '/nowhere/python'.*scripts/vllm_env.sh"):
+        open_session(load_config("default", [*VLLM, "rollout.vllm.python=/nowhere/python"]))
+
+
+def test_settings_survive_the_way_to_the_process():
+    assert VllmSettings.load(SETTINGS.dump()) == SETTINGS
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.27.1+cpu"])
+def test_known_versions(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "1.0.0", "dev"])
+def test_another_version_is_named(version):
+    with pytest.raises(UnsupportedVersion, match=f"vLLM {version}.*0.26 to 0.32"):
+        check_version(version)
+
+
+def test_an_environment_without_vllm_says_nothing():
+    assert version_in(sys.executable) == ""
+
+
+def test_the_process_inherits_nothing_of_this_environment(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    launch = vllm_launch(SETTINGS, "/venv/bin/python")
+    assert "PYTHONPATH" not in launch.environment
+    assert launch.environment["VLLM_LOGGING_LEVEL"] == "INFO" and launch.command[0] == "/venv/bin/python"
