@@ -77,6 +77,7 @@ class HeadStep:
     # Mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept.
     overlap: tuple[float, ...]
     grad_norm: float
+    tokens: float = 0.0  # that a draft's first step learned from
 
 
 class HeadTrainer:
@@ -95,7 +96,13 @@ class HeadTrainer:
         `hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the
         batch's tokens.
         """
-        hidden_RE = hidden_TE[batch.predictors_R]
+        self.accumulate_rows(batch, hidden_TE[batch.predictors_R], captured)
+
+    def accumulate_rows(
+        self, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
+    ) -> None:
+        """Adds the gradients of a micro-batch, of whose last states there are those that predict."""
+        self.accumulated = True
         states = list(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll))
         # Logits fill the memory, so each chunk of rows goes back as far as the states before the next one.
         leaves = [x_RE.detach().requires_grad_() for x_RE in states]
@@ -124,16 +131,24 @@ class HeadTrainer:
         self._clear()
         divergence = tuple(divergence / max(1.0, count) for count, divergence, _ in sums)
         overlap = tuple(overlap / max(1.0, count) for count, _, overlap in sums)
-        return HeadStep(divergence, overlap, norm)
+        return HeadStep(divergence, overlap, norm, sums[0][0])
 
     def discard(self) -> None:
         """Drops what was accumulated, where it cannot be used."""
         self.optimiser.discard_gradients()
         self._clear()
 
+    def restart(self) -> None:
+        """Begins anew with the head as it is now: its weights were replaced, its moments mean nothing."""
+        self.discard()
+        self.optimiser = MasterAdamW(
+            self.head.named_parameters(), self.settings.optimiser(), self.settings.steps
+        )
+
     def _clear(self) -> None:
         # Of each step of the unroll: tokens, their divergence and their overlap.
         self.sums_U3 = torch.zeros(self.settings.unroll, 3, device=self.policy.device)
+        self.accumulated = False  # whether gradients wait for `update`
 
 
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
@@ -182,6 +197,18 @@ def compare(
         entropy_R = -torch.xlogy(teacher_RD, teacher_RD).sum(-1)
         overlap_R = torch.minimum(p_RD, logq_RD.exp()).sum(-1)
     return -(teacher_RD * logq_RD).sum(-1), entropy_R, overlap_R
+
+
+@torch.no_grad()
+def compare_rows(
+    policy: Decoder, head: EagleHead, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
+) -> float:
+    """Returns the mean overlap of drafts' first tokens with the policy, over a batch's sampled tokens."""
+    x_RE = next(unroll(head, captured, policy.embedding.weight, batch, 1))
+    teacher_RD = teacher_probabilities(policy, head, hidden_RE, batch.temperatures_R)
+    overlap_R = compare(head, x_RE, teacher_RD, batch.temperatures_R)[2]
+    used_R = drafted_tokens(batch, 0)
+    return float(overlap_R[used_R].mean()) if used_R.any() else 0.0
 
 
 @torch.no_grad()

@@ -213,6 +213,12 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a folder."""
+    found = (NAME.fullmatch(path.name) for path in list_checkpoints(folder))
+    return [int(match.group(1)) for match in found if match]
+
+
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
     """Restores policy and optimiser, and returns the counters."""
     known = {field.name for field in fields(TrainingState)}  # an earlier version may have kept more

@@ -86,12 +86,18 @@ def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
     pending_TE = None
     settings = (rope_T2R, tables, paging, batch.replay)
     for index in range(len(policy.layers)):
+        if batch.capture is not None and index in batch.capture.layers:
+            entering_TE = residual_TE.detach()
+            batch.capture.offer(index, entering_TE if pending_TE is None else entering_TE + pending_TE)
         inputs = (policy, index, pending_TE, residual_TE, *settings)
         if index < policy.recompute.layers and torch.is_grad_enabled():
             pending_TE, residual_TE = checkpoint(_layer, *inputs, use_reentrant=False)
         else:
             pending_TE, residual_TE = _layer(*inputs)
-    return _norm(pending_TE, residual_TE, policy.norm)[0]
+    hidden_TE = _norm(pending_TE, residual_TE, policy.norm)[0]
+    if batch.capture is not None:
+        batch.capture.finish(hidden_TE)
+    return hidden_TE
 
 
 def _layer(

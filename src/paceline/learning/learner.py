@@ -31,7 +31,7 @@ from paceline.learning.mismatch import Mismatch, MismatchCheck, mismatch_values,
 from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.totals import MicroBatchSums, UpdateTotals
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Capture, Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import adapters_off, has_adapters, merge_adapters
 from paceline.precision.products import use_fp8
@@ -65,6 +65,8 @@ class Learner:
         self.warn = warn
         # Sees the q, k and v of every training forward pass.
         self.observe_attention: AttentionObserver | None = None
+        # Returns what sees the policy's states when it runs over these sequences; None: nobody does.
+        self.capture_states: Callable[[Sequence[TrainingSequence]], Capture | None] = lambda sequences: None
         if config.policy.activation_checkpointing != "auto":  # which the plan has decided
             policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
         updates = config.run.steps * self.config.epochs * self.config.minibatches
@@ -264,7 +266,8 @@ class Learner:
         return mean if mean > MIN_MEAN_WEIGHT else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        own_routing = replace(batch, replay=None)  # the replayed experts are another policy's choice
+        # The replayed experts are another policy's choice, and its states are nobody's business.
+        own_routing = replace(batch, replay=None, capture=None)
         with torch.no_grad(), adapters_off(self.reference):
             return token_logprobs(self.reference, own_routing)[0]
 
@@ -291,7 +294,10 @@ class Learner:
             parts = split_by_tokens(sequences, self.token_budget)
             try:
                 # All of them are packed before the first is computed: copies to a GPU would wait for it.
-                batches = [pack(part, self.policy.device) for part in parts]
+                batches = [
+                    replace(pack(part, self.policy.device), capture=self.capture_states(part))
+                    for part in parts
+                ]
                 return [(part, compute(batch)) for part, batch in zip(parts, batches, strict=True)]
             except torch.OutOfMemoryError as error:
                 reason = str(error)  # not the error: its traceback holds on to the tensors that must go
