@@ -36,13 +36,14 @@ def write_card(folder: Path, first: MeasuredAcceptance | None, last: MeasuredAcc
     """Writes the card into a head's folder; `first` is how it started, `last` the newest measurement."""
     (folder / CARD_FILE).write_text(card_text(first, last))
     if last is not None:
-        (folder / ACCEPTANCE_FILE).write_text(json.dumps(asdict(last), indent=2) + "\n")
+        measured = {"first": asdict(first or last), "last": asdict(last)}
+        (folder / ACCEPTANCE_FILE).write_text(json.dumps(measured, indent=2) + "\n")
 
 
-def read_acceptance(folder: Path) -> MeasuredAcceptance | None:
-    """Returns what a folder says of its head; None where it says nothing that can be read."""
+def read_acceptance(folder: Path, which: str = "last") -> MeasuredAcceptance | None:
+    """Returns what a folder says of its head, `first` or `last`; None where nothing can be read."""
     try:
-        record = json.loads((folder / ACCEPTANCE_FILE).read_text())
+        record = json.loads((folder / ACCEPTANCE_FILE).read_text())[which]
         return MeasuredAcceptance(**(record | {"accepted_at": tuple(record["accepted_at"])}))
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.model_card import MeasuredAcceptance, write_card
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.policy.model_files import save_tensors
 
 TRAINING_FOLDER = "drafter_training"
@@ -38,8 +38,9 @@ class DrafterSaver:
         self.training_folder = run / TRAINING_FOLDER
         self.warn = warn
         self.every_seconds = every_seconds
-        self.first: MeasuredAcceptance | None = None
-        self.last: MeasuredAcceptance | None = None
+        # A resumed run's head started where the run did.
+        self.first = read_acceptance(self.head_folder, "first")
+        self.last = read_acceptance(self.head_folder)
         self._saved_at = time.monotonic()
         self._writer: threading.Thread | None = None
 

@@ -226,8 +226,12 @@ def train_offline(
     sequences: Sequence[TrainingSequence],
     settings: HeadTraining,
     progress: Callable[[int, HeadStep], None] = lambda step, report: None,
-) -> None:
-    """Makes `settings.steps` optimiser steps over the sequences, epoch after epoch in a new order."""
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Makes `settings.steps` optimiser steps over the sequences, epoch after epoch in a new order.
+
+    Returns how many it made: fewer where `stopped` returned True after one.
+    """
     if not any(sequence.loss_tokens for sequence in sequences):
         raise ValueError(f"none of the {len(sequences)} responses holds a sampled token to learn from")
     trainer = HeadTrainer(policy, head, settings)
@@ -237,6 +241,9 @@ def train_offline(
         for batch in micro_batches(next(batches), token_budget, policy.device):
             trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
         progress(step, trainer.update())
+        if stopped():
+            return step
+    return settings.steps
 
 
 def _batches(
