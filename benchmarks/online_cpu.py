@@ -1,8 +1,8 @@
 """The built-in run with a head that learns, on a CPU: accept length, decode steps and CPU seconds.
 
-    python benchmarks/online_cpu.py OUT states        policy before the update as teacher, against the one after it
-    python benchmarks/online_cpu.py OUT fresh         a fresh head at k = 5, by step
-    python benchmarks/online_cpu.py OUT auto          `auto` against `never` with the shipped head, three seeds
+    python benchmarks/online_cpu.py OUT states [STEPS]   policy before the update as teacher, against after it
+    python benchmarks/online_cpu.py OUT fresh [STEPS]    a fresh head at k = 5, by step
+    python benchmarks/online_cpu.py OUT auto [STEPS]     `auto` against `never`, the shipped head, three seeds
 
 CPU time of the process, not the clock's: other work on the machine does not count.
 """
@@ -29,7 +29,7 @@ COMMON = [
 
 
 def run(out: Path, name: str, *overrides: str, own_pass: bool = False) -> dict:
-    """Makes the steps of a run; `own_pass`: the head learns from a pass of its own over the updated policy."""
+    """Makes the steps of a run; `own_pass`: the head learns from a second pass, after the update."""
     config = load_config(None, [*COMMON, f"run.root={out}", f"run.name={name}", *overrides])
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     if own_pass:
@@ -81,9 +81,8 @@ def auto(out: Path, steps: int) -> None:
             for when in ("never", "auto")
         ]
         ratios.append(pair[1]["cpu_seconds"] / pair[0]["cpu_seconds"])
-    print(
-        f"CPU seconds of auto over never: {[round(r, 4) for r in ratios]}, median {statistics.median(ratios):.4f}"
-    )
+    shown = [round(ratio, 4) for ratio in ratios]
+    print(f"CPU seconds of auto over never: {shown}, median {statistics.median(ratios):.4f}")
 
 
 if __name__ == "__main__":

@@ -38,9 +38,6 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
   echo "$name: $verdict, $(($(date +%s) - began)) s"
   tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
 }
-P() { "$PYTHON" -m paceline "$@"; }
-export -f P
-export PYTHON
 tests() {
   part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_online.py
 }
@@ -55,7 +52,7 @@ recipe() { # TASK: the recipe's name and overrides
   *) echo "unknown task $1" >&2 && exit 2 ;;
   esac
 }
-head() { # NAME POLICY RECIPE OVERRIDE...
+train_head() { # NAME POLICY RECIPE OVERRIDE...
   name=$1 policy=$2 recipe=$3
   shift 3
   [ -e "$OUT/$name/config.json" ] || part "$name" "$PYTHON" -m paceline drafter train "$policy" run.device=cuda "$@" \
@@ -64,10 +61,10 @@ head() { # NAME POLICY RECIPE OVERRIDE...
 }
 heads() { # own: of the task itself; general: of another task, with the same policy
   # shellcheck disable=SC2086
-  head sums-own "$SMOLLM" chain-sum $SUMS
-  head sums-general "$SMOLLM" gsm8k rollout.max_tokens=256
-  head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=600000
-  head countdown-general "$COUNTDOWN" gsm8k rollout.max_tokens=256
+  train_head sums-own "$SMOLLM" chain-sum $SUMS
+  train_head sums-general "$SMOLLM" gsm8k rollout.max_tokens=256
+  train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=600000
+  train_head countdown-general "$COUNTDOWN" gsm8k rollout.max_tokens=256
 }
 train() { # NAME TASK OVERRIDE...: goes on where the last call ended
   name=$1 task=$2

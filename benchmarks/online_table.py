@@ -1,4 +1,4 @@
-"""Tables of runs whose head learned: `runs FOLDER`, `identical RUN RUN`, `tokens RUN` (online_gpu.sh calls it)."""
+"""Tables of runs whose head learned, for online_gpu.sh: `runs FOLDER`, `identical RUN RUN`, `tokens RUN`."""
 
 import json
 import statistics
@@ -16,9 +16,8 @@ def steps_of(run: Path) -> list[dict]:
 
 def show_runs(folder: Path) -> None:
     """Accept length by step, learning time by kind, and what it came to of a step."""
-    print(
-        f"{'run':<34}{'steps':>6}  accept length at steps 1, 6, 11 ..{'':<24}{'s/step':>8}{'added':>8}{'idle':>8}"
-    )
+    columns = f"{'s/step':>8}{'added':>8}{'idle':>8}"
+    print(f"{'run':<34}{'steps':>6}  {'accept length at steps 1, 6, 11 ..':<56}{columns}")
     for run in sorted(path for path in folder.iterdir() if (path / "metrics.jsonl").is_file()):
         steps = steps_of(run)
         lengths = [step.get("speculation/eagle/accept_length", float("nan")) for step in steps]
@@ -43,9 +42,8 @@ def _show_gap(folder: Path) -> None:
         )
         gap = own - frozen
         closed = (learned - frozen) / gap if gap > 0 else float("nan")
-        print(
-            f"{task}: frozen general {frozen:.2f}, in-domain {own:.2f}, auto {learned:.2f}: {closed:.0%} closed"
-        )
+        starts = f"frozen general {frozen:.2f}, in-domain {own:.2f}"
+        print(f"{task}: {starts}, auto {learned:.2f}: {closed:.0%} of the gap closed")
 
 
 def show_identical(first: Path, second: Path) -> int:

@@ -1,4 +1,4 @@
-"""What vLLM accepts of an eagle head's drafts, greedy: `online_vllm.py POLICY HEAD`, with vLLM's own Python."""
+"""What vLLM accepts of an eagle head's drafts, greedy: `online_vllm.py POLICY HEAD`, where vLLM is."""
 
 import sys
 

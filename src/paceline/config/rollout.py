@@ -51,6 +51,12 @@ class SpeculationConfig(Section):
     draft_model_path: str = Field(
         "", description="the draft model's Hugging Face folder; it must have the policy's tokenizer"
     )
+    history_versions: int = Field(
+        0,
+        ge=0,
+        description="history: updates of the policy that a response is drafted from for; "
+        "0: as long as there is room",
+    )
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise",
         description="shared-noise: bit-exact; rejection: classical rejection sampling, the same distribution "
@@ -88,6 +94,11 @@ class SpeculationConfig(Section):
                     f"{named} = {getattr(self, key)!r} does not apply: {drafters} lacks {drafter!r}. "
                     f"Add it there, or leave the path out ({named}={default})"
                 )
+        if self.history_versions and "history" not in self.drafters:
+            raise ValueError(
+                f"rollout.speculation.history_versions = {self.history_versions} does not apply: {drafters} "
+                "lacks 'history'. Add it there, or leave it out (rollout.speculation.history_versions=0)"
+            )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "

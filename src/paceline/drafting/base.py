@@ -130,6 +130,9 @@ class Drafter:
         The request comes back with those tokens unless it is `finished`.
         """
 
+    def observe_weights(self, version: int) -> None:
+        """Sees that the policy has new weights; what drafters know of older ones may be out of date."""
+
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
         """Prepares for rows that ran without this drafter; the rows have reached at least `lengths`."""
 

@@ -105,6 +105,11 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.wake()
 
+    def observe_weights(self, version: int) -> None:
+        """Tells the drafters that the policy has new weights."""
+        for drafter in self.values():
+            drafter.observe_weights(version)
+
     def record_states(self, max_bytes: int) -> None:
         """Lets the drafters that see the policy's states keep those of some rows."""
         for drafter in self.values():

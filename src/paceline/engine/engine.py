@@ -234,6 +234,7 @@ class Engine(Backend):
         if self.rollout_precision.refresh():
             self._rebuild_cache()
         self.version = version
+        self.drafters.observe_weights(version)
 
     @property
     def precision(self) -> Precision:
