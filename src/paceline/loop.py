@@ -383,6 +383,8 @@ class Trainer:
         """Connects a head that learns with the passes that its states come from, and with idle time."""
         session = self.session
         speculation = session.backend.speculation
+        if self.config.rollout.speculation.online.when == "never":
+            return None
         online = make_online(
             session.policy, session.drafting_head(), self.config, self.console.warn, speculation
         )

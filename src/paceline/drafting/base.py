@@ -77,8 +77,9 @@ class TargetPrefill:
     following_T: torch.Tensor
     positions_T: torch.Tensor
     cache_slots_T: torch.Tensor
-    # The index of each chunk's last token.
+    # The index of each chunk's last token, and on the host where each ends.
     last_S: torch.Tensor
+    stops: tuple[int, ...]
     # By layer: the hidden states that entered it, `[T, E]`.
     captured: dict[int, torch.Tensor]
 

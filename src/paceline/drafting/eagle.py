@@ -75,8 +75,7 @@ class EagleDrafter(CachedDrafter):
         last_SE = features_TE[prefill.last_S]
         if self.recorder is None:
             return last_SE
-        stops = (prefill.last_S + 1).tolist()
-        chunks = zip([0, *stops], stops, strict=False)
+        chunks = zip((0, *prefill.stops), prefill.stops, strict=False)
         captured = [prefill.captured[layer] for layer in self.captured_layers]
         return [
             torch.cat((features_E, *(states_TE[start:stop].flatten() for states_TE in captured)))

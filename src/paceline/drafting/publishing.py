@@ -73,11 +73,12 @@ class HeadPublisher:
             return False
         self.suspect = False
         before, worse = self.before, self.current
+        present = snapshot(self.head)  # it may have learned since it was published
         now = quality(self.head)
         restore(self.head, before.weights)
         then = quality(self.head)
         if then <= now:  # the policy has become harder to draft for, the head has not become worse
-            restore(self.head, worse.weights)
+            restore(self.head, present)
             self.before = None
             return False
         self.rollbacks += 1
