@@ -14,8 +14,14 @@ import time
 from pathlib import Path
 
 from paceline.config import load_config
+from paceline.drafting.examples import Example, passages
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.training import compare_rows
 from paceline.loop import Trainer
 from paceline.report.console import Console
+
+# Passages of a rollout that heads are judged along.
+JUDGED_PASSAGES = 32
 
 COMMON = [
     "run.device=cpu",
@@ -28,13 +34,10 @@ COMMON = [
 ]
 
 
-def run(out: Path, name: str, *overrides: str, own_pass: bool = False) -> dict:
-    """Makes the steps of a run; `own_pass`: the head learns from a second pass, after the update."""
+def run(out: Path, name: str, *overrides: str) -> dict:
+    """Makes the steps of a run, and says what came of them."""
     config = load_config(None, [*COMMON, f"run.root={out}", f"run.name={name}", *overrides])
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
-    if own_pass:
-        trainer.learner.capture_states = lambda sequences: None
-        trainer.drafter.recording.take_states = dict
     began = time.process_time()
     trainer.run_steps()
     lines = (out / name / "metrics.jsonl").read_text().splitlines()
@@ -52,12 +55,44 @@ def run(out: Path, name: str, *overrides: str, own_pass: bool = False) -> dict:
 
 
 def states(out: Path, steps: int) -> None:
-    """The learner's states (policy before the update) against a pass of their own (after it)."""
-    for seed in range(2):
-        for own_pass in (False, True):
-            keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=3", "tokens=2048")]
-            name = f"states-{'after' if own_pass else 'before'}-{seed}"
-            run(out, name, f"run.seed={seed}", f"run.steps={steps}", *keys, own_pass=own_pass)
+    """Two heads in one run: one learns from the learner's states, one from a pass after the update.
+
+    Each is judged along the next step's responses, before it has seen them: what it would have drafted in
+    that rollout. The policy is the same for both, since drafts do not change it.
+    """
+    keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=3", "tokens=2048")]
+    config = load_config(None, [*COMMON, f"run.root={out}", "run.name=states", f"run.steps={steps}", *keys])
+    trainer = Trainer(config, "default", None, None, Console(quiet=True))
+    drafter = trainer.drafter
+    before = drafter.online
+    after = OnlineDrafter(trainer.session.policy, before.head, before.config, before.seed, print)
+    follow, judged = drafter.follow, []
+
+    def follow_both(step: int, seconds: float) -> dict[str, float]:
+        texts = [text for text in before._texts if text.tokens in before.tap.found]
+        new = [Example(text, step, step - 1, before.tap.found[text.tokens]) for text in texts]
+        chosen = [passage for example in new for passage in passages(example, 64)][:JUDGED_PASSAGES]
+        judged.append([_overlap(online, chosen) for online in (before, after)])
+        print(step, [round(value, 4) for value in judged[-1]], flush=True)
+        after._texts = before._texts
+        after.follow(step, {})
+        return follow(step, seconds)
+
+    drafter.follow = follow_both
+    trainer.run_steps()
+    for name, values in zip(("before", "after"), zip(*judged[1:], strict=True), strict=True):
+        print(f"taught by the policy {name} the update: mean overlap {statistics.mean(values):.4f}")
+    differences = [a - b for b, a in judged[1:]]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    print(f"after - before: {statistics.mean(differences):+.4f}, standard error {error:.4f}")
+
+
+def _overlap(online: OnlineDrafter, chosen: list) -> float:
+    """The mean overlap of a head's first drafted tokens with the policy."""
+    learning = online.learning
+    return statistics.mean(
+        compare_rows(online.policy, online.head, *learning.inputs([passage])) for passage in chosen
+    )
 
 
 def fresh(out: Path, steps: int) -> None:

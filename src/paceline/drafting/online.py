@@ -236,7 +236,7 @@ class OnlineDrafter:
             "drafter/version": float(self.publisher.current.version),
             "drafter/rollbacks": float(self.publisher.rollbacks),
             "drafter/rebuilt": float(rebuilt),
-            "memory/drafter_buffer": float(self.buffer.bytes),
+            "memory/drafter_buffer_gb": self.buffer.bytes / 1e9,
             "time/drafter_idle": spent.idle,
             "time/drafter_displaced": spent.displaced,
         }
