@@ -91,7 +91,9 @@ def train(
     learned, apart = held_out(completions)
     sequences = [training_sequence(completion) for completion in learned]
     tokens = sum(s.loss_tokens for s in sequences)
-    typer.echo(f"{len(sequences)} responses, {tokens} tokens; {len(apart)} more to measure with")
+    typer.echo(
+        f"{len(completions)} responses, {tokens} tokens to learn from; {len(apart)} kept to measure with"
+    )
     settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
     measure = (apart, session.config, min(unroll, CARD_DEPTH))
     before = measured_on(session.policy, head, *measure) if start else None
