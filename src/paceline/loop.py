@@ -215,6 +215,7 @@ class Trainer:
             self._hand_over_weights()
         whole_seconds = time.perf_counter() - start
         metrics |= rollout_metrics(groups, stats) | self.source.metrics | self.clock.take_metrics()
+        metrics["rollout/epoch"] = float(self.order.epoch)
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
         if self.source.schedule:
