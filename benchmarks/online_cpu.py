@@ -4,7 +4,8 @@
     python benchmarks/online_cpu.py OUT fresh [STEPS]    a fresh head at k = 5, by step
     python benchmarks/online_cpu.py OUT auto [STEPS]     `auto` against `never`, the shipped head, three seeds
 
-CPU time of the process, not the clock's: other work on the machine does not count.
+Overrides of the recipe may follow STEPS. Times are CPU seconds of the process: other work on the machine does
+not count.
 """
 
 import json
@@ -122,4 +123,5 @@ def auto(out: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     folder, what, *more = sys.argv[1:]
+    COMMON.extend(more[1:])
     {"states": states, "fresh": fresh, "auto": auto}[what](Path(folder), int(more[0]) if more else 25)
