@@ -27,6 +27,7 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
+from paceline.policy.states import TextStates
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 
@@ -46,10 +47,23 @@ class Speculation(Protocol):
 
     @property
     def trainable_head(self) -> nn.Module | None:
-        """The head that proposals are computed from, if it lies in this process: a trainer writes into it."""
+        """The head that proposals are computed from, if it lies in this process: a trainer copies it."""
 
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Hands a trained head over; `weights` is None where the trainer wrote into `trainable_head`."""
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes a trained head over, by copy: the only way that one gets here.
+
+        It stays through sleep, new weights of the policy and changes of precision; statistics carry its
+        version.
+        """
+
+    def record_states(self, max_bytes: int) -> None:
+        """Begins to keep the policy's states of some running requests, within so many bytes of the device.
+
+        Called before anything is generated; a generator that cannot keep any does nothing.
+        """
+
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
+        """Returns the states kept of responses that finished since the last call, by prompt and response."""
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns what drafters have learned, for a checkpoint."""

@@ -18,10 +18,12 @@ from paceline.certify.closing_check import check_speculation
 from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
-from paceline.drafting.online import OnlineDrafter, make_online
+from paceline.drafting.online import make_online
+from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
+    checkpoint_steps,
     load_calibration,
     load_drafters,
     load_under_way,
@@ -127,6 +129,8 @@ class Trainer:
             self.records = resumed
             self._opened = opened.pop_all()
         self.directory = self.records.directory
+        if self.drafter is not None:
+            self.drafter.begin(self.directory.path, state.step)
         self.session.task.scoring.log_output(self.directory.rewards_log_path)
         self.step_number = state.step
         self.saved_step = state.step
@@ -149,7 +153,7 @@ class Trainer:
             console.warn(note)
         self.clock = StageClock(self.session.device)
         self.learner = self._make_learner()
-        self.online = self._make_online()
+        self.drafter = self._make_drafter()
         state = self._restore(resumed)
         self.sentinel = Sentinel(
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
@@ -178,6 +182,8 @@ class Trainer:
                 finished = self._make_steps(interruption)
             if finished and self.live:
                 self._compare_with_plain_decoding(interruption)
+            if self.drafter is not None:
+                self.drafter.close()
         return Result(finished, summarise_run(self.directory))
 
     def _make_steps(self, interruption: Interruption) -> bool:
@@ -214,16 +220,16 @@ class Trainer:
         step = self.step_number
         start = time.perf_counter()
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
-        if self.online is not None:
-            metrics |= self._train_drafter(self.online, groups)
+        stats = self.source.take_stats()
+        if self.drafter is not None:
+            self.drafter.observe(step - 1, stats.drafts)
+            metrics |= self._train_drafter(self.drafter, time.perf_counter() - start)
+            metrics["drafter/drafting_version"] = float(stats.drafter_version or 0)
         with self.clock("sync"):
             self._hand_over_weights()
         whole_seconds = time.perf_counter() - start
-        stats = self.source.take_stats()
-        if self.online is not None and self.online.name in stats.drafts:
-            drafts = stats.drafts[self.online.name]
-            self.online.observe(drafts.first_accepted, drafts.drafts)
         metrics |= rollout_metrics(groups, stats) | self.source.metrics | self.clock.take_metrics()
+        metrics["rollout/epoch"] = float(self.order.epoch)
         metrics["time/step"] = whole_seconds
         metrics["time/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/rollout"]
         if self.source.schedule:
@@ -269,8 +275,6 @@ class Trainer:
         backend = self.session.backend
         under_way = self.source.state()  # first: drafters see what it takes off the backend
         drafters = backend.speculation.drafter_state() if backend.speculation else {}
-        if self.online is not None:
-            drafters |= self.online.state()
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
@@ -287,8 +291,8 @@ class Trainer:
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
-            if self.online is not None:
-                replace_folder(folder / "eagle", self.online.save)
+            if self.drafter is not None:
+                self.drafter.save(self.step_number, checkpoint_steps(folder))
         self.saved_step = self.step_number
         self.save_due = False
         self.report.renew()
@@ -314,14 +318,14 @@ class Trainer:
             )
 
     def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
+        if self.drafter is not None:
+            self.drafter.online.expect(groups)
         with self.clock("learn"), self.session.learning():
             return self.learner.update(groups, inspect)
 
-    def _train_drafter(self, online: OnlineDrafter, groups: list[Group]) -> dict[str, float]:
-        with self.clock("drafter"), self.session.learning(needs_memory=online.due):
-            metrics = online.follow(self.step_number, groups)
-        self.session.backend.speculation.publish_drafter(self.step_number)
-        return metrics
+    def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:
+        with self.clock("drafter"), self.session.learning(needs_memory=drafter.online.due):
+            return drafter.follow(self.step_number, step_seconds)
 
     def _hand_over_weights(self) -> None:
         try:
@@ -390,10 +394,22 @@ class Trainer:
             learner.observe_attention = session.backend.low_precision.attention_observer
         return OwnProcess(learner, session.policy, session.policy_folder)
 
-    def _make_online(self) -> OnlineDrafter | None:
-        speculation = self.session.backend.speculation
-        head = speculation.trainable_head if speculation is not None else None
-        return make_online(self.session.policy, head, self.config, self.console.warn)
+    def _make_drafter(self) -> RunDrafter | None:
+        """Connects a head that learns with the passes that its states come from, and with idle time."""
+        session = self.session
+        speculation = session.backend.speculation
+        if self.config.rollout.speculation.online.when == "never":
+            return None
+        online = make_online(
+            session.policy, session.drafting_head(), self.config, self.console.warn, speculation
+        )
+        if online is None or speculation is None or not isinstance(self.learner, OwnProcess):
+            return None
+        self.learner.learner.capture_states = online.tap.watch
+        drafter = RunDrafter(online, speculation, self.config, self.console.warn)
+        if session.plan is None or not session.plan.sleeps:  # else the KV pool has the memory meanwhile
+            session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
+        return drafter
 
     def _restore(self, run: RunRecords | None) -> TrainingState:
         """Loads the checkpoint into every part and returns its state, or the initial state."""
@@ -409,8 +425,8 @@ class Trainer:
                 backend.speculation.load_drafter_state(drafters)
             if backend.low_precision is not None:
                 backend.low_precision.load_calibration_state(load_calibration(checkpoint))
-            if self.online is not None:
-                self.online.load_state(drafters)
+            if self.drafter is not None:
+                self.drafter.restore(run.directory.path, state.step, drafters)
         # Without a checkpoint everything is made again.
         run.cut_back(state.step if checkpoint is not None else -1, with_evaluation=not state.eval_due)
         self.console.resumed(run.directory.path, state.step)

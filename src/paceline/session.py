@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 from tokenizers import Tokenizer
+from torch import nn
 
 from paceline.backend import Backend
 from paceline.cluster.placing import start_processes
@@ -23,6 +24,7 @@ from paceline.cluster.pool import ReplicaPool
 from paceline.cluster.ranks import LearnerRanks, RankLaunch
 from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
+from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.factory import DrafterFactory
 from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
@@ -133,6 +135,18 @@ class Session:
         finally:
             torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
             self.backend.wake()
+
+    def drafting_head(self) -> nn.Module | None:
+        """Returns the head that drafts, or one like it where it lies in another process; None: none does."""
+        speculation = self.backend.speculation
+        if speculation is None or speculation.trainable_head is not None:
+            return None if speculation is None else speculation.trainable_head
+        factory = DrafterFactory(
+            self.config.rollout.speculation, PolicySource.of(self.config.policy).heads, self.tokenizer
+        )
+        if EagleDrafter.name not in factory.names(self.policy.config):
+            return None
+        return factory.make(EagleDrafter.name, self.policy).head
 
     def close(self) -> None:
         """Ends reward workers and drops what is outstanding."""

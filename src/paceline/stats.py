@@ -38,6 +38,7 @@ class RolloutStats:
     trace: list[TraceRow] = field(default_factory=list)  # what was decided, and what came of it
     requests: list["RequestTrace"] = field(default_factory=list)  # those that left, in that order
     requests_left_out: int = 0  # beyond `MOST_REQUESTS`
+    drafter_version: int | None = None  # of the head that drafts now; None: no drafter has one
     graph_pool_bytes: int | None = None  # that captured steps hold of a GPU; None: nothing is captured here
     replicas: "ReplicaStats | None" = None  # None: one generator
 

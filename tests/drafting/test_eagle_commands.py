@@ -1,7 +1,9 @@
 """`paceline drafter` as a person uses it, on a policy too small to be good."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.drafting.model_card import read_acceptance
+from paceline.runs.interruption import EXIT_INTERRUPTED
 from tests.loop_helpers import make_tiny_policy
 
 SMALL_TASK = [
@@ -167,3 +171,36 @@ def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         invoke(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_ends_training_and_the_head_so_far_is_kept(policy, tmp_path, monkeypatch):
+    """With a card of what it has, from which another training goes on and says so."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def signalled(steps, show):
+        return lambda step, report: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None
+
+    options = ["--layers", "0,1", "--responses", "20", "--unroll", "2", "--batch", "4"]
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.cli.drafter._progress", signalled)
+        arguments = [
+            "drafter",
+            "train",
+            policy,
+            *SMALL_TASK,
+            *options,
+            "--steps",
+            "1000",
+            "--out",
+            str(first),
+        ]
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == EXIT_INTERRUPTED, result.output
+    assert "the head after 3 of 1000 steps" in result.output
+    kept = read_acceptance(first)
+    assert kept is not None and kept.drafts > 0 and kept.policy == policy
+    assert "eagle3" in (first / "README.md").read_text()
+    options = ["--start", str(first), "--responses", "20", "--steps", "2", "--unroll", "2", "--batch", "4"]
+    text = invoke("train", policy, *SMALL_TASK, *options, "--out", str(second))
+    assert f"{first} says: {kept}" in text and "here it has: accept length" in text
+    assert "after 2 steps: accept length" in text

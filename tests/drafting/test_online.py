@@ -1,28 +1,24 @@
-"""A head that learns while the policy does: when it learns, from what, that it helps, and that nothing else
-changes.
-"""
+"""A head that learns while the policy does: that it helps, in whose time, and that nothing else changes."""
 
-import copy
-import random
-from dataclasses import replace
+import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
-from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.eagle_folder import load_eagle
-from paceline.drafting.online import MAX_TOKENS, PATIENCE, DriftMonitor, OnlineDrafter, cut_padded, longest
-from paceline.drafting.training import teacher_states
+from paceline.drafting.eagle_folder import load_eagle, save_eagle
+from paceline.drafting.model_card import MeasuredAcceptance, write_card
+from paceline.drafting.online import OnlineDrafter, longest_texts
+from paceline.drafting.online_state import load_early_state, load_online_state, online_state
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
-from paceline.learning.batch import TrainingSequence, pack
-from paceline.learning.checkpoint import load_drafters
 from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
+from paceline.report.console import Console
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.loop_helpers import comparable_metrics
 
@@ -40,94 +36,6 @@ SMALL = [
     "rollout.speculation.pacing=fixed",
     "rollout.speculation.tokens=3",
 ]
-
-
-# -- when ----------------------------------------------------------------------------------------------------
-
-
-def learns(drift: DriftMonitor, chances: list[float], drafts: int, seed: int = 0) -> list[bool]:
-    """What it says of rollouts in which each draft's first token is accepted with these chances."""
-    rng = random.Random(seed)
-    shares = [sum(rng.random() < chance for _ in range(drafts)) / drafts for chance in chances]
-    return [drift.update(share, drafts) for share in shares]
-
-
-@pytest.mark.parametrize("drafts", [32, 200, 2000])
-def test_chance_does_not_make_it_learn(drafts):
-    assert sum(sum(learns(DriftMonitor(), [0.85] * 100, drafts, seed)) for seed in range(5)) < 15  # of 500
-
-
-def test_a_fall_does_and_its_end_ends_it():
-    drift = DriftMonitor()
-    assert not any(learns(drift, [0.85] * 6, 5000))
-    assert learns(drift, [0.80, 0.81, 0.85, 0.85], 5000) == [True, True, False, False]
-
-
-def test_a_slow_decline_does():
-    assert sum(learns(DriftMonitor(), [0.85 - 0.002 * i for i in range(40)], 5000)) > 5
-
-
-def test_a_rise_is_the_new_standard():
-    drift = DriftMonitor()
-    learns(drift, [0.7] * 6 + [0.9] * 4, 5000)
-    assert learns(drift, [0.86], 5000) == [True]
-
-
-def test_what_learning_does_not_bring_back_is_let_go():
-    drift = DriftMonitor()
-    learns(drift, [0.9] * 4, 5000)
-    assert learns(drift, [0.7] * (PATIENCE + 3), 5000) == [True] * PATIENCE + [False] * 3
-    assert learns(drift, [0.6], 5000) == [True], "and the next fall is noticed"
-
-
-# -- from what -----------------------------------------------------------------------------------------------
-
-
-def sequence(prompt: int, response: int, sampled: bool = True) -> TrainingSequence:
-    tokens = tuple((7 * i + prompt) % 20 + 1 for i in range(prompt + response))
-    return TrainingSequence(tokens, prompt, (sampled,) * response, (0.0,) * response, 0.0, 1.0)
-
-
-def test_the_longest_responses_come_first():
-    sequences = [sequence(3, length) for length in (5, 40, 12, 30)]
-    assert [s.loss_tokens for s in longest(sequences, 75)] == [40, 30]
-    assert [s.loss_tokens for s in longest(sequences, 10)] == [40], "at least one"
-    assert longest([sequence(3, 9, sampled=False)], 100) == [] == longest([], 100)
-
-
-def test_most_of_a_step_is_not_looked_at():
-    """Only what can be chosen is made into sequences, long prompts counted as what they leave of a text."""
-    lengths = [(MAX_TOKENS - 10, 500), (5, 300), (5, 200), (5, 100), (5, 0)]
-    requests = [Request(str(i), (1,) * prompt, i, SamplingParams()) for i, (prompt, _) in enumerate(lengths)]
-    completions = [
-        Completion(r, (2,) * n, (0.0,) * n, FinishReason.LENGTH, ())
-        for r, (_, n) in zip(requests, lengths, strict=True)
-    ]
-    groups = [Group("a", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
-    assert [c.request.id for c in online_module._longest_texts(groups, 400)] == ["1", "2"]
-    assert [c.request.id for c in online_module._longest_texts(groups, 605)] == ["1", "2", "3", "0"]
-
-
-def test_of_a_long_response_the_beginning_is_used():
-    """Whose states are those of the whole: nothing a causal policy computed there depends on what follows."""
-    whole = sequence(5, MAX_TOKENS + 30)
-    (beginning,) = longest([whole], 100)
-    assert (
-        beginning.tokens == whole.tokens[:MAX_TOKENS]
-        and len(beginning.loss_mask) == len(beginning.rollout_logprobs) == MAX_TOKENS - 5
-    )
-    policy = load_policy(BUILTIN_POLICY, torch.float32)
-    short = replace(
-        whole,
-        tokens=whole.tokens[:60],
-        loss_mask=whole.loss_mask[:55],
-        rollout_logprobs=whole.rollout_logprobs[:55],
-    )
-    states = [
-        teacher_states(policy, pack([s], policy.device), (1, 2))[0][:50]
-        for s in (short, replace(short, tokens=short.tokens[:50] + (1,) * 10))
-    ]
-    torch.testing.assert_close(*states)
 
 
 # -- that it helps -------------------------------------------------------------------------------------------
@@ -165,42 +73,90 @@ def online(policy, head, when: str = "always", **settings) -> OnlineDrafter:
     )
 
 
+def follow(drafter: OnlineDrafter, step: int, groups: list[Group], seconds: float = 0.0) -> dict[str, float]:
+    drafter.expect(groups)
+    return drafter.follow(step, {}, seconds)
+
+
+def test_the_longest_responses_are_chosen_and_most_are_not_looked_at():
+    lengths = [300, 5, 200, 0, 100]
+    requests = [Request(str(i), (1, 2), i, SamplingParams()) for i in range(len(lengths))]
+    completions = [
+        Completion(r, (2,) * n, (0.0,) * n, FinishReason.LENGTH, ())
+        for r, n in zip(requests, lengths, strict=True)
+    ]
+    groups = [Group("a", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
+    assert [len(text.loss_mask) for text in longest_texts(groups, 400)] == [300, 200]
+    assert [len(text.loss_mask) for text in longest_texts(groups, 1)] == [300]
+    assert [len(text.loss_mask) for text in longest_texts(groups, 10**6)] == [300, 200, 100, 5]
+
+
 def test_the_head_follows_a_policy_that_moved(moved):
-    policy, head = moved[0], copy.deepcopy(moved[1])
-    weights, places = (
-        {name: p.clone() for name, p in policy.named_parameters()},
-        [p.data_ptr() for p in head.parameters()],
-    )
+    policy, head = moved
+    weights = {name: p.clone() for name, p in policy.named_parameters()}
+    drafting = {name: p.clone() for name, p in head.named_parameters()}
     drafter, groups = online(policy, head, lr=1e-3, unroll=2, batch=8), groups_of(policy, 32)
-    reports = [drafter.follow(step, groups) for step in range(8)]
+    reports = [follow(drafter, step, groups) for step in range(1, 9)]
     assert reports[0]["drafter/updates"] == 4 and reports[1]["drafter/updates"] == 8, (
         "this step's responses, then also the last one's"
     )
     assert reports[-1]["drafter/overlap"] > reports[0]["drafter/overlap"] + 0.05, reports
     assert reports[-1]["drafter/kl"] < 0.7 * reports[0]["drafter/kl"]
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in policy.named_parameters())
-    assert [p.data_ptr() for p in head.parameters()] == places, "where the engine's graphs read it"
+    assert all(torch.equal(p, drafting[name]) for name, p in head.named_parameters()), "only by publishing"
 
 
 def test_drift_decides(moved):
-    policy, head = moved[0], copy.deepcopy(moved[1])
+    policy, head = moved
     drafter, groups = online(policy, head, when="drift", unroll=1), groups_of(policy, 4)
     updates = []
     for step, (accepted, drafts) in enumerate(((0.9, 5000), (0.8, 5000), (0.0, 0), (0.9, 5000), (0.9, 5000))):
-        updates.append(drafter.follow(step, groups)["drafter/updates"])
         drafter.observe(accepted, drafts)
-    assert updates == [0, 0, 1, 1, 0], "as the last rollout in which it drafted said"
+        updates.append(follow(drafter, step, groups)["drafter/updates"])
+    assert updates == [0, 1, 1, 0, 0], "as the last rollout in which it drafted said"
+
+
+def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, monkeypatch):
+    """A clock on which every slice takes a second: 1% of steps of 250 s is 2.5 slices each."""
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    groups = groups_of(policy, 40)
+    spent = [follow(drafter, step, groups, 250.0)["time/drafter_displaced"] for step in range(1, 9)]
+    assert 8 * 2.5 - 1 <= sum(spent) <= 8 * 2.5 + 1, spent
+    answers = iter([True] * 5 + [False] * 100)
+    drafter.learn_while(lambda: next(answers))
+    metrics = drafter._take_metrics()
+    assert metrics["time/drafter_idle"] > 0 and metrics["time/drafter_displaced"] == 1, (
+        "the slice that was running when waiting ended"
+    )
+    always = online(policy, head, when="always", unroll=1)
+    follow(always, 1, groups)
+    assert not list(always.work(lambda: False)), "which learns in its own time"
+
+
+def test_idle_work_ends_at_once(moved):
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=4, budget=1e-9)
+    follow(drafter, 1, groups_of(policy, 16), 1.0)
+    asked = []
+    work = drafter.work(lambda: len(asked) >= 2 or asked.append(1) is not None)
+    assert drafter.has_work and len(list(work)) == 2, "asked before every slice"
 
 
 @pytest.mark.parametrize("enough_for", [0, 2])
 def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
-    policy, head = moved[0], copy.deepcopy(moved[1])
+    policy, head = moved
     said: list[str] = []
     drafter = OnlineDrafter(
-        policy, head, OnlineDrafterConfig(when="always", unroll=1, batch=4), seed=0, warn=said.append
+        policy, head, OnlineDrafterConfig(when="always", unroll=1, batch=1), seed=0, warn=said.append
     )
-    before, budget = {name: p.clone() for name, p in head.named_parameters()}, drafter.token_budget
-    accumulate, calls = drafter.trainer.accumulate, []
+    before, rows = (
+        {name: p.clone() for name, p in drafter.head.named_parameters()},
+        drafter.learning.slice_rows,
+    )
+    accumulate, calls = drafter.trainer.accumulate_rows, []
 
     def out_of_memory(*arguments):
         accumulate(*arguments)  # gradients are there already
@@ -208,60 +164,53 @@ def test_without_memory_it_stops_and_says_so(moved, monkeypatch, enough_for):
         if len(calls) > enough_for:
             raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(drafter.trainer, "accumulate", out_of_memory)
-    metrics = drafter.follow(1, groups_of(policy, 16))
+    monkeypatch.setattr(drafter.trainer, "accumulate_rows", out_of_memory)
+    metrics = follow(drafter, 1, groups_of(policy, 8))
     assert metrics["drafter/updates"] == drafter.trainer.optimiser.steps == enough_for
-    assert drafter.token_budget == budget // 2 and "no memory" in said[0]
+    assert drafter.learning.slice_rows == rows // 2 and "no memory" in said[0]
     assert all(
         torch.equal(p, before[name]) == (enough_for == 0) and p.grad is None
-        for name, p in head.named_parameters()
+        for name, p in drafter.head.named_parameters()
         if p.ndim > 1
     )
 
 
-def test_micro_batches_are_counted_with_their_padding():
-    sequences = [sequence(4, length) for length in (96, 16, 16, 16, 16, 46)]
-    parts = cut_padded(sequences, 200)
-    assert [[len(s.tokens) for s in part] for part in parts] == [[100, 50], [20, 20, 20, 20]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_its_state_is_all_there_is(dtype):
-    """One that goes on from a saved state, its head included, takes the very same steps; also where masters
-    are not the parameters.
+    """One that goes on from a saved state takes the very same steps; also where masters are not the
+    parameters.
     """
     policy = load_policy(BUILTIN_POLICY, dtype)
-    first, second = (
-        online(policy, load_eagle("builtin-eagle", policy, dtype), when="drift", unroll=2, batch=4)
-        for _ in range(2)
-    )
+    head = load_eagle("builtin-eagle", policy, dtype)
+    first, second = (online(policy, head, when="drift", unroll=2, batch=4) for _ in range(2))
     # A CPU multiplies bf16 slowly.
     groups = groups_of(policy, 12 if dtype == torch.float32 else 2)
     first.observe(0.9, 5000)
     first.observe(0.8, 5000)
-    first.token_budget //= 2
-    first.follow(1, groups[:1])
-    second.trainer.head.load_state_dict(first.trainer.head.state_dict())
-    second.load_state({name: tensor.clone() for name, tensor in first.state().items()})
-    assert second.drift == first.drift and second.due and second.token_budget == first.token_budget
-    assert first.follow(2, groups) == second.follow(2, groups)
+    first.learning.slice_rows //= 2
+    follow(first, 1, groups[:1])
+    load_online_state(second, {name: tensor.clone() for name, tensor in online_state(first).items()})
+    assert second.drift == first.drift and second.auto == first.auto and second.due
+    assert second.learning.slice_rows == first.learning.slice_rows
+    ours, theirs = (
+        {k: v for k, v in follow(o, 2, groups).items() if "time" not in k} for o in (first, second)
+    )
+    assert ours == theirs and ours["drafter/updates"] > 0
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(first.trainer.head.parameters(), second.trainer.head.parameters(), strict=True)
+        torch.equal(a, b) for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True)
     )
 
 
-def test_counters_of_an_early_checkpoint_load():
-    """They were one list of numbers without names."""
-    policy = load_policy(BUILTIN_POLICY, torch.float32)
-    first, second = (online(policy, load_eagle("builtin-eagle", policy, torch.float32)) for _ in range(2))
-    first.drift = DriftMonitor(0.7, 5000.0, 3, 2)
-    first.token_budget //= 2
-    state = {name: tensor for name, tensor in first.state().items() if ".counter." not in name}
-    early = [first.trainer.optimiser.steps, first.due, first.token_budget, 0.7, 5000.0, 3, 2]
-    second.load_state({**state, "online.counters": torch.tensor(early, dtype=torch.float64)})
-    assert second.drift == first.drift and second.token_budget == first.token_budget
-    assert second.due == first.due
+def test_of_an_early_checkpoint_the_head_is_used(moved):
+    policy, head = moved
+    said: list[str] = []
+    drafter = OnlineDrafter(policy, head, OnlineDrafterConfig(when="always"), seed=0, warn=said.append)
+    load_early_state(drafter, {})
+    assert not said, "there is none"
+    early = {f"eagle.{name}": p.detach() + 1 for name, p in head.named_parameters()}
+    load_early_state(drafter, {**early, "online.counters": torch.zeros(7)})
+    assert all(torch.equal(p, early[f"eagle.{name}"]) for name, p in drafter.head.named_parameters())
+    assert "begin anew" in said[0]
 
 
 # -- in a run ------------------------------------------------------------------------------------------------
@@ -276,29 +225,49 @@ def learned(run) -> list[dict]:
     return [record for record in comparable_metrics(run) if record["kind"] == "train"]
 
 
+def final_policy(run) -> dict[str, torch.Tensor]:
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    return load_file(newest / "policy" / "model.safetensors") | {
+        f"optimiser.{name}": tensor for name, tensor in load_file(newest / "optimiser.safetensors").items()
+    }
+
+
 @pytest.mark.slow
-def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path):
-    plain = learned(run(tmp_path, "plain", "run.steps=3"))
+@pytest.mark.parametrize("when", ["always", "auto"])
+def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
+    """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
+    plain_run = run(tmp_path, "plain", "run.steps=3")
     online_keys = [
-        f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=2", "lr=1e-2")
+        f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=1e-2")
     ]
-    follows = learned(run(tmp_path, "follows", "run.steps=3", *online_keys))
+    follows_run = run(tmp_path, "follows", "run.steps=3", *online_keys)
+    plain, follows = learned(plain_run), learned(follows_run)
     own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
     for before, after in zip(plain, follows, strict=True):
         kept = {key: value for key, value in before.items() if not key.startswith(own)}
         assert kept == {key: after[key] for key in kept}
-        assert after["drafter/updates"] > 0
-    assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
-    checkpoints = tmp_path / "follows" / "checkpoints"
-    head = load_eagle(
-        str(checkpoints / "eagle"),
-        load_policy(checkpoints / "step_000003" / "policy", torch.float32),
-        torch.float32,
-    )
-    kept = load_drafters(checkpoints / "step_000003")
-    assert all(torch.equal(tensor, kept[f"eagle.{name}"]) for name, tensor in head.state_dict().items()), (
-        "a drafter to serve the policy with"
-    )
+    weights, again = final_policy(plain_run), final_policy(follows_run)
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    for file in sorted((plain_run / "samples").glob("*.jsonl")):
+        assert file.read_text() == (follows_run / "samples" / file.name).read_text()
+    if when == "always":
+        assert all(step["drafter/updates"] > 0 for step in follows)
+        assert all(step["drafter/rebuilt"] == 0 for step in follows), "no second pass"
+        assert [step["drafter/drafting_version"] for step in follows] == [0, 1, 2]
+        assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
+
+
+@pytest.mark.slow
+def test_a_head_in_another_process_learns_too(tmp_path):
+    """And is the better for it: what the worker drafts with is what was published last."""
+    keys = [
+        "rollout.mode=async",
+        "rollout.max_lag=1",
+        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2")),
+    ]
+    steps = learned(run(tmp_path, "apart", "run.steps=4", *keys))
+    assert all(step["drafter/updates"] > 0 for step in steps)
+    assert steps[-1]["drafter/drafting_version"] == 3
 
 
 @pytest.mark.slow
@@ -312,7 +281,7 @@ def test_a_new_head_can_be_made_in_the_run(tmp_path):
         step["drafter/overlap"] for step in steps
     ]
     head = load_eagle(
-        str(tmp_path / "fresh" / "checkpoints" / "eagle"),
+        str(tmp_path / "fresh" / "drafter"),
         load_policy(BUILTIN_POLICY, torch.float32),
         torch.float32,
     )
@@ -331,6 +300,32 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
     config = load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=4", *online_keys])
     train(config, resume=first)
     assert learned(first) == whole
+    card = (first / "drafter" / "README.md").read_text()
+    assert "| 0 |" in card and "| 3 |" in card, "how it started, and its last rollout"
+    kept = [path.name for path in sorted((first / "drafter_training").iterdir())]
+    assert kept[-1] == "step_000004.safetensors" and all(name.startswith("step_") for name in kept)
+
+
+def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys):
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    folder = tmp_path / "head"
+    save_eagle(load_eagle("builtin-eagle", policy, torch.float32), folder)
+    write_card(folder, None, MeasuredAcceptance("builtin", "other sums", 1.0, 9, 500, 6.0, 0.999))
+    config = load_config(
+        None,
+        [
+            *SMALL,
+            f"run.root={tmp_path}",
+            "run.name=told",
+            "run.steps=1",
+            f"rollout.speculation.eagle_path={folder}",
+            "rollout.speculation.online.when=drift",
+        ],
+    )
+    train(config, console=Console())
+    said = capsys.readouterr()
+    text = " ".join((said.out + said.err).split())
+    assert "other sums" in text and "less than expected" in text
 
 
 @pytest.mark.parametrize(
@@ -342,7 +337,11 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
         ),
         (
             ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"],
-            "'fresh' starts from nothing.*Use online.when=always",
+            "'fresh' starts from nothing.*Use online.when=always or auto",
+        ),
+        (
+            ["rollout.speculation.online.when=always", "rollout.speculation.online.budget=0.1"],
+            "online.budget = 0.1 does not apply.*Use when=auto",
         ),
         (
             ["rollout.speculation.online.lr=1e-3"],
@@ -386,5 +385,6 @@ def test_a_head_learns_where_the_graphs_read_it():
 
     old = engine()
     before = accepted(old)
-    online(policy, head, lr=1e-2, unroll=2, batch=2).follow(1, groups_of(policy, 16))
+    config = OnlineDrafterConfig(when="always", lr=1e-2, unroll=2, batch=2)
+    follow(OnlineDrafter(policy, head, config, 0, print, drafting=old), 1, groups_of(policy, 16))
     assert accepted(old) == accepted(engine()) != before

@@ -1,14 +1,19 @@
 """What the plan says of a drafter that learns, against tensors that exist."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from paceline.config import load_config
-from paceline.drafting import online
+from paceline.drafting import online, slices
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.examples import Example, passages
+from paceline.drafting.recorder import RecorderShape, StateRecorder
+from paceline.drafting.run_drafter import record_bytes
 from paceline.drafting.training import teacher_states
-from paceline.learning.batch import pack
+from paceline.learning.batch import TrainingSequence, pack
 from paceline.plan.learning import meta_policy, one_response_sequence
 from paceline.plan.machine import Machine
 from paceline.plan.memory_tracker import MemoryTracker
@@ -22,9 +27,8 @@ SHAPE = SMALL_SHAPES["qwen3"]
 
 @pytest.fixture
 def overrides(tmp_path, monkeypatch):
-    monkeypatch.setattr(online, "MAX_TOKENS", 48)
-    monkeypatch.setattr("paceline.plan.online.MAX_TOKENS", 48)
-    monkeypatch.setattr(online, "MICRO_BATCH_TOKENS", {"cpu": 144, "meta": 144})
+    monkeypatch.setattr(slices, "SLICE_TOKENS", {"cpu": 192, "meta": 192})
+    monkeypatch.setattr(slices, "SLICE_ROWS", {"cpu": 48, "meta": 48})
     policy = Decoder(SHAPE).initialise(0)
     save_eagle(EagleHead(config_for(SHAPE, (0, 1))).initialise(policy, 0), tmp_path / "eagle")
     speculation = {
@@ -33,7 +37,12 @@ def overrides(tmp_path, monkeypatch):
         "online.when": "always",
         "online.unroll": 3,
     }
-    return [f"rollout.speculation.{key}={value}" for key, value in speculation.items()]
+    return [
+        "rollout.max_tokens=40",
+        "eval.max_tokens=40",
+        "task.max_prompt_tokens=24",
+        *(f"rollout.speculation.{key}={value}" for key, value in speculation.items()),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -43,30 +52,41 @@ def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
     policy = Decoder(SHAPE, dtype).initialise(0)
     head = load_eagle(config.rollout.speculation.eagle_path, policy, dtype)
     drafter = online.make_online(policy, head, config, print)
-    optimiser = drafter.trainer.optimiser
-    assert planned.optimiser == sum(tensor.nbytes for name, tensor in optimiser.state().items())
-    for parameter in head.parameters():
+    optimiser, parameters = drafter.trainer.optimiser, list(drafter.head.parameters())
+    weights = sum(parameter.nbytes for parameter in parameters)
+    recorded = RecorderShape.within(record_bytes(config), (0, 1), 64, SHAPE.hidden_size, dtype)
+    recorder = StateRecorder(recorded, 4, policy.device)
+    assert recorder.record_CNLE.nbytes == recorded.bytes > 0
+    moments = sum(tensor.nbytes for tensor in optimiser.state().values())
+    assert planned.optimiser == weights + moments + recorded.bytes
+    for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    batch = pack([one_response_sequence(48)] * 3, policy.device)
+    batch = pack([ending(64, 16)] * 3, policy.device)
     known = [
         *policy.parameters(),
         policy.rope_table,
-        *head.parameters(),
-        *head.buffers(),
-        head.rope_table,
-        *(p.grad for p in head.parameters()),
+        *parameters,
+        *drafter.head.buffers(),
+        drafter.head.rope_table,
+        *(p.grad for p in parameters),
     ]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), MemoryTracker(known) as memory:
         drafter.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
-    gradients = sum(parameter.nbytes for parameter in head.parameters())
-    assert planned.training == pytest.approx(gradients + memory.peak, rel=0.05)
+    assert planned.training == pytest.approx(weights + memory.peak, rel=0.05)
+
+
+def ending(tokens: int, rows: int) -> TrainingSequence:
+    """A text that is learned from at its end."""
+    whole = one_response_sequence(tokens)
+    mask, logprobs = whole.loss_mask[-rows:], whole.rollout_logprobs[-rows:]
+    return replace(whole, prompt_length=tokens - rows, loss_mask=mask, rollout_logprobs=logprobs)
 
 
 def test_the_plan_names_its_parts(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
     with_it, without = (
         make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine)
-        for keys in (overrides, overrides[:2])
+        for keys in (overrides, overrides[:-2])
     )
     assert with_it.bytes_of("drafter's optimiser") > 0 == without.bytes_of("drafter's optimiser")
     needs = online_bytes(
@@ -77,20 +97,21 @@ def test_the_plan_names_its_parts(overrides):
     )
 
 
-def test_no_cut_holds_more_than_the_one_that_is_watched(overrides):
-    """Whatever the lengths: sequences are padded to the longest, and so counted."""
+def test_no_slice_holds_more_than_the_one_that_is_watched(overrides):
+    """Whatever the lengths: texts are padded to the longest, and so counted."""
     policy = Decoder(SHAPE).initialise(0)
     config = load_config(None, overrides)
     head = load_eagle(config.rollout.speculation.eagle_path, policy, torch.float32)
     drafter = online.make_online(policy, head, config, print)
-    known = [*policy.parameters(), policy.rope_table, *head.parameters(), *head.buffers(), head.rope_table]
+    own = drafter.head
+    known = [*policy.parameters(), policy.rope_table, *own.parameters(), *own.buffers(), own.rope_table]
 
     def peak(lengths: list[int]) -> int:
         largest = 0
-        for part in online.cut_padded(
-            [one_response_sequence(length) for length in lengths], drafter.token_budget
-        ):
-            batch = pack(part, policy.device)
+        texts = [Example(one_response_sequence(length), 1, 0) for length in lengths]
+        cut = drafter.learning.cut([p for text in texts for p in passages(text, drafter.learning.slice_rows)])
+        for part in cut:
+            batch = pack([passage.sequence for passage in part], policy.device)
             with (
                 torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
                 MemoryTracker(known) as memory,
@@ -100,4 +121,8 @@ def test_no_cut_holds_more_than_the_one_that_is_watched(overrides):
             largest = max(largest, memory.peak)
         return largest
 
-    assert peak([48] + [9] * 12) <= peak([48] * 3) >= peak([20] * 7)
+    batch = pack([ending(64, 16)] * 3, policy.device)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), MemoryTracker(known) as memory:
+        drafter.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+    for lengths in ([64] * 4, [64] + [9] * 12, [20] * 7):
+        assert peak(lengths) <= 1.05 * memory.peak, lengths

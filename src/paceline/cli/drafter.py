@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.drafting.acceptance import Acceptance, Measured
+    from paceline.drafting.model_card import MeasuredAcceptance
     from paceline.drafting.training import HeadStep
 
 app = typer.Typer(no_args_is_help=True, help="Train, measure and exchange eagle drafters.")
+
+# Tokens of the drafts that a new head's card is measured with, or as many as were trained.
+CARD_DEPTH = 5
 
 PolicyArgument = Annotated[
     str, typer.Argument(help="a Hugging Face folder, a checkpoint's policy/ folder, or `builtin`")
@@ -63,14 +67,16 @@ def train(
     ] = "",
     quiet: QuietOption = False,
 ) -> None:
-    """Trains an eagle head on a policy's own responses."""
+    """Trains an eagle head on a policy's own responses; a signal ends it early, and the head is kept."""
     config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
     from paceline.device import learning_threads
     from paceline.drafting.eagle_folder import save_eagle
-    from paceline.drafting.offline import open_head, train_head
+    from paceline.drafting.model_card import write_card
+    from paceline.drafting.offline import held_out, measured_on, open_head, train_head
     from paceline.drafting.training import HeadTraining
     from paceline.learning.batch import training_sequence
     from paceline.rollout.responses import saved_responses, training_responses
+    from paceline.runs.interruption import EXIT_INTERRUPTED, Interruption
     from paceline.session import open_session
 
     _refuse_options(context, start, rollouts, lr)
@@ -82,13 +88,47 @@ def train(
     head = open_head(session.policy, start, _layers(layers), draft_vocab)
     completions = completions or training_responses(session.sampler, session.config, responses)
     session.close()
-    sequences = [training_sequence(completion) for completion in completions]
-    typer.echo(f"{len(sequences)} responses, {sum(s.loss_tokens for s in sequences)} tokens")
+    learned, apart = held_out(completions)
+    sequences = [training_sequence(completion) for completion in learned]
+    tokens = sum(s.loss_tokens for s in sequences)
+    typer.echo(
+        f"{len(completions)} responses, {tokens} tokens to learn from; {len(apart)} kept to measure with"
+    )
     settings = HeadTraining(steps=steps, lr=lr, unroll=unroll, batch_sequences=batch, seed=seed)
-    with learning_threads(session.config), step_progress("head", quiet) as show:
-        train_head(session.policy, head, not start, sequences, settings, _progress(steps, show))
-    save_eagle(head, out, wanted_dtype)
+    measure = (apart, session.config, min(unroll, CARD_DEPTH))
+    before = measured_on(session.policy, head, *measure) if start else None
+    if start:
+        _say_start(start, before)
+    with Interruption() as interruption, interruption.deferred():
+        with learning_threads(session.config), step_progress("head", quiet) as show:
+            made = train_head(
+                session.policy,
+                head,
+                not start,
+                sequences,
+                settings,
+                _progress(steps, show),
+                interruption.__bool__,
+            )
+        after = measured_on(session.policy, head, *measure)
+        save_eagle(head, out, wanted_dtype)
+        write_card(out, before, after)
+    if after is not None:
+        typer.echo(f"after {made} steps: {after}")
+    if made < steps:
+        typer.echo(f"interrupted: the head after {made} of {steps} steps is in {out}; --start {out} goes on")
+        raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"written to {out}; try: paceline drafter eval {policy} {out}")
+
+
+def _say_start(start: str, came: "MeasuredAcceptance | None") -> None:
+    """Says what the starting head's folder promises, and what it gives on these responses."""
+    from paceline.drafting.eagle_folder import eagle_folder
+    from paceline.drafting.model_card import read_acceptance
+
+    expected = read_acceptance(eagle_folder(start))
+    typer.echo(f"{start} says: {expected or 'nothing of its acceptance'}")
+    typer.echo(f"here it has: {came or 'too few responses to measure'}")
 
 
 def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float) -> None:

@@ -8,6 +8,7 @@ from paceline.config.cluster import ClusterConfig
 from paceline.config.correction import CORRECTION_PRESETS, CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.notes import learning_notes, rollout_notes, signal_notes
+from paceline.config.online import OnlineDrafterConfig
 from paceline.config.policy import LoraConfig, PolicyConfig
 from paceline.config.recipe import (
     RECIPES,
@@ -28,7 +29,6 @@ from paceline.config.recipe import (
 from paceline.config.rollout import (
     DRAFTER_FOLDERS,
     FRESH,
-    OnlineDrafterConfig,
     RolloutConfig,
     SentinelConfig,
     SpeculationConfig,

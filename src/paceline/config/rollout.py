@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
+from paceline.config.online import OnlineDrafterConfig
 from paceline.config.section import Section
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
@@ -14,38 +15,6 @@ DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
 
 # Stands for a new eagle head in place of a folder.
 FRESH = "fresh"
-
-
-class OnlineDrafterConfig(Section):
-    """The section `rollout.speculation.online`: training the eagle head during the run."""
-
-    when: Literal["never", "drift", "always"] = Field(
-        "never",
-        description="when the eagle head learns from the run's own responses: "
-        "drift: when its acceptance has fallen; always: after every step",
-    )
-    lr: float = Field(3e-4, gt=0, description="learning rate of the eagle head")
-    tokens: int = Field(
-        8192,
-        ge=1,
-        description="response tokens to learn from per step, taken from this step's and the previous "
-        "step's responses, longest first",
-    )
-    batch: int = Field(16, ge=1, description="responses per optimiser step")
-    unroll: int = Field(
-        5, ge=1, le=15, description="how many tokens of a draft are trained; 1: only the first"
-    )
-
-    @model_validator(mode="after")
-    def _keys_apply(self) -> "OnlineDrafterConfig":
-        for key in ("lr", "tokens", "batch", "unroll"):
-            if self.when == "never" and not self.is_default(key):
-                named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
-                raise ValueError(
-                    f"{named} does not apply: rollout.speculation.online.when = 'never'. "
-                    "Use when=drift or when=always, or leave it out"
-                )
-        return self
 
 
 class SpeculationConfig(Section):
@@ -78,10 +47,16 @@ class SpeculationConfig(Section):
     eagle_path: str = Field(
         "auto",
         description="the eagle head's folder (see `paceline drafter`); auto: the shipped head where it fits "
-        "the policy, else none; fresh: a new head, which learns in the run (online.when=always)",
+        "the policy, else none; fresh: a new head, which learns in the run (online.when)",
     )
     draft_model_path: str = Field(
         "", description="the draft model's Hugging Face folder; it must have the policy's tokenizer"
+    )
+    history_versions: int = Field(
+        0,
+        ge=0,
+        description="history: updates of the policy that a response is drafted from for; "
+        "0: as long as there is room",
     )
     verify: Literal["shared-noise", "rejection"] = Field(
         "shared-noise",
@@ -120,17 +95,22 @@ class SpeculationConfig(Section):
                     f"{named} = {getattr(self, key)!r} does not apply: {drafters} lacks {drafter!r}. "
                     f"Add it there, or leave the path out ({named}={default})"
                 )
+        if self.history_versions and "history" not in self.drafters:
+            raise ValueError(
+                f"rollout.speculation.history_versions = {self.history_versions} does not apply: {drafters} "
+                "lacks 'history'. Add it there, or leave it out (rollout.speculation.history_versions=0)"
+            )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
                 "'eagle', the one that can learn. "
                 "Add it there, or leave it out (rollout.speculation.online.when=never)"
             )
-        if self.eagle_path == FRESH and self.online.when != "always":
+        if self.eagle_path == FRESH and self.online.when not in ("always", "auto"):
             raise ValueError(
                 f"rollout.speculation.eagle_path = {FRESH!r} starts from nothing, and "
                 f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
-                "Use online.when=always, or name the folder of a trained head"
+                "Use online.when=always or auto, or name the folder of a trained head"
             )
         for key in ("verify", "shape"):
             if not self.drafters and not self.is_default(key):
@@ -277,11 +257,5 @@ class RolloutConfig(ModeKeys):
                 f"rollout.mode = 'async': with rollout.precision = {self.precision.value!r} scales are "
                 "measured in the learner's forward passes, and generation runs in another process; use "
                 f"precision={self.precision.without_fp8_kv}, or mode=partial"
-            )
-        if self.mode == "async" and self.speculation.online.when != "never":
-            raise ValueError(
-                f"rollout.speculation.online.when = {self.speculation.online.when!r}: the head that drafts "
-                "lies in the process that generates with rollout.mode = 'async'; use online.when=never, or "
-                "mode=partial"
             )
         return self

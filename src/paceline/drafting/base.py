@@ -13,6 +13,7 @@ captured in CUDA graphs, so they read only tensors whose address stays, and so a
 trees; `catch_up` does beforehand what needs the host.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,11 @@ from paceline.kernels.row_step import Queries, RowTensors
 from paceline.kernels.tree_walk import TreeWalk
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.states import TextStates
 from paceline.types import Request
+
+# Stands among captured layers for the hidden states after the last norm.
+HIDDEN = -1
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class TargetStep:
     # What went in, and what came out.
     queries: Queries
     sampled_RQ: torch.Tensor
-    # By layer: the hidden states that entered it, `[R x Q, E]`.
+    # By layer: the hidden states that entered it, `[R x Q, E]`; under HIDDEN the last ones, if wanted.
     captured: dict[int, torch.Tensor]
 
 
@@ -72,8 +77,9 @@ class TargetPrefill:
     following_T: torch.Tensor
     positions_T: torch.Tensor
     cache_slots_T: torch.Tensor
-    # The index of each chunk's last token.
+    # The index of each chunk's last token, and on the host where each ends.
     last_S: torch.Tensor
+    stops: tuple[int, ...]
     # By layer: the hidden states that entered it, `[T, E]`.
     captured: dict[int, torch.Tensor]
 
@@ -97,6 +103,8 @@ class Drafter:
     token_bytes = 0
     # What can be trained, in the very storage that proposals are computed from.
     head: nn.Module | None = None
+    # It wants the hidden states after the last norm, too.
+    wants_hidden = False
     # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
     shape: DecoderConfig | None = None
 
@@ -104,7 +112,7 @@ class Drafter:
         """Connects the drafter to an engine, once and before anything else."""
         self.context = context
 
-    def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor | None:
+    def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor] | None:
         """Sees a prefill of the policy, if the drafter follows it.
 
         Returns one line per chunk; the line of a prompt's last chunk is handed to `observe_enter`.
@@ -122,6 +130,9 @@ class Drafter:
 
         The request comes back with those tokens unless it is `finished`.
         """
+
+    def observe_weights(self, version: int) -> None:
+        """Sees that the policy has new weights; what drafters know of older ones may be out of date."""
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
         """Prepares for rows that ran without this drafter; the rows have reached at least `lengths`."""
@@ -149,6 +160,13 @@ class Drafter:
 
     def wake(self) -> None:
         """Takes memory again with the pool."""
+
+    def record_states(self, max_bytes: int) -> None:
+        """Begins to keep the policy's states of some rows, for a head to learn from, if it sees any."""
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        """Returns the states of responses that have finished since the last call, by their tokens."""
+        return {}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns what should survive a restart, as copies: drafting on does not change them."""

@@ -3,7 +3,7 @@
 A query of step j at entry q sees two kinds of keys (`unroll.py` says why):
 
     a prefix       step 0's keys up to entry q - j, thousands of them
-    a diagonal     of each step i = 1 .. j the one key at entry q - j + i
+    a diagonal     of each step i = 1 .. j the one key at entry q - j + i; step 0 has none
 
 Each is attended to by itself, and their results are joined by their sums of exponentials. The prefix is
 causal attention between the last rows of a sequence and its first entries, so a flash kernel computes it; the

@@ -13,12 +13,15 @@ moment without running anything again:
 A tree grows the same way, several nodes at a time, each of which attends to the entries on its own path.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import sample_draft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
@@ -30,6 +33,7 @@ from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
+from paceline.policy.states import TextStates
 from paceline.types import Request
 
 
@@ -38,6 +42,7 @@ class EagleDrafter(CachedDrafter):
 
     name = "eagle"
     max_tokens = 15
+    recorder: StateRecorder | None = None
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
@@ -63,15 +68,32 @@ class EagleDrafter(CachedDrafter):
 
     # -- following the policy --
 
-    def observe_prefill(self, prefill: TargetPrefill) -> torch.Tensor:
+    def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor]:
+        """Returns each chunk's last features and, where states are recorded, all of its captured states."""
         features_TE = self._features(prefill.captured)
         self._write_entries(features_TE, prefill.following_T, prefill.positions_T, prefill.cache_slots_T)
-        return features_TE[prefill.last_S]
+        last_SE = features_TE[prefill.last_S]
+        if self.recorder is None:
+            return last_SE
+        chunks = zip((0, *prefill.stops), prefill.stops, strict=False)
+        captured = [prefill.captured[layer] for layer in self.captured_layers]
+        return [
+            torch.cat((features_E, *(states_TE[start:stop].flatten() for states_TE in captured)))
+            for features_E, (start, stop) in zip(last_SE, chunks, strict=True)
+        ]
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
         # None: a prompt of one token, or nothing was left to prefill; one poor proposal follows.
-        if handover is not None:
-            self.features_SE[slot] = handover
+        if handover is None:
+            return
+        size = self.features_SE.shape[1]
+        self.features_SE[slot] = handover[:size]
+        if self.recorder is not None:
+            self.recorder.enter(slot, request, handover[size:].view(len(self.captured_layers), -1, size))
+
+    def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
+        if self.recorder is not None:
+            self.recorder.leave(slot, request, self.context.rows.tokens[slot, :length], finished)
 
     def observe_step(self, step: TargetStep) -> None:
         queries = step.queries
@@ -85,6 +107,8 @@ class EagleDrafter(CachedDrafter):
             queries.cache_slots_RQ.flatten(),
         )
         keep_last(features_TE, step.slots_R, queries.context_R, self.context.rows.length, self.features_SE)
+        if self.recorder is not None:
+            self.recorder.step(step)
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
         return self._linear(
@@ -204,6 +228,24 @@ class EagleDrafter(CachedDrafter):
         self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         return linear(x_TE, weight_NE, out_dtype, self.context.deterministic)
+
+    # -- learning --
+
+    def record_states(self, max_bytes: int) -> None:
+        policy = self.context.policy
+        shape = RecorderShape.within(
+            max_bytes,
+            self.captured_layers,
+            self.context.request_tokens,
+            policy.config.hidden_size,
+            policy.dtype,
+        )
+        if shape.rows:
+            self.recorder = StateRecorder(shape, len(self.context.rows.length), policy.device)
+            self.wants_hidden = True
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        return self.recorder.take() if self.recorder is not None else {}
 
     # -- checkpoints --
 

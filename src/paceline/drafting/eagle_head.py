@@ -152,15 +152,22 @@ class EagleHead(nn.Module):
         return self.fc(torch.cat(captured, dim=-1))
 
     def forward(
-        self, features_TE: torch.Tensor, following_TE: torch.Tensor, positions_T: torch.Tensor, attend: Attend
+        self,
+        features_TE: torch.Tensor,
+        following_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        entries_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns x_t: what a further step takes in place of features, and `logits` turns into scores.
 
-        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the t.
+        `following_TE` are the policy's embeddings of the tokens that follow; `positions_T` are the t. With
+        `entries_R` only those are returned: `attend` has seen all keys and answers for these queries alone.
         """
         x_T2 = torch.cat((self.embedding_norm(following_TE), self.hidden_norm(features_TE)), dim=-1)
-        x_TE = features_TE + self.attention(x_T2, self.rope_table[positions_T], 0, attend)
-        return x_TE + self.feed_forward(self.feed_forward_norm(x_TE))
+        residual_RE = features_TE if entries_R is None else features_TE[entries_R]
+        x_RE = residual_RE + self.attention(x_T2, self.rope_table[positions_T], 0, attend)
+        return x_RE + self.feed_forward(self.feed_forward_norm(x_RE))
 
     def logits(self, x_TE: torch.Tensor) -> torch.Tensor:
         """Returns scores over the draft vocabulary, float32 or wider."""

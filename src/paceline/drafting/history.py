@@ -3,7 +3,8 @@
 It needs no model. What it looks up is its own text, that of the prompt's running rows, and a bank of the
 prompt's finished responses (`history_bank.py`: bounded, oldest out), all through one index on the device
 (`kernels/history_index.py`) whose cost does not grow with their length. The bank outlives weight updates: an
-old response is still a good guess. Evaluations read it and leave nothing in it.
+old response is still a good guess, for as many versions as the recipe says. Evaluations read it and leave
+nothing in it.
 
 A chain is what followed the longest match; a tree has every match's continuation (`branches.py`).
 """
@@ -45,9 +46,14 @@ class HistoryDrafter(Drafter):
     name = "history"
     max_tokens = 15
 
-    def __init__(self, bank_tokens: int = 0) -> None:
-        """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests."""
+    def __init__(self, bank_tokens: int = 0, max_versions: int = 0) -> None:
+        """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests.
+
+        A response is kept for `max_versions` versions of the weights; 0: as long as there is room.
+        """
         self.bank_tokens = bank_tokens
+        self.max_versions = max_versions
+        self.version = 0
         # By slot: the hash of the prompt of the row that runs there.
         self.running: dict[int, int] = {}
 
@@ -74,13 +80,19 @@ class HistoryDrafter(Drafter):
         if finished and request.purpose is Purpose.TRAIN and length > prompt:
             # The prompt itself is in every row that has it.
             first = max(0, prompt - MAX_MATCH)
-            entry = self.ring.claim(length - first, prompt - first, hashed)
+            entry = self.ring.claim(length - first, prompt - first, hashed, self.version)
             if entry is not None:
                 bank_row(self.rows.tokens, self.index, slot, first, prompt, length, entry.start, entry.number)
                 self.index.oldest_1.fill_(self.ring.oldest)
         if not self.running:
             # So that a rollout does not depend on those before it, other than by the bank.
             self.index.running_B.zero_()
+
+    def observe_weights(self, version: int) -> None:
+        self.version = version
+        if self.max_versions:
+            self.ring.expire(version - self.max_versions)
+            self.index.oldest_1.fill_(self.ring.oldest)
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         propose_from_history(
@@ -101,8 +113,8 @@ class HistoryDrafter(Drafter):
         return {
             "text": self.index.bank_T[:used].to("cpu", copy=True),
             "entries": torch.tensor(
-                [[e.start, e.length, e.context, e.prompt] for e in entries], dtype=torch.int64
-            ).view(-1, 4),
+                [[e.start, e.length, e.context, e.prompt, e.version] for e in entries], dtype=torch.int64
+            ).view(-1, 5),
             "size": torch.tensor(self.ring.size),
         }
 

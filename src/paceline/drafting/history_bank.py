@@ -25,6 +25,8 @@ class Entry:
     context: int
     # The prompt's hash.
     prompt: int
+    # Of the policy's weights that finished it.
+    version: int = 0
 
 
 class Ring:
@@ -42,7 +44,7 @@ class Ring:
         """The number of the oldest entry that is still there."""
         return self.entries[0].number if self.entries else self.next_number
 
-    def claim(self, length: int, context: int, prompt: int) -> Entry | None:
+    def claim(self, length: int, context: int, prompt: int, version: int = 0) -> Entry | None:
         """Makes space for an entry, dropping the oldest; None if it is longer than the ring."""
         if length >= self.size:
             return None
@@ -50,11 +52,16 @@ class Ring:
             self._drop(self.head, self.size)
             self.head = 0
         self._drop(self.head, self.head + length + 1)
-        entry = Entry(self.next_number, self.head, length, context, prompt)
+        entry = Entry(self.next_number, self.head, length, context, prompt, version)
         self.entries.append(entry)
         self.head += length + 1
         self.next_number += 1
         return entry
+
+    def expire(self, version: int) -> None:
+        """Drops the entries that weights before `version` finished."""
+        while self.entries and self.entries[0].version < version:
+            self.entries.popleft()
 
     def _drop(self, start: int, stop: int) -> None:
         """Drops the oldest entries, which are those that start within `[start, stop)`."""

@@ -6,11 +6,18 @@ starting weights.
 
 from collections.abc import Callable, Sequence
 
+from paceline.config import Config
+from paceline.drafting.acceptance import measure_acceptance
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
+from paceline.drafting.model_card import MeasuredAcceptance
 from paceline.drafting.training import HeadStep, HeadTraining, choose_vocabulary, train_offline
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
+from paceline.types import Completion
+
+# Responses that are kept apart to measure with, at most.
+MOST_HELD_OUT = 64
 
 
 def open_head(policy: Decoder, start: str, layers: tuple[int, ...], draft_vocab: int) -> EagleHead:
@@ -41,8 +48,35 @@ def train_head(
     sequences: Sequence[TrainingSequence],
     settings: HeadTraining,
     progress: Callable[[int, HeadStep], None],
-) -> None:
-    """Trains the head in place, after giving a fresh one its start."""
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Trains the head in place, after giving a fresh one its start; returns the optimiser steps made."""
     if fresh:
         initialise_head(head, policy, sequences, settings.seed)
-    train_offline(policy, head, sequences, settings, progress)
+    return train_offline(policy, head, sequences, settings, progress, stopped)
+
+
+def held_out(completions: Sequence[Completion]) -> tuple[list[Completion], list[Completion]]:
+    """Splits responses into those to learn from and the last tenth, to measure with; few are all learned."""
+    count = min(MOST_HELD_OUT, len(completions) // 10)
+    return list(completions[: len(completions) - count]), list(completions[len(completions) - count :])
+
+
+def measured_on(
+    policy: Decoder, head: EagleHead, completions: Sequence[Completion], config: Config, depth: int
+) -> MeasuredAcceptance | None:
+    """Returns what the policy accepts of the head's drafts along responses; None where there are none."""
+    if not completions:
+        return None
+    acceptance = measure_acceptance(policy, head, completions, depth).shared_noise
+    reached = [accepted / max(1e-9, acceptance.tried_at[0]) for accepted in acceptance.accepted_at]
+    return MeasuredAcceptance(
+        config.policy.path,
+        config.task.name,
+        config.rollout.temperature,
+        0,
+        round(acceptance.steps),
+        acceptance.accept_length,
+        acceptance.rate_at(0),
+        tuple(reached),
+    )

@@ -77,6 +77,7 @@ class HeadStep:
     # Mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept.
     overlap: tuple[float, ...]
     grad_norm: float
+    tokens: float = 0.0  # that a draft's first step learned from
 
 
 class HeadTrainer:
@@ -95,7 +96,13 @@ class HeadTrainer:
         `hidden_TE` are the policy's last states and `captured` those that enter the captured layers, for the
         batch's tokens.
         """
-        hidden_RE = hidden_TE[batch.predictors_R]
+        self.accumulate_rows(batch, hidden_TE[batch.predictors_R], captured)
+
+    def accumulate_rows(
+        self, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
+    ) -> None:
+        """Adds the gradients of a micro-batch, of whose last states there are those that predict."""
+        self.accumulated = True
         states = list(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll))
         # Logits fill the memory, so each chunk of rows goes back as far as the states before the next one.
         leaves = [x_RE.detach().requires_grad_() for x_RE in states]
@@ -124,16 +131,24 @@ class HeadTrainer:
         self._clear()
         divergence = tuple(divergence / max(1.0, count) for count, divergence, _ in sums)
         overlap = tuple(overlap / max(1.0, count) for count, _, overlap in sums)
-        return HeadStep(divergence, overlap, norm)
+        return HeadStep(divergence, overlap, norm, sums[0][0])
 
     def discard(self) -> None:
         """Drops what was accumulated, where it cannot be used."""
         self.optimiser.discard_gradients()
         self._clear()
 
+    def restart(self) -> None:
+        """Begins anew with the head as it is now: its weights were replaced, its moments mean nothing."""
+        self.discard()
+        self.optimiser = MasterAdamW(
+            self.head.named_parameters(), self.settings.optimiser(), self.settings.steps
+        )
+
     def _clear(self) -> None:
         # Of each step of the unroll: tokens, their divergence and their overlap.
         self.sums_U3 = torch.zeros(self.settings.unroll, 3, device=self.policy.device)
+        self.accumulated = False  # whether gradients wait for `update`
 
 
 def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
@@ -185,6 +200,18 @@ def compare(
 
 
 @torch.no_grad()
+def compare_rows(
+    policy: Decoder, head: EagleHead, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
+) -> float:
+    """Returns the mean overlap of drafts' first tokens with the policy, over a batch's sampled tokens."""
+    x_RE = next(unroll(head, captured, policy.embedding.weight, batch, 1))
+    teacher_RD = teacher_probabilities(policy, head, hidden_RE, batch.temperatures_R)
+    overlap_R = compare(head, x_RE, teacher_RD, batch.temperatures_R)[2]
+    used_R = drafted_tokens(batch, 0)
+    return float(overlap_R[used_R].mean()) if used_R.any() else 0.0
+
+
+@torch.no_grad()
 def teacher_states(
     policy: Decoder, batch: MicroBatch, layers: tuple[int, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -199,8 +226,12 @@ def train_offline(
     sequences: Sequence[TrainingSequence],
     settings: HeadTraining,
     progress: Callable[[int, HeadStep], None] = lambda step, report: None,
-) -> None:
-    """Makes `settings.steps` optimiser steps over the sequences, epoch after epoch in a new order."""
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Makes `settings.steps` optimiser steps over the sequences, epoch after epoch in a new order.
+
+    Returns how many it made: fewer where `stopped` returned True after one.
+    """
     if not any(sequence.loss_tokens for sequence in sequences):
         raise ValueError(f"none of the {len(sequences)} responses holds a sampled token to learn from")
     trainer = HeadTrainer(policy, head, settings)
@@ -210,6 +241,9 @@ def train_offline(
         for batch in micro_batches(next(batches), token_budget, policy.device):
             trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
         progress(step, trainer.update())
+        if stopped():
+            return step
+    return settings.steps
 
 
 def _batches(

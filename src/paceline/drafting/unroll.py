@@ -11,10 +11,11 @@ So a query of step j at entry q sees step 0's keys up to q - j, and of each step
 j + i. This is EAGLE-3's "training-time test" (arXiv 2503.01840, section 3.2), and the way to measure
 acceptance: a draft is followed only as long as it agrees with the text.
 
-Entry q is made of g_q and token q + 1, and predicts token q + 2. The first step runs over all tokens T, the
-further ones only over the entries R that predict a response's tokens. What a sequence's first rows take from
-before their sequence is meaningless; `training.drafted_tokens` says which rows are valid, and no valid row
-looks at one that is not.
+Entry q is made of g_q and token q + 1, and predicts token q + 2. The first step makes keys and values of all
+tokens T; everything else is computed for the entries R alone that predict a response's tokens, so what a text
+costs before the part that is learned from is a key, a value and their inputs. What a sequence's first rows
+take from before their sequence is meaningless; `training.drafted_tokens` says which rows are valid, and no
+valid row looks at one that is not.
 """
 
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ def unroll(
     entries_R = (batch.predictors_R - 1).clamp(min=0)
     following_RE = following_TE[entries_R]
     positions_R = positions_T[entries_R]
-    attend = DraftAttention(batch, positions_R)
-    x_RE = head(head.features(captured), following_TE, positions_T, attend)[entries_R]
+    attend = DraftAttention(batch, entries_R)
+    x_RE = head(head.features(captured), following_TE, positions_T, attend, entries_R)
     yield x_RE
     for _ in range(1, steps):
         x_RE = head(x_RE.roll(1, 0), following_RE, positions_R, attend)
@@ -49,12 +50,13 @@ def unroll(
 
 
 class DraftAttention:
-    """An `attend` for the head, called once per step, in order: first with T queries, then with R."""
+    """An `attend` for the head, called once per step, in order; it answers for the entries R alone."""
 
-    def __init__(self, batch: MicroBatch, positions_R: torch.Tensor) -> None:
+    def __init__(self, batch: MicroBatch, entries_R: torch.Tensor) -> None:
         self.tokens = batch.attention
-        self.rows = PackedAttention(list(batch.response_lengths), positions_R.device)
-        self.positions_R = positions_R
+        self.entries_R = entries_R
+        self.positions_R = batch.attention.positions_T[entries_R]
+        self.rows = PackedAttention(list(batch.response_lengths), entries_R.device)
         self.true_keys_THD: torch.Tensor | None = None
         self.true_values_THD: torch.Tensor | None = None
         self.own_keys: list[torch.Tensor] = []
@@ -66,16 +68,24 @@ class DraftAttention:
         wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         if self.true_keys_THD is None:
             self.true_keys_THD, self.true_values_THD = wide_k, wide_v
-            return self.tokens(layer, q, k, v)
-        self.own_keys.append(wide_k)
-        self.own_values.append(wide_v)
+            q = q[self.entries_R]
+        else:
+            self.own_keys.append(wide_k)
+            self.own_values.append(wide_v)
         step = len(self.own_keys)
-        # Own entries lie on diagonals: of each step one key per query, found by shifting rows.
-        own_keys = torch.stack([key.roll(step - i, 0) for i, key in enumerate(self.own_keys, start=1)])
-        own_values = torch.stack(
-            [value.roll(step - i, 0) for i, value in enumerate(self.own_values, start=1)]
-        )
         prefix = make_prefix(self.tokens, self.rows, self.positions_R, step, q.dtype)
         return PrefixAndDiagonal.apply(
-            prefix, q, self.true_keys_THD, self.true_values_THD, own_keys, own_values
+            prefix,
+            q,
+            self.true_keys_THD,
+            self.true_values_THD,
+            _diagonals(self.own_keys, q),
+            _diagonals(self.own_values, q),
         )
+
+
+def _diagonals(own: list[torch.Tensor], q_RHD: torch.Tensor) -> torch.Tensor:
+    """Returns what each query sees of every own step, `[S, R, H, D]`: one entry each, found by shifting."""
+    if not own:
+        return q_RHD.new_empty(0, *q_RHD.shape)
+    return torch.stack([rows.roll(len(own) - i, 0) for i, rows in enumerate(own, start=1)])

@@ -10,6 +10,7 @@ from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import Strategy
+from paceline.policy.states import TextStates
 
 
 class Drafters(dict[str, Drafter]):
@@ -103,6 +104,20 @@ class Drafters(dict[str, Drafter]):
         """Takes the memory of the drafters' caches again."""
         for drafter in self.values():
             drafter.wake()
+
+    def observe_weights(self, version: int) -> None:
+        """Tells the drafters that the policy has new weights."""
+        for drafter in self.values():
+            drafter.observe_weights(version)
+
+    def record_states(self, max_bytes: int) -> None:
+        """Lets the drafters that see the policy's states keep those of some rows."""
+        for drafter in self.values():
+            drafter.record_states(max_bytes)
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        """Returns the states of responses that have finished since the last call, by their tokens."""
+        return {key: states for drafter in self.values() for key, states in drafter.take_states().items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns what the drafters should keep over a restart, under their names."""

@@ -42,6 +42,7 @@ from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
+from paceline.policy.states import TextStates
 from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request
@@ -125,6 +126,7 @@ class Engine(Backend):
         self.batch = Batch.of([], self.outcomes.slot_generation)
         self.num_queries = 1  # per row, of the last step
         self.paused = False
+        self.drafter_version = 0
         self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
@@ -232,6 +234,7 @@ class Engine(Backend):
         if self.rollout_precision.refresh():
             self._rebuild_cache()
         self.version = version
+        self.drafters.observe_weights(version)
 
     @property
     def precision(self) -> Precision:
@@ -284,6 +287,7 @@ class Engine(Backend):
         self._told_capture_seconds = self.runner.capture_seconds
         stats.graph_pool_bytes = self.runner.memory.pool_bytes if self.policy.device.type == "cuda" else None
         stats.precision = self.rollout_precision.stats() if self.low_precision else None
+        stats.drafter_version = self.drafter_version if self.drafters.head is not None else None
         return stats
 
     def live_stats(self) -> RolloutStats | None:
@@ -293,15 +297,20 @@ class Engine(Backend):
     def trainable_head(self) -> nn.Module | None:
         return self.drafters.head
 
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Copies weights into `trainable_head`; what the trainer wrote there itself needs no copy."""
-        if weights is None:
-            return
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights into `trainable_head`, whose storage captured steps read."""
         head = self.drafters.head
         assert head is not None, "no drafter of this engine has a head to publish to"
         with torch.no_grad():
             for name, parameter in head.named_parameters():
                 parameter.copy_(weights[name])
+        self.drafter_version = version
+
+    def record_states(self, max_bytes: int) -> None:
+        self.drafters.record_states(max_bytes)
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        return self.drafters.take_states()
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         return self.drafters.state()

@@ -111,9 +111,8 @@ def _forward_chunks(
         for prefill, count in chunks
         for token in [*prefill.tokens, prefill.last][prefill.done + 1 : prefill.done + count + 1]
     ]
-    seen = TargetPrefill(
-        tensor(np.array(following)), positions_T, slots_T, tensor(boundaries[1:] - 1), captured
-    )
+    last_S, stops = tensor(boundaries[1:] - 1), tuple(boundaries[1:].tolist())
+    seen = TargetPrefill(tensor(np.array(following)), positions_T, slots_T, last_S, stops, captured)
     for follower in followers:
         for (prefill, _), line in zip(chunks, follower.observe_prefill(seen), strict=True):
             prefill.handover[follower.name] = line

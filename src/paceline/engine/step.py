@@ -36,7 +36,7 @@ from enum import IntEnum
 
 import torch
 
-from paceline.drafting.base import Drafter, TargetStep, TreeStep
+from paceline.drafting.base import HIDDEN, Drafter, TargetStep, TreeStep
 from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
 from paceline.engine.sampling import StepVariant, sample_step
@@ -135,6 +135,8 @@ def step(
         forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV
     )
     shape = gathered.tokens_RQ.shape
+    if any(follower.wants_hidden for follower in followers):
+        captured[HIDDEN] = hidden_TE
     if trees is not None:
         sampled = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
         walk = walk_tree(slots_R, proposals_SK, trees.parents_SK, gathered, *sampled)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.policy.attention import PackedAttention
+from paceline.policy.decoder import Capture
 from paceline.policy.replay import RouterReplay, packed_replay
 from paceline.types import Completion, Routing
 
@@ -65,6 +66,7 @@ class MicroBatch:
     replay: RouterReplay | None = None  # of the sequences whose routing was recorded
     versions: tuple[int, ...] = ()  # of the weights that sampled, each once; empty: not told
     versions_R: torch.Tensor | None = None  # where there are several
+    capture: Capture | None = None  # sees the policy's states when it runs over these tokens
 
     @property
     def num_sequences(self) -> int:

@@ -242,6 +242,12 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Returns the steps of the checkpoints in a folder."""
+    found = (NAME.fullmatch(path.name) for path in list_checkpoints(folder))
+    return [int(match.group(1)) for match in found if match]
+
+
 def load_checkpoint(path: Path, policy: Decoder, optimiser: MasterAdamW) -> TrainingState:
     """Restores policy and optimiser from a checkpoint of any number of ranks, and returns the counters."""
     state = read_state(path)

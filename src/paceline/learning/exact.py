@@ -86,12 +86,18 @@ def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:
     pending_TE = None
     settings = (rope_T2R, tables, paging, batch.replay)
     for index, layer in enumerate(policy.layers):
+        if batch.capture is not None and index in batch.capture.layers:
+            entering_TE = residual_TE.detach()
+            batch.capture.offer(index, entering_TE if pending_TE is None else entering_TE + pending_TE)
         inputs = (_layer, index, pending_TE, residual_TE, *settings)
         if index < policy.recompute.layers and torch.is_grad_enabled():
             pending_TE, residual_TE = checkpoint(layer.run, *inputs, use_reentrant=False)
         else:
             pending_TE, residual_TE = layer.run(*inputs)
-    return _norm(pending_TE, residual_TE, policy.norm)[0]
+    hidden_TE = _norm(pending_TE, residual_TE, policy.norm)[0]
+    if batch.capture is not None:
+        batch.capture.finish(hidden_TE)
+    return hidden_TE
 
 
 def _layer(

@@ -35,7 +35,7 @@ from paceline.learning.optimiser import MasterAdamW
 from paceline.learning.ranks import ONE_RANK, Ranks
 from paceline.learning.totals import MicroBatchSums, UpdateTotals, micro_batch_values
 from paceline.policy.attention import AttentionObserver
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Capture, Decoder
 from paceline.policy.fused import EVERYTHING, Recompute
 from paceline.policy.lora import has_adapters
 from paceline.precision.products import use_fp8
@@ -66,6 +66,8 @@ class Learner:
         self.warn = warn
         # Sees the q, k and v of every training forward pass.
         self.observe_attention: AttentionObserver | None = None
+        # Returns what sees the policy's states when it runs over these sequences; None: nobody does.
+        self.capture_states: Callable[[Sequence[TrainingSequence]], Capture | None] = lambda sequences: None
         if config.policy.activation_checkpointing != "auto":  # which the plan has decided
             policy.recompute = EVERYTHING if config.policy.activation_checkpointing else Recompute()
         updates = config.run.steps * self.config.epochs * self.config.minibatches
@@ -280,7 +282,8 @@ class Learner:
         return mean if mean > MIN_MEAN_WEIGHT else 1.0
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        own_routing = replace(batch, replay=None)  # the replayed experts are another policy's choice
+        # The replayed experts are another policy's choice, and its states are nobody's business.
+        own_routing = replace(batch, replay=None, capture=None)
         with torch.no_grad(), self.ranks.adapters_off(self.reference):
             return self.reference_forward(token_logprobs, own_routing)[0]
 
@@ -322,7 +325,9 @@ class Learner:
             own = [parts[self.ranks.rank] or [PADDING] for parts in rounds]
             try:
                 # All of them are packed before the first is computed: copies to a GPU would wait for it.
-                batches = [pack(part, self.policy.device) for part in own]
+                batches = [
+                    replace(pack(part, self.policy.device), capture=self.capture_states(part)) for part in own
+                ]
                 # The first time that the host waits for the device.
                 numbers = self.ranks.gather([compute(batch) for batch in batches])
                 return [

@@ -18,7 +18,9 @@ MAX_LOG_RATIO = 20.0
 
 def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` at each token's own temperature and `entropies_R`, which have no gradient."""
-    hidden_TE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention, replay=batch.replay)
+    hidden_TE = policy(
+        batch.tokens_T, batch.attention.positions_T, batch.attention, batch.capture, batch.replay
+    )
     if takes_kernels(hidden_TE):
         return head_logprobs(
             hidden_TE,

@@ -4,15 +4,18 @@ As in `learning.py`: the run's own objects on the meta device, and a pass of the
 It runs when the policy's update is over, so only what goes beyond that one's needs counts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
-from paceline.drafting.online import MAX_TOKENS, OnlineDrafter, make_online
+from paceline.drafting.online import OnlineDrafter, make_online
+from paceline.drafting.recorder import RecorderShape
+from paceline.drafting.run_drafter import record_bytes
 from paceline.drafting.training import teacher_states
+from paceline.engine.lengths import Lengths
 from paceline.learning.batch import MicroBatch, pack
 from paceline.plan.learning import META, one_response_sequence, optimiser_bytes, total_bytes
 from paceline.plan.memory_tracker import MemoryTracker
@@ -23,7 +26,7 @@ from paceline.policy.decoder import Decoder
 class OnlineBytes:
     """Bytes that training a drafter takes on the device."""
 
-    optimiser: int = 0  # masters and moments
+    optimiser: int = 0  # the trained copy of the head, masters and moments, recorded states
     training: int = 0  # gradients and what a pass holds
 
 
@@ -37,20 +40,30 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
         return OnlineBytes()
     head = factory.make("eagle", policy).head
     online = make_online(policy, head, config, lambda message: None)
-    optimiser, parameters = online.trainer.optimiser, list(head.parameters())
+    optimiser, parameters = online.trainer.optimiser, list(online.head.parameters())
+    copies = total_bytes(parameters)
     gradients = total_bytes(parameters)
     masters, moments, _ = optimiser_bytes(optimiser, parameters)
+    length = Lengths.of(config, policy.config).request
     return OnlineBytes(
-        optimiser=masters + moments,
-        training=gradients + _watch_pass(policy, online),
+        optimiser=copies + masters + moments + _recorded(policy, online, config, length),
+        training=gradients + _watch_pass(policy, online, length),
     )
 
 
-def _watch_pass(policy: Decoder, online: OnlineDrafter) -> int:
-    head: EagleHead = online.trainer.head
+def _recorded(policy: Decoder, online: OnlineDrafter, config: Config, length: int) -> int:
+    layers = online.head.config.captured_layers
+    return RecorderShape.within(
+        record_bytes(config), layers, length, policy.config.hidden_size, policy.dtype
+    ).bytes
+
+
+def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
+    """Returns the peak of the largest slice, whose texts are run once more for their states."""
+    head: EagleHead = online.head
     for parameter in head.parameters():
         parameter.grad = torch.empty_like(parameter)
-    batch = _largest_batch(online.token_budget)
+    batch = _largest_batch(online, length)
     known = [
         *policy.parameters(),
         *policy.buffers(),
@@ -65,5 +78,16 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter) -> int:
     return memory.peak
 
 
-def _largest_batch(tokens: int) -> MicroBatch:
-    return pack([one_response_sequence(MAX_TOKENS)] * (tokens // MAX_TOKENS), META)
+def _largest_batch(online: OnlineDrafter, length: int) -> MicroBatch:
+    """Returns texts of a request's length, as many as a slice takes, that are learned from at their ends."""
+    learning = online.learning
+    texts = max(1, learning.token_budget // length)
+    rows = max(1, min(length - 1, learning.slice_rows // texts))
+    whole = one_response_sequence(length)
+    end = replace(
+        whole,
+        prompt_length=length - rows,
+        loss_mask=whole.loss_mask[-rows:],
+        rollout_logprobs=whole.rollout_logprobs[-rows:],
+    )
+    return pack([end] * texts, META)

@@ -180,6 +180,9 @@ class Capture:
         if layer in self.layers:
             self.states_TE.append(x_TE.detach())
 
+    def finish(self, hidden_TE: torch.Tensor) -> None:
+        """Sees the hidden states after the last norm, when all layers have been offered."""
+
 
 def not_finite(policy: nn.Module) -> list[str]:
     """Returns the names of the parameters that hold infinities or NaN."""
@@ -272,7 +275,10 @@ class Decoder(nn.Module):
                 )
             else:
                 x_TE = layer(x_TE, rope_T2R, index, attend, replay, self.recompute.between)
-        return self.norm(x_TE)
+        hidden_TE = self.norm(x_TE)
+        if capture is not None:
+            capture.finish(hidden_TE)
+        return hidden_TE
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Returns float32 scores (float64 for a float64 model), in the learner and in every engine."""

@@ -13,6 +13,8 @@ closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
 profile/          what --torch-profiler recorded
 checkpoints/      see learning/checkpoint.py
+drafter/          the eagle head that learned, for vLLM and SGLang, with its model card (drafting/saving.py)
+drafter_training/ what its training goes on from
 """
 
 import contextlib

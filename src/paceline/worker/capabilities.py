@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.pacing.strategy import Pacer
 from paceline.policy.attention import AttentionObserver
+from paceline.policy.states import TextStates
 from paceline.worker.codec import publish_message, read_tensors, tensor_arrays
 from paceline.worker.wire import Message
 
@@ -42,11 +43,17 @@ class RemoteSpeculation:
         """None: the head that drafts lies in the worker."""
         return None
 
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Sends a trained head to the worker; kept, for one that takes over."""
-        assert weights is not None, "the head lies in another process: its weights must be sent"
         self.backend.drafter = dict(weights)
         self.backend.call(publish_message(version, weights))
+
+    def record_states(self, max_bytes: int) -> None:
+        """Does nothing: states are too large to send, and the learner's own pass makes them."""
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        """Returns nothing; see `record_states`."""
+        return {}
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns what drafters have learned, for a checkpoint."""

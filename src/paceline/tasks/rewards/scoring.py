@@ -108,6 +108,11 @@ class GroupScoring:
         self.failures[index][f"{FAILED}{name}/{failed.reason}"] = 1.0
         self.scoring.report(name, failed)
 
+    @property
+    def done(self) -> bool:
+        """Whether `scores` would not wait."""
+        return all(future.done() for calls in self.calls for future, _ in calls.values())
+
     def scores(self) -> list[Score]:
         """Waits for every reward and returns the scores in sample order."""
         return [self._score(index, response) for index, response in enumerate(self.responses)]

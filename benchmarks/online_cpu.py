@@ -1,0 +1,127 @@
+"""The built-in run with a head that learns, on a CPU: accept length, decode steps and CPU seconds.
+
+    python benchmarks/online_cpu.py OUT states [STEPS]   policy before the update as teacher, against after it
+    python benchmarks/online_cpu.py OUT fresh [STEPS]    a fresh head at k = 5, by step
+    python benchmarks/online_cpu.py OUT auto [STEPS]     `auto` against `never`, the shipped head, three seeds
+
+Overrides of the recipe may follow STEPS. Times are CPU seconds of the process: other work on the machine does
+not count.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from paceline.config import load_config
+from paceline.drafting.examples import Example, passages
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.training import compare_rows
+from paceline.loop import Trainer
+from paceline.report.console import Console
+
+# Passages of a rollout that heads are judged along.
+JUDGED_PASSAGES = 32
+
+COMMON = [
+    "run.device=cpu",
+    "run.threads=1",
+    "eval.every=0",
+    "report.closing_pairs=0",
+    "rollout.speculation.drafters=[eagle]",
+    "rollout.speculation.pacing=fixed",
+    "rollout.speculation.tokens=5",
+]
+
+
+def run(out: Path, name: str, *overrides: str) -> dict:
+    """Makes the steps of a run, and says what came of them."""
+    config = load_config(None, [*COMMON, f"run.root={out}", f"run.name={name}", *overrides])
+    trainer = Trainer(config, "default", None, None, Console(quiet=True))
+    began = time.process_time()
+    trainer.run_steps()
+    lines = (out / name / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    result = {
+        "name": name,
+        "cpu_seconds": time.process_time() - began,
+        "accept_length": [round(step["speculation/eagle/accept_length"], 3) for step in steps],
+        "decode_steps": sum(step["rollout/decode_steps"] for step in steps),
+        "updates": sum(step.get("drafter/updates", 0) for step in steps),
+        "displaced": sum(step.get("time/drafter_displaced", 0.0) for step in steps),
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def states(out: Path, steps: int) -> None:
+    """Two heads in one run: one learns from the learner's states, one from a pass after the update.
+
+    Each is judged along the next step's responses, before it has seen them: what it would have drafted in
+    that rollout. The policy is the same for both, since drafts do not change it.
+    """
+    keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=3", "tokens=2048")]
+    config = load_config(None, [*COMMON, f"run.root={out}", "run.name=states", f"run.steps={steps}", *keys])
+    trainer = Trainer(config, "default", None, None, Console(quiet=True))
+    drafter = trainer.drafter
+    before = drafter.online
+    after = OnlineDrafter(trainer.session.policy, before.head, before.config, before.seed, print)
+    follow, judged = drafter.follow, []
+
+    def follow_both(step: int, seconds: float) -> dict[str, float]:
+        texts = [text for text in before._texts if text.tokens in before.tap.found]
+        new = [Example(text, step, step - 1, before.tap.found[text.tokens]) for text in texts]
+        chosen = [passage for example in new for passage in passages(example, 64)][:JUDGED_PASSAGES]
+        judged.append([_overlap(online, chosen) for online in (before, after)])
+        print(step, [round(value, 4) for value in judged[-1]], flush=True)
+        after._texts = before._texts
+        after.follow(step, {})
+        return follow(step, seconds)
+
+    drafter.follow = follow_both
+    trainer.run_steps()
+    for name, values in zip(("before", "after"), zip(*judged[1:], strict=True), strict=True):
+        print(f"taught by the policy {name} the update: mean overlap {statistics.mean(values):.4f}")
+    differences = [a - b for b, a in judged[1:]]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    print(f"after - before: {statistics.mean(differences):+.4f}, standard error {error:.4f}")
+
+
+def _overlap(online: OnlineDrafter, chosen: list) -> float:
+    """The mean overlap of a head's first drafted tokens with the policy."""
+    learning = online.learning
+    return statistics.mean(
+        compare_rows(online.policy, online.head, *learning.inputs([passage])) for passage in chosen
+    )
+
+
+def fresh(out: Path, steps: int) -> None:
+    """A fresh head that learns always."""
+    keys = [f"rollout.speculation.online.{key}" for key in ("when=always", "lr=3e-3", "unroll=5")]
+    run(out, "fresh", f"run.steps={steps}", "rollout.speculation.eagle_path=fresh", *keys)
+
+
+def auto(out: Path, steps: int) -> None:
+    """Paired CPU seconds of `auto` and `never`."""
+    ratios = []
+    for seed in range(3):
+        pair = [
+            run(
+                out,
+                f"{when}-{seed}",
+                f"run.seed={seed}",
+                f"run.steps={steps}",
+                f"rollout.speculation.online.when={when}",
+            )
+            for when in ("never", "auto")
+        ]
+        ratios.append(pair[1]["cpu_seconds"] / pair[0]["cpu_seconds"])
+    shown = [round(ratio, 4) for ratio in ratios]
+    print(f"CPU seconds of auto over never: {shown}, median {statistics.median(ratios):.4f}")
+
+
+if __name__ == "__main__":
+    folder, what, *more = sys.argv[1:]
+    COMMON.extend(more[1:])
+    {"states": states, "fresh": fresh, "auto": auto}[what](Path(folder), int(more[0]) if more else 25)

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# A head that learns during the run, on one GPU: what it accepts by step, and what it costs.
+#
+#     benchmarks/online_gpu.sh OUT [PART ...]
+#
+#   tests            GPU tests of the head's training and publishing
+#   policy           the long-tailed workload's policy (countdown), unless $COUNTDOWN names one
+#   heads            an in-domain and a general head for each policy
+#   TASK:START:WHEN  one run of $STEPS steps: TASK countdown, sums; START own, general; WHEN never, drift, auto,
+#                    always. `runs` makes all of them that are missing
+#   identical        the same run with and without learning, deterministic: metrics and weights must be equal
+#   cost             steps at an 8B model's cost (LoRA): what `auto` adds
+#   offline          a head from `always` against one trained offline on as many tokens
+#   vllm             both of these in vLLM (greedy); $VLLM_PYTHON has it
+#   table            accept length by step, times, verdicts
+#
+# Logs, runs and heads go to OUT. Each part ends within $LIMIT seconds (default 460) and can be called again: a
+# run goes on from its checkpoint, what is there is not made twice.
+set -u
+OUT=${1:?where to write}
+shift
+HERE=$(cd "$(dirname "$0")" && pwd)
+PYTHON=${PYTHON:-python3}
+VLLM_PYTHON=${VLLM_PYTHON:-$PYTHON}
+SMOLLM=${SMOLLM:-models/smollm2-135m} # from `paceline models get smollm2-135m`
+COUNTDOWN=${COUNTDOWN:-$OUT/countdown}
+LIMIT=${LIMIT:-460}
+STEPS=${STEPS:-30}
+SUMS='task.train_problems=512 task.eval_problems=64 rollout.max_tokens=128'
+SUMS="$SUMS "'task.options={"min_terms":2,"max_terms":4,"min_digits":1,"max_digits":2}'
+mkdir -p "$OUT"
+
+part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.log
+  name=${1//:/-}
+  shift
+  began=$(date +%s)
+  if timeout -s TERM -k 30 "$LIMIT" "$@" >>"$OUT/$name.log" 2>&1; then verdict=ok; else verdict="FAILED ($?)"; fi
+  echo "$name: $verdict, $(($(date +%s) - began)) s"
+  tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
+}
+tests() {
+  part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_online.py
+}
+policy() {
+  [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \
+    --recipe countdown --policy "$SMOLLM" --examples 40000 --epochs 1 --batch-size 64 --lr 3e-4
+}
+recipe() { # TASK: the recipe's name and overrides
+  case $1 in
+  countdown) echo "countdown policy.path=$COUNTDOWN rollout.prompts_per_step=16 rollout.kv_tokens=300000" ;;
+  sums) echo "chain-sum policy.path=$SMOLLM $SUMS" ;;
+  *) echo "unknown task $1" >&2 && exit 2 ;;
+  esac
+}
+train_head() { # NAME POLICY RECIPE OVERRIDE...
+  name=$1 policy=$2 recipe=$3
+  shift 3
+  [ -e "$OUT/$name/config.json" ] || part "$name" "$PYTHON" -m paceline drafter train "$policy" run.device=cuda "$@" \
+    rollout.max_running=512 --recipe "$recipe" --responses 3072 --draft-vocab 2048 --steps 400 --unroll 5 \
+    --batch 64 --lr 1e-3 --out "$OUT/$name"
+}
+heads() { # own: of the task itself; general: of another task, with the same policy
+  # shellcheck disable=SC2086
+  train_head sums-own "$SMOLLM" chain-sum $SUMS
+  train_head sums-general "$SMOLLM" gsm8k rollout.max_tokens=256
+  train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=600000
+  train_head countdown-general "$COUNTDOWN" gsm8k rollout.max_tokens=256
+}
+train() { # NAME TASK OVERRIDE...: goes on where the last call ended
+  name=$1 task=$2
+  shift 2
+  if [ -e "$OUT/runs/$name/checkpoints" ]; then set -- --resume "$OUT/runs/$name"; fi
+  if [ "${1:-}" = --resume ]; then
+    part "$name" "$PYTHON" -m paceline train "$@"
+  else
+    # shellcheck disable=SC2046
+    part "$name" "$PYTHON" -m paceline train $(recipe "$task") run.device=cuda run.root="$OUT/runs" run.name="$name" \
+      run.steps="$STEPS" eval.every=0 checkpoint.every=5 report.closing_pairs=0 \
+      "rollout.speculation.drafters=[eagle]" rollout.speculation.pacing=fixed rollout.speculation.tokens=5 "$@"
+  fi
+}
+one() { # TASK:START:WHEN
+  IFS=: read -r task start when <<<"$1"
+  train "$task-$start-$when" "$task" rollout.speculation.eagle_path="$OUT/$task-$start" \
+    rollout.speculation.online.when="$when"
+}
+runs() {
+  for task in countdown sums; do
+    for start in own general; do
+      for when in never drift auto always; do one "$task:$start:$when"; done
+    done
+  done
+}
+identical() {
+  for when in never always; do
+    STEPS=3 train "identical-$when" sums rollout.speculation.eagle_path="$OUT/sums-own" rollout.deterministic=true \
+      learning.deterministic=true rollout.speculation.online.when="$when"
+  done
+  part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
+}
+cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
+  for when in never auto always; do
+    STEPS=6 train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
+      rollout.prompts_per_step=8 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
+  done
+}
+offline() { # as many tokens as `always` has seen; both heads on the policy that the run ended with
+  run=$OUT/runs/sums-general-always
+  policy=$run/checkpoints/$(ls "$run/checkpoints" | grep '^step_' | tail -n 1)/policy
+  tokens=$("$PYTHON" "$HERE/online_table.py" tokens "$run")
+  # shellcheck disable=SC2086
+  [ -e "$OUT/offline/config.json" ] || part offline "$PYTHON" -m paceline drafter train "$policy" run.device=cuda $SUMS \
+    --recipe chain-sum --start "$OUT/sums-general" --responses 2048 --batch 64 --unroll 5 --lr 3e-4 \
+    --steps "$("$PYTHON" -c "print(max(1, round($tokens / (64 * 60))))")" --out "$OUT/offline"
+  for drafter in "$run/drafter" "$OUT/offline"; do
+    # shellcheck disable=SC2086
+    part "eval-$(basename "$drafter")" "$PYTHON" -m paceline drafter eval "$policy" "$drafter" run.device=cuda $SUMS \
+      --recipe chain-sum --k 5 --problems 256
+  done
+}
+vllm() {
+  run=$OUT/runs/sums-general-always
+  policy=$run/checkpoints/$(ls "$run/checkpoints" | grep '^step_' | tail -n 1)/policy
+  for drafter in "$run/drafter" "$OUT/offline"; do
+    part "vllm-$(basename "$drafter")" "$VLLM_PYTHON" "$HERE/online_vllm.py" "$policy" "$drafter"
+  done
+}
+table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
+
+for stage in "${@:-tests policy heads runs identical cost offline table}"; do
+  for name in $stage; do
+    case $name in *:*) one "$name" ;; *) $name ;; esac
+  done
+done

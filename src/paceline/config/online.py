@@ -1,0 +1,60 @@
+"""The recipe's `rollout.speculation.online`: how the eagle head learns during a run."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.section import Section
+
+# Keys that only a head that learns has.
+LEARNING_KEYS = ("lr", "tokens", "batch", "unroll", "buffer_gb")
+
+
+class OnlineDrafterConfig(Section):
+    """The section `rollout.speculation.online`: training the eagle head during the run."""
+
+    when: Literal["never", "drift", "always", "auto"] = Field(
+        "never",
+        description="when the eagle head learns from the run's own responses: "
+        "drift: when its acceptance has fallen; always: after every step; "
+        "auto: while its acceptance rises or has fallen, in time that nobody needs and within `budget`",
+    )
+    lr: float = Field(3e-4, gt=0, description="learning rate of the eagle head")
+    tokens: int = Field(
+        8192,
+        ge=1,
+        description="response tokens to learn from per step, taken from this step's and the previous "
+        "step's responses, longest first",
+    )
+    batch: int = Field(16, ge=1, description="passages of responses per optimiser step")
+    unroll: int = Field(
+        5, ge=1, le=15, description="how many tokens of a draft are trained; 1: only the first"
+    )
+    budget: float = Field(
+        0.01,
+        gt=0,
+        lt=1,
+        description="auto: the share of a step's time that learning may add to it; time spent waiting for "
+        "rewards is not counted",
+    )
+    buffer_gb: float = Field(
+        0.25,
+        gt=0,
+        description="GB of host memory for responses to learn from, with the policy's states along them",
+    )
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "OnlineDrafterConfig":
+        for key in LEARNING_KEYS:
+            if self.when == "never" and not self.is_default(key):
+                named = f"rollout.speculation.online.{key} = {getattr(self, key)!r}"
+                raise ValueError(
+                    f"{named} does not apply: rollout.speculation.online.when = 'never'. "
+                    "Use when=drift, when=always or when=auto, or leave it out"
+                )
+        if self.when != "auto" and not self.is_default("budget"):
+            raise ValueError(
+                f"rollout.speculation.online.budget = {self.budget!r} does not apply: "
+                f"rollout.speculation.online.when = {self.when!r}. Use when=auto, or leave it out"
+            )
+        return self

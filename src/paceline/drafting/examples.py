@@ -1,0 +1,170 @@
+"""What a head learns from during a run: responses of this step and the last, within so many bytes.
+
+    rollout ──▶ the longest responses ──┬── states that the learner's or the engine's pass left ──▶ Example
+                                        └── none: computed when they are needed, and kept
+
+The tail is where speculation pays, so long responses come first, and the shortest go when memory is short.
+What is older than the last step was written by a policy of the past, and goes, too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.learning.batch import TrainingSequence
+from paceline.policy.states import TextStates
+
+# Steps whose responses are kept: this one and the one before.
+STEPS_KEPT = 2
+# Host bytes of a token without states: an int of a tuple, its mask and its logprob.
+TOKEN_BYTES = 32
+
+
+@dataclass
+class Example:
+    """A response to learn from."""
+
+    sequence: TrainingSequence
+    step: int  # of the run, whose rollout it comes from
+    version: int  # of the weights that made the states, or will
+    states: TextStates | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of host memory."""
+        own = TOKEN_BYTES * len(self.sequence.tokens)
+        return own if self.states is None else own + self.states.bytes
+
+
+class ExampleBuffer:
+    """Examples of the newest steps, longest first within `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.examples: list[Example] = []
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.examples)
+
+    @property
+    def bytes(self) -> int:
+        """What all examples take."""
+        return sum(example.bytes for example in self.examples)
+
+    def add(self, step: int, examples: Sequence[Example]) -> None:
+        """Takes in the examples of a step, and lets go of what is too old or too much."""
+        kept = [e for e in self.examples if step - STEPS_KEPT < e.step < step]
+        self.examples = sorted([*examples, *kept], key=lambda e: -e.sequence.loss_tokens)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Lets go of states, then of whole examples, shortest first, until the rest fits."""
+        excess = self.bytes - self.max_bytes
+        for example in reversed(self.examples):
+            if excess <= 0:
+                return
+            if example.states is not None:
+                excess -= example.states.bytes
+                example.states = None
+        while self.examples and excess > 0:
+            excess -= self.examples.pop().bytes
+
+    def longest(self, tokens: int) -> list[Example]:
+        """Returns the longest examples within `tokens` sampled tokens, and at least one that has any."""
+        chosen: list[Example] = []
+        for example in self.examples:
+            tokens -= example.sequence.loss_tokens
+            if example.sequence.loss_tokens == 0 or (chosen and tokens < 0):
+                break
+            chosen.append(example)
+        return chosen
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Returns all of it as tensors."""
+        sequences = [example.sequence for example in self.examples]
+        tensors = {
+            "tokens": torch.tensor([token for s in sequences for token in s.tokens], dtype=torch.int64),
+            "mask": torch.tensor([sampled for s in sequences for sampled in s.loss_mask], dtype=torch.bool),
+            "lengths": torch.tensor(
+                [(s.prompt_length, len(s.loss_mask)) for s in sequences], dtype=torch.int64
+            ).view(-1, 2),
+            "temperatures": torch.tensor([s.temperature for s in sequences], dtype=torch.float64),
+            "origins": torch.tensor([(e.step, e.version) for e in self.examples], dtype=torch.int64).view(
+                -1, 2
+            ),
+        }
+        for index, example in enumerate(self.examples):
+            if example.states is not None:
+                tensors[f"states.{index}.hidden"] = example.states.hidden_RE
+                for place, captured_TE in enumerate(example.states.captured_TE):
+                    tensors[f"states.{index}.captured.{place}"] = captured_TE
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `state` returned; states that are not there are computed when they are needed."""
+        prompts, responses = tensors["lengths"].unbind(1)
+        texts = tensors["tokens"].split((prompts + responses).tolist())
+        masks = tensors["mask"].split(responses.tolist())
+        origins = tensors["origins"].tolist() if "origins" in tensors else [(0, 0)] * len(prompts)
+        self.examples = []
+        for index, (text, mask, prompt, temperature, (step, version)) in enumerate(
+            zip(texts, masks, prompts.tolist(), tensors["temperatures"].tolist(), origins, strict=True)
+        ):
+            sequence = TrainingSequence(
+                tuple(text.tolist()),
+                prompt,
+                tuple(mask.tolist()),
+                (0.0,) * len(mask),
+                advantage=0.0,
+                temperature=temperature,
+            )
+            self.examples.append(Example(sequence, step, version, _states(tensors, index)))
+        self.shrink()
+
+
+def _states(tensors: Mapping[str, torch.Tensor], index: int) -> TextStates | None:
+    prefix = f"states.{index}."
+    if f"{prefix}hidden" not in tensors:
+        return None
+    captured: list[torch.Tensor] = []
+    while (name := f"{prefix}captured.{len(captured)}") in tensors:
+        captured.append(tensors[name])
+    return TextStates(tensors[f"{prefix}hidden"], tuple(captured))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Some tokens of a response, in a row, that are learned from with all the text before them."""
+
+    example: Example
+    start: int  # of the response
+    stop: int
+
+    @property
+    def sequence(self) -> TrainingSequence:
+        """The text as far as the passage goes; what comes before it counts as the prompt."""
+        whole = self.example.sequence
+        return replace(
+            whole,
+            tokens=whole.tokens[: whole.prompt_length + self.stop],
+            prompt_length=whole.prompt_length + self.start,
+            loss_mask=whole.loss_mask[self.start : self.stop],
+            rollout_logprobs=whole.rollout_logprobs[self.start : self.stop],
+            penalties=(),
+            learner_logprobs=(),
+            routing=None,
+            versions=(),
+        )
+
+
+def passages(example: Example, rows: int) -> list[Passage]:
+    """Cuts a response into passages of at most `rows` tokens; those without a sampled token are left out."""
+    mask = example.sequence.loss_mask
+    cuts = [(start, min(start + rows, len(mask))) for start in range(0, len(mask), rows)]
+    return [Passage(example, start, stop) for start, stop in cuts if any(mask[start:stop])]

@@ -1,0 +1,85 @@
+"""What a head that learns during a run needs to go on after a restart, as named tensors."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.when import AutoMonitor, DriftMonitor
+
+PREFIX = "online."
+
+
+def online_state(online: OnlineDrafter) -> dict[str, torch.Tensor]:
+    """Returns what is trainable and what it is trained on; a resumed run goes on as it would have."""
+    counters = {
+        "steps": online.trainer.optimiser.steps,
+        "due": online.due,
+        "slice_rows": online.learning.slice_rows,
+        "token_budget": online.learning.token_budget,
+        "version": online.publisher.current.version,
+        **_flat(asdict(online.drift), "drift."),
+        **_flat(asdict(online.auto), "auto."),
+    }
+    own = {
+        **{f"head.{name}": p.detach() for name, p in online.head.named_parameters()},
+        **online.trainer.optimiser.state(),
+        **online.buffer.state(),
+        **{f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()},
+    }
+    return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
+
+
+def load_online_state(online: OnlineDrafter, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Restores what `online_state` returned, and publishes the head."""
+    own = _below(tensors, PREFIX)
+    counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
+    online.take_head(_below(own, "head."), int(counters["version"]))
+    online.trainer.optimiser.load_state(own, int(counters["steps"]))
+    online.due = bool(counters["due"])
+    online.learning.slice_rows = int(counters["slice_rows"])
+    online.learning.token_budget = int(counters["token_budget"])
+    online.drift = _drift(_below(counters, "drift."))
+    online.auto = _auto(_below(counters, "auto."))
+    online.buffer.load_state(own)
+
+
+def load_early_state(online: OnlineDrafter, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Takes over the head of a checkpoint that has no state of its training, or one of an earlier layout."""
+    head = _below(tensors, "eagle.")
+    if head:
+        online.take_head(head, 0)
+        online.warn("the eagle head goes on from the checkpoint, its optimiser and its examples begin anew")
+
+
+def _flat(counters: Mapping, prefix: str) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in counters.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _below(tensors: Mapping, prefix: str) -> dict:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _drift(counters: Mapping[str, float]) -> DriftMonitor:
+    return DriftMonitor(
+        counters["baseline"],
+        counters["baseline_drafts"],
+        int(counters["rollouts"]),
+        int(counters["tried"]),
+    )
+
+
+def _auto(counters: Mapping[str, float]) -> AutoMonitor:
+    return AutoMonitor(
+        bool(counters["learning"]),
+        counters["accepted"],
+        counters["drafts"],
+        int(counters["rollouts"]),
+        counters["accepted_before"],
+        counters["drafts_before"],
+        _drift(_below(counters, "drift.")),
+    )

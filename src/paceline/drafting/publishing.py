@@ -1,0 +1,111 @@
+"""How a trained head reaches whatever drafts with it, and comes back out when it turns out worse.
+
+    trainer's own copy ──publish(version)──▶ the drafting head: here, in a worker, in another engine
+            ▲                                        │ its acceptance in the next rollout
+            └──── weights of the version before ◀────┘ clearly lower, and on the same texts, too
+
+The trainer never writes where proposals are computed. A fall in acceptance may be the policy's doing, so
+before a head is taken back both versions are compared along the newest responses.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.when import SIGMAS, TOLERANCE, deviation
+
+
+class Drafting(Protocol):
+    """The part of a generator's speculation that takes heads (`backend.Speculation`)."""
+
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes a trained head over."""
+
+
+@dataclass
+class Published:
+    """A version of the head, and how it did."""
+
+    version: int
+    weights: dict[str, torch.Tensor]  # on the host
+    share: float = 0.0  # of drafts whose first token was accepted, in its last rollout
+    drafts: int = 0
+
+
+class HeadPublisher:
+    """Publishes versions of a head, and remembers the one before the newest."""
+
+    def __init__(self, head: EagleHead, drafting: Drafting | None, warn: Callable[[str], None]) -> None:
+        """`drafting` is None where nobody drafts, such as in a plan."""
+        self.head = head
+        self.drafting = drafting
+        self.warn = warn
+        self.current = Published(0, snapshot(head))
+        self.before: Published | None = None
+        self.suspect = False
+        self.rollbacks = 0
+
+    def publish(self, version: int) -> None:
+        """Hands the head over as it is now."""
+        # What has not drafted yet is no measure for the next.
+        if self.current.drafts:
+            self.before = self.current
+        self.current = Published(version, snapshot(self.head))
+        self._send()
+
+    def observe(self, share: float, drafts: int) -> None:
+        """Takes in how the newest version did; one that did clearly worse than the last is suspect."""
+        self.current.share, self.current.drafts = share, drafts
+        before = self.before
+        self.suspect = before is not None and share < before.share - max(
+            TOLERANCE, SIGMAS * deviation(before.share, before.drafts, share, drafts)
+        )
+
+    def settle(self, version: int, quality: Callable[[EagleHead], float]) -> bool:
+        """Rolls a suspect head back if the one before is better in `quality`; returns whether it was.
+
+        `quality` says how well a head drafts along the newest texts.
+        """
+        if not self.suspect or self.before is None:
+            return False
+        self.suspect = False
+        before, worse = self.before, self.current
+        present = snapshot(self.head)  # it may have learned since it was published
+        now = quality(self.head)
+        restore(self.head, before.weights)
+        then = quality(self.head)
+        if then <= now:  # the policy has become harder to draft for, the head has not become worse
+            restore(self.head, present)
+            self.before = None
+            return False
+        self.rollbacks += 1
+        self.warn(
+            f"the eagle head of version {worse.version} drafts worse than that of version {before.version} "
+            f"(first token accepted {worse.share:.1%} after {before.share:.1%}; along the newest responses "
+            f"overlap {now:.3f} against {then:.3f}): rolled back"
+        )
+        self.current = Published(version, before.weights)
+        self.before = None
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        if self.drafting is not None:
+            self.drafting.publish_drafter(self.current.version, self.current.weights)
+
+
+def snapshot(head: EagleHead) -> dict[str, torch.Tensor]:
+    """Returns copies of a head's parameters on the host: they share memory with nobody."""
+    if head.fc.weight.is_meta:
+        return {}
+    return {name: p.detach().to("cpu", copy=True) for name, p in head.named_parameters()}
+
+
+@torch.no_grad()
+def restore(head: EagleHead, weights: Mapping[str, torch.Tensor]) -> None:
+    """Fills a head's own storage."""
+    for name, parameter in head.named_parameters():
+        parameter.copy_(weights[name])

@@ -1,0 +1,121 @@
+"""Keeps the policy's states of some running rows as the engine computes them, for a head to learn from.
+
+    prefill   prompt but its last token ──▶ handed over when the row enters
+    step      position p of a row       ──▶ record[row, p], written again while the token there is not final
+    leave     a finished response       ──▶ states of its tokens, on the host
+
+A step writes all of its queries by their positions. Those behind the last kept sample hold states of tokens
+that were not kept, and the row's next step begins there, so it overwrites them: what a finished row has at p
+is what the policy computed for the token at p. The last token of a response is never run, and has none.
+
+Rows beyond the recorder's share one line that nobody reads, so a captured graph need not know who is
+recorded.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from paceline.drafting.base import HIDDEN, TargetStep
+from paceline.policy.states import TextStates, to_host
+from paceline.types import Purpose, Request
+
+# Rows that are recorded at most.
+MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class RecorderShape:
+    """How much a recorder holds."""
+
+    layers: tuple[int, ...]
+    rows: int
+    length: int  # tokens of a row at most
+    hidden_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def within(
+        cls, max_bytes: int, layers: tuple[int, ...], length: int, hidden_size: int, dtype: torch.dtype
+    ) -> "RecorderShape":
+        """Returns the largest one within so many bytes; without a row where not even one fits."""
+        row_bytes = (len(layers) + 1) * length * hidden_size * dtype.itemsize
+        rows = min(MAX_ROWS, max(0, max_bytes // row_bytes - 1))  # less the line that nobody reads
+        return cls(layers, rows, length, hidden_size, dtype)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of the device."""
+        if not self.rows:
+            return 0
+        return (len(self.layers) + 1) * (self.rows + 1) * self.length * self.hidden_size * self.dtype.itemsize
+
+
+class Finished(NamedTuple):
+    """A response that was recorded to its end."""
+
+    tokens_T: torch.Tensor
+    prompt: int
+    states_CTE: torch.Tensor  # of all tokens but the last
+
+
+class StateRecorder:
+    """Records rows by their slots."""
+
+    def __init__(self, shape: RecorderShape, slots: int, device: torch.device) -> None:
+        self.shape = shape
+        size = (len(shape.layers) + 1, shape.rows + 1, shape.length, shape.hidden_size)
+        # The captured layers, then the states after the last norm.
+        self.record_CNLE = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.row_S = torch.full((slots,), shape.rows, dtype=torch.int64, device=device)
+        self.row_of: dict[int, int] = {}  # by slot
+        self.free = list(range(shape.rows))
+        self.finished: list[Finished] = []
+
+    def enter(self, slot: int, request: Request, prompt_CTE: torch.Tensor) -> None:
+        """Begins to record a row, if there is room, whose prompt but the last token has these states."""
+        covered = prompt_CTE.shape[1] == len(request.prompt) - 1
+        fits = len(request.prompt) + request.sampling.max_tokens <= self.shape.length
+        if not self.free or not covered or not fits or request.purpose is not Purpose.TRAIN:
+            return
+        row = self.row_of[slot] = self.free.pop()
+        self.row_S[slot] = row
+        self.record_CNLE[:-1, row, : prompt_CTE.shape[1]] = prompt_CTE
+
+    def step(self, step: TargetStep) -> None:
+        """Writes the states of a step's queries."""
+        queries = step.queries
+        nobody = self.shape.rows
+        row_R1 = self.row_S.index_select(0, step.slots_R).unsqueeze(1)
+        row_RQ = torch.where(queries.cache_slots_RQ >= 0, row_R1, nobody)
+        place_RQ = queries.positions_RQ.clamp(max=self.shape.length - 1)
+        line_T = (row_RQ * self.shape.length + place_RQ).flatten()
+        for index, layer in enumerate((*self.shape.layers, HIDDEN)):
+            self.record_CNLE[index].flatten(0, 1).index_copy_(0, line_T, step.captured[layer])
+
+    def leave(self, slot: int, request: Request, tokens_T: torch.Tensor, finished: bool) -> None:
+        """Ends a row's record; of a finished one what was recorded is kept until `take`."""
+        row = self.row_of.pop(slot, None)
+        if row is None:
+            return
+        self.row_S[slot] = self.shape.rows
+        self.free.append(row)
+        if finished and len(tokens_T) > len(request.prompt):
+            states_CTE = to_host(self.record_CNLE[:, row, : len(tokens_T) - 1])
+            self.finished.append(Finished(to_host(tokens_T), len(request.prompt), states_CTE))
+
+    def take(self) -> dict[tuple[int, ...], TextStates]:
+        """Returns the states of the responses that finished since the last call, by their tokens."""
+        if self.record_CNLE.is_cuda:  # the copies to the host are complete then
+            torch.cuda.current_stream(self.record_CNLE.device).synchronize()
+        taken = {}
+        for text in self.finished:
+            # Copies: what was made under inference mode cannot be learned from.
+            states_CTE = text.states_CTE.clone()
+            last_1E = torch.zeros_like(states_CTE[0, :1])  # nothing attends to the last token's
+            captured = tuple(torch.cat((states_TE, last_1E)) for states_TE in states_CTE[:-1])
+            hidden_RE = states_CTE[-1, text.prompt - 1 :]
+            taken[tuple(text.tokens_T.tolist())] = TextStates(hidden_RE, captured)
+        self.finished = []
+        return taken

@@ -1,0 +1,158 @@
+"""A learning head within a run: where its states come from, when it has time, what is kept of it.
+
+`online.py` learns; this file connects it with the generator, the run's folder and the records.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from paceline.config import FRESH, Config
+from paceline.drafting.eagle_folder import eagle_folder, head_for
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.online_state import load_early_state, load_online_state, online_state
+from paceline.drafting.saving import DrafterSaver
+from paceline.drafting.when import SIGMAS, TOLERANCE
+from paceline.policy.states import TextStates
+
+# Share of the buffer's bytes that the engine may use of its device, to record states of running rows.
+RECORD_SHARE = 0.25
+
+
+class Recording(Protocol):
+    """The part of a generator's speculation that keeps states (`backend.Speculation`)."""
+
+    def record_states(self, max_bytes: int) -> None:
+        """Begins to keep the states of some requests."""
+
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
+        """Returns the states of responses that have finished, by their tokens."""
+
+
+class Drafts(Protocol):
+    """What a rollout says of a drafter's proposals (`stats.DraftStats`)."""
+
+    drafts: int
+    accepted_at: list[int]
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens emitted per draft."""
+
+    @property
+    def first_accepted(self) -> float:
+        """The share of drafts whose first token was accepted."""
+
+
+class RunDrafter:
+    """An online drafter, its place in the run's folder and its time."""
+
+    def __init__(
+        self, online: OnlineDrafter, recording: Recording, config: Config, warn: Callable[[str], None]
+    ) -> None:
+        self.online = online
+        self.recording = recording
+        self.config = config
+        self.warn = warn
+        self.saver: DrafterSaver | None = None
+        self._kept: list[int] = []  # steps whose saves belong to checkpoints
+        self._compared = False
+        recording.record_states(record_bytes(config))
+
+    def begin(self, run: Path, step: int) -> None:
+        """Takes the run's folder, to save in; `step` is the last that was made."""
+        self.saver = self.saver or DrafterSaver(run, self.warn)
+        self._kept = [step]
+        self._compared = step > 0
+
+    def restore(self, run: Path, step: int, drafters: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what was saved with a step; from the head alone where only a checkpoint has it."""
+        self.saver = DrafterSaver(run, self.warn)
+        saved = self.saver.load(step)
+        if saved is not None:
+            load_online_state(self.online, saved)
+        else:
+            load_early_state(self.online, drafters)
+
+    def observe(self, step: int, drafts: Mapping[str, Drafts]) -> None:
+        """Takes in a rollout's drafts by drafter; `step` is that of the policy that made it."""
+        own = drafts.get(self.online.name)
+        if own is None or not own.drafts:
+            return
+        self.online.observe(own.first_accepted, own.drafts)
+        measured = self._measured(step, own)
+        if self.saver is not None:
+            self.saver.note(measured)
+        if not self._compared:
+            self._compared = True
+            self._compare(measured)
+
+    def follow(self, step: int, step_seconds: float) -> dict[str, float]:
+        """Lets the head learn from a step whose update is made; saves now and then."""
+        metrics = self.online.follow(step, self.recording.take_states(), step_seconds)
+        if self.saver is not None and self.saver.due and metrics["drafter/updates"]:
+            self.save(step, self._kept)
+        return metrics
+
+    def save(self, step: int, kept: Sequence[int]) -> None:
+        """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`."""
+        assert self.saver is not None, "the run has begun"
+        self._kept = list(kept)
+        self.saver.save(step, self.online.head, online_state(self.online), kept)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if self.saver is not None:
+            self.saver.flush()
+
+    def work_in(
+        self, context: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[[Callable[[], bool]], None]:
+        """Returns what learns, within a context, as long as what it is given returns True."""
+
+        def work(waiting: Callable[[], bool]) -> None:
+            if waiting() and self.online.has_work:
+                with context():
+                    self.online.learn_while(waiting)
+
+        return work
+
+    def _measured(self, step: int, drafts: Drafts) -> MeasuredAcceptance:
+        return MeasuredAcceptance(
+            self.config.policy.path,
+            self.config.task.name,
+            self.config.rollout.temperature,
+            step,
+            drafts.drafts,
+            drafts.accept_length,
+            drafts.first_accepted,
+            tuple(accepted / drafts.drafts for accepted in drafts.accepted_at),
+        )
+
+    def _compare(self, came: MeasuredAcceptance) -> None:
+        """Says what the head's folder promised, and what the first rollout gave."""
+        expected = expected_acceptance(self.config, self.online)
+        if expected is None:
+            return
+        chance = SIGMAS * (came.first_accepted * (1 - came.first_accepted) / came.drafts) ** 0.5
+        lower = came.first_accepted < expected.first_accepted - max(TOLERANCE, chance)
+        verdict = "less than expected: another task or policy" if lower else "as expected"
+        self.warn(f"the eagle head's folder says {expected}; the first rollout gives {came}: {verdict}")
+
+
+def expected_acceptance(config: Config, online: OnlineDrafter) -> MeasuredAcceptance | None:
+    """Returns what the starting head's folder says was accepted of it; None where it says nothing."""
+    path = config.rollout.speculation.eagle_path
+    if path == FRESH:
+        return None
+    found = head_for(path, online.policy.config)
+    return None if found is None else read_acceptance(Path(eagle_folder(found)))
+
+
+def record_bytes(config: Config) -> int:
+    """Returns the bytes of the device that recorded states may take."""
+    return int(RECORD_SHARE * config.rollout.speculation.online.buffer_gb * 1e9)

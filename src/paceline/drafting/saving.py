@@ -1,0 +1,114 @@
+"""Saves a head and its training beside a run, in a thread of its own, apart from the policy's checkpoints.
+
+    drafter/            the head as vLLM, SGLang and `load_eagle` open it, with its model card
+    drafter_training/   step_000012.safetensors: head, optimiser and buffer, nothing that is not trained
+
+The run waits only while the tensors are copied to the host. A file is written beside and renamed, so what
+has its name is whole.
+"""
+
+import copy
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from paceline.drafting.eagle_folder import save_eagle
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
+from paceline.policy.model_files import save_tensors
+
+TRAINING_FOLDER = "drafter_training"
+HEAD_FOLDER = "drafter"
+FILE = re.compile(r"step_(\d+)\.safetensors", re.ASCII)
+# Seconds between saves that no checkpoint asks for.
+SAVE_SECONDS = 60.0
+
+
+class DrafterSaver:
+    """Writes the newest state of a head's training; one save at a time."""
+
+    def __init__(self, run: Path, warn: Callable[[str], None], every_seconds: float = SAVE_SECONDS) -> None:
+        self.head_folder = run / HEAD_FOLDER
+        self.training_folder = run / TRAINING_FOLDER
+        self.warn = warn
+        self.every_seconds = every_seconds
+        # A resumed run's head started where the run did.
+        self.first = read_acceptance(self.head_folder, "first")
+        self.last = read_acceptance(self.head_folder)
+        self._saved_at = time.monotonic()
+        self._writer: threading.Thread | None = None
+
+    def note(self, measured: MeasuredAcceptance) -> None:
+        """Takes in how much of the head's drafts a rollout accepted, for its card."""
+        self.first = self.first or measured
+        self.last = measured
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to save, and the last save is written."""
+        writing = self._writer is not None and self._writer.is_alive()
+        return not writing and time.monotonic() - self._saved_at >= self.every_seconds
+
+    def save(
+        self, step: int, head: EagleHead, state: Mapping[str, torch.Tensor], keep: Iterable[int]
+    ) -> None:
+        """Copies everything to the host and lets it be written; of older saves those in `keep` stay."""
+        self.flush()
+        if head.fc.weight.is_cuda:  # copies of states to the host are complete then
+            torch.cuda.current_stream(head.fc.weight.device).synchronize()
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+        own = copy.deepcopy(head).to("cpu")
+        self._saved_at = time.monotonic()
+        arguments = step, own, tensors, {*keep, step}, self.first, self.last
+        self._writer = threading.Thread(target=self._write, args=arguments, name="drafter-saver")
+        self._writer.start()
+
+    def flush(self) -> None:
+        """Waits until what was saved is written."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def load(self, step: int) -> dict[str, torch.Tensor] | None:
+        """Returns the state of this step, or of the newest one before; None where there is none."""
+        saved = [number for number in self._steps() if number <= step]
+        return load_file(self._file(max(saved))) if saved else None
+
+    def _write(
+        self,
+        step: int,
+        head: EagleHead,
+        tensors: dict[str, torch.Tensor],
+        keep: set[int],
+        first: MeasuredAcceptance | None,
+        last: MeasuredAcceptance | None,
+    ) -> None:
+        try:
+            self.training_folder.mkdir(parents=True, exist_ok=True)
+            partial = self.training_folder / f".partial_{step:06d}"
+            save_tensors(tensors, partial)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            os.rename(partial, self._file(step))
+            save_eagle(head, self.head_folder)
+            write_card(self.head_folder, first, last)
+            for old in self._steps():
+                if old not in keep:
+                    self._file(old).unlink(missing_ok=True)
+        except OSError as error:  # a run goes on without it
+            self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
+
+    def _file(self, step: int) -> Path:
+        return self.training_folder / f"step_{step:06d}.safetensors"
+
+    def _steps(self) -> list[int]:
+        if not self.training_folder.is_dir():
+            return []
+        found = (FILE.fullmatch(path.name) for path in self.training_folder.iterdir())
+        return sorted(int(match.group(1)) for match in found if match)

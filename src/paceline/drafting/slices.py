@@ -1,0 +1,143 @@
+"""A head's optimiser steps in slices: each a few milliseconds of work, and learning can end after any.
+
+    passages ──▶ optimiser steps of `batch` passages ──▶ slices of at most SLICE_ROWS tokens
+                                                          │ one at a time, by whoever has time
+                     gradients add up over slices ◀───────┘ the last slice of a step updates the head
+
+Stopped between two slices nothing is lost: the next one goes on where the last one ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.drafting.examples import Example, Passage
+from paceline.drafting.training import HeadStep, HeadTrainer
+from paceline.learning.batch import pack
+from paceline.policy.decoder import Decoder
+from paceline.policy.states import TextCapture, TextPlace, TextStates
+
+# Response tokens of a slice, by device; a passage is never longer.
+SLICE_ROWS = {"cpu": 64, "cuda": 256, "meta": 256}
+# Tokens of a slice with all the text before them and padding; a longer text is a slice of its own.
+SLICE_TOKENS = {"cpu": 2048, "cuda": 16384, "meta": 16384}
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Passages that go through the head together."""
+
+    passages: list[Passage]
+    ends_step: bool  # the optimiser step's last
+
+
+class SlicedLearning:
+    """Trains a head slice by slice."""
+
+    def __init__(self, policy: Decoder, trainer: HeadTrainer, batch: int) -> None:
+        self.policy = policy
+        self.trainer = trainer
+        self.batch = batch
+        self.slice_rows = SLICE_ROWS[policy.device.type]
+        self.token_budget = SLICE_TOKENS[policy.device.type]
+        self.work: deque[Slice] = deque()
+        self.rebuilt = 0  # texts whose states had to be computed
+
+    def plan(self, passages: Sequence[Passage]) -> None:
+        """Puts optimiser steps of these passages, in this order, in place of those that are not begun."""
+        begun = self.trainer.accumulated
+        rest: list[Slice] = []
+        while begun and self.work:
+            rest.append(self.work.popleft())
+            if rest[-1].ends_step:
+                break
+        self.work = deque(rest)
+        for start in range(0, len(passages), self.batch):
+            parts = self.cut(passages[start : start + self.batch])
+            self.work.extend(Slice(part, part is parts[-1]) for part in parts)
+
+    def cut(self, passages: Sequence[Passage]) -> list[list[Passage]]:
+        """Cuts passages, longest text first, into slices that fit when all are padded to the first."""
+        parts: list[list[Passage]] = []
+        rows = 0
+        for passage in sorted(passages, key=lambda p: -(p.example.sequence.prompt_length + p.stop)):
+            size = passage.stop - passage.start
+            longest = _text(parts[-1][0]) if parts else 0
+            if (
+                not parts
+                or (len(parts[-1]) + 1) * longest > self.token_budget
+                or rows + size > self.slice_rows
+            ):
+                parts.append([])
+                rows = 0
+            parts[-1].append(passage)
+            rows += size
+        return parts
+
+    def slices(self, should_stop: Callable[[], bool]) -> Iterator[HeadStep | None]:
+        """Does a slice of the work and yields, until it is done or `should_stop` returns True.
+
+        Yields what an optimiser step saw after the slice that made it.
+        """
+        while self.work and not should_stop():
+            part = self.work[0]
+            missing = [p.example for p in part.passages if p.example.states is None]
+            if missing:
+                self._compute_states(missing)
+                report = None
+            else:
+                self._accumulate(part.passages)
+                self.work.popleft()
+                report = self.trainer.update() if part.ends_step else None
+            if self.policy.device.type == "cuda":  # who waits for the device waits for this slice alone
+                torch.cuda.current_stream(self.policy.device).synchronize()
+            yield report
+
+    def abandon(self) -> None:
+        """Drops what was accumulated and what is left, where memory has run out."""
+        self.trainer.discard()
+        self.work.clear()
+
+    def _accumulate(self, passages: list[Passage]) -> None:
+        self.trainer.accumulate_rows(*self.inputs(passages))
+
+    def inputs(self, passages: list[Passage]) -> tuple:
+        """Returns the packed batch of passages, whose states are there, and those states."""
+        device = self.policy.device
+        batch = pack([passage.sequence for passage in passages], device)
+        states = [(passage, passage.example.states) for passage in passages]
+        hidden_RE = torch.cat([s.hidden_RE[p.start : p.stop] for p, s in states])
+        captured = [
+            torch.cat([s.captured_TE[layer][: _text(p)] for p, s in states]).to(device, non_blocking=True)
+            for layer in range(len(self.trainer.head.config.captured_layers))
+        ]
+        return batch, hidden_RE.to(device, non_blocking=True), captured
+
+    @torch.no_grad()
+    def _compute_states(self, examples: Sequence[Example]) -> None:
+        """Runs the policy over as many of the texts as fit, the first in any case."""
+        chosen: dict[tuple[int, ...], Example] = {}
+        tokens = 0
+        for example in examples:
+            tokens += len(example.sequence.tokens)
+            if chosen and tokens > self.token_budget:
+                break
+            chosen[example.sequence.tokens] = example
+        found: dict[tuple[int, ...], TextStates] = {}
+        places, start = [], 0
+        for key, example in chosen.items():
+            places.append(TextPlace(key, start, example.sequence.prompt_length))
+            start += len(key)
+        batch = pack([example.sequence for example in chosen.values()], self.policy.device)
+        capture = TextCapture(self.trainer.head.config.captured_layers, places, found)
+        self.policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture, batch.replay)
+        for key, example in chosen.items():
+            example.states = found[key]
+        self.rebuilt += len(chosen)
+
+
+def _text(passage: Passage) -> int:
+    """Returns the tokens of a passage's text, from the prompt's first to the passage's last."""
+    return passage.example.sequence.prompt_length + passage.stop

@@ -1,0 +1,204 @@
+"""A trained head reaches the engine by copy, keeps its place there, and comes back out when it is worse."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+from paceline.config import load_config
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
+from paceline.drafting.publishing import HeadPublisher, snapshot
+from paceline.drafting.saving import DrafterSaver
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.models.source import BUILTIN_POLICY
+from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.policy.huggingface import load_policy
+from paceline.types import Precision, Request, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(BUILTIN_POLICY, torch.float32)
+
+
+@pytest.fixture
+def head(policy):
+    return load_eagle("builtin-eagle", policy, torch.float32)
+
+
+def engine_of(policy, head, **settings) -> Engine:
+    made = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=3, **settings)
+    return Engine(policy, made, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3), 4))
+
+
+def accepted(engine: Engine) -> list[int]:
+    requests = [
+        Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=30, ignore_eos=True)) for i in range(4)
+    ]
+    engine.submit(requests)
+    assert len(list(engine.completions())) == 4
+    return engine.take_stats().drafts["eagle"].accepted_at
+
+
+def ruined(head) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in snapshot(head).items()}
+
+
+def storages(tensors) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_a_published_head_survives_all_that_happens_to_an_engine(policy, head):
+    """Weights lost in sleep, or left behind by an update, show as an acceptance of exactly 0."""
+    good = snapshot(head)
+    engine = engine_of(copy.deepcopy(policy), head, precision=Precision.FP8)
+    drafted = accepted(engine)
+    engine.publish_drafter(3, ruined(head))
+    worse = accepted(engine)
+    assert sum(worse) < 0.5 * sum(drafted)
+    engine.publish_drafter(4, good)
+    assert accepted(engine) == drafted and sum(drafted) > 0
+    engine.sleep()
+    engine.wake()
+    assert accepted(engine) == drafted
+    engine.update_weights(1, list(_exported(engine.policy)))
+    assert accepted(engine) == drafted, "the same weights, handed over again"
+    engine.fall_back_to_base_precision()
+    in_base = accepted(engine)
+    assert sum(in_base) > 0.8 * sum(drafted)
+    engine.publish_drafter(5, good)
+    assert accepted(engine) == in_base
+    assert engine.take_stats().drafter_version == 5
+    state = {name: tensor.clone() for name, tensor in engine.drafter_state().items()}
+    fresh = load_eagle("builtin-eagle", policy, torch.float32)
+    with torch.no_grad():
+        fresh.fc.weight.zero_()
+    again = engine_of(policy, fresh)
+    again.load_drafter_state(state)
+    assert accepted(again) == in_base, "and a restart"
+
+
+def _exported(policy):
+    from paceline.policy.huggingface import exported_tensors
+
+    return ((name, tensor.clone()) for name, tensor in exported_tensors(policy))
+
+
+def test_nothing_that_is_published_shares_memory(policy, head):
+    engine = engine_of(policy, head)
+    trained = copy.deepcopy(head)
+    publisher = HeadPublisher(trained, engine, print)
+    with torch.no_grad():
+        trained.head.weight += 1
+    publisher.publish(1)
+    sent = publisher.current.weights.values()
+    for others in (trained.parameters(), head.parameters(), policy.parameters()):
+        assert not storages(sent) & storages(others)
+    assert not storages(trained.parameters()) & storages((*head.parameters(), *policy.parameters()))
+    with torch.no_grad():
+        trained.head.weight += 1
+    assert not torch.equal(head.head.weight, trained.head.weight), "until it is published again"
+    publisher.publish(2)
+    assert torch.equal(head.head.weight, trained.head.weight)
+
+
+class Quality:
+    """How good a head is: that of the first time it is asked about some weights."""
+
+    def __init__(self, by_scale: dict[float, float]) -> None:
+        self.by_scale = by_scale
+
+    def __call__(self, head) -> float:
+        return self.by_scale[round(float(head.norm.weight.mean() / self.unit), 3)]
+
+
+@pytest.mark.parametrize("before, now, rolls_back", [(0.8, 0.6, True), (0.6, 0.6, False), (0.5, 0.6, False)])
+def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now, rolls_back):
+    """Unless it drafts as well as the one before along the same texts: then the policy has changed."""
+    said: list[str] = []
+    trained = copy.deepcopy(head)
+    publisher = HeadPublisher(trained, engine_of(policy, head), said.append)
+    quality = Quality({1.0: before, 2.0: now})
+    quality.unit = float(head.norm.weight.mean())
+    publisher.observe(0.80, 5000)
+    with torch.no_grad():
+        trained.norm.weight *= 2
+    publisher.publish(1)
+    publisher.observe(0.79, 400)
+    assert not publisher.suspect and not publisher.settle(2, quality), "chance"
+    publisher.observe(0.60, 5000)
+    assert publisher.suspect
+    assert publisher.settle(2, quality) == rolls_back
+    scale = 1.0 if rolls_back else 2.0
+    assert float(trained.norm.weight.mean()) == pytest.approx(scale * quality.unit)
+    assert float(head.norm.weight.mean()) == pytest.approx(scale * quality.unit), "and where it drafts"
+    assert bool(said) == rolls_back == bool(publisher.rollbacks)
+    if rolls_back:
+        assert "version 1 drafts worse than that of version 0" in said[0] and "rolled back" in said[0]
+    assert not publisher.settle(3, quality), "once"
+
+
+# -- saving --------------------------------------------------------------------------------------------------
+
+MEASURED = MeasuredAcceptance("builtin", "sums", 1.0, 3, 1000, 3.5, 0.81, (0.81, 0.7))
+
+
+def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy, head):
+    said: list[str] = []
+    saver = DrafterSaver(tmp_path, said.append)
+    saver.note(MEASURED)
+    for step in (2, 3, 5):
+        saver.save(step, head, {"online.x": torch.full((4,), float(step))}, keep=[2])
+    saver.flush()
+    assert sorted(path.name for path in (tmp_path / "drafter_training").iterdir()) == [
+        "step_000002.safetensors",
+        "step_000005.safetensors",
+    ]
+    assert saver.load(1) is None
+    assert saver.load(4)["online.x"].tolist() == [2.0] * 4
+    assert saver.load(5)["online.x"].tolist() == [5.0] * 4
+    loaded = load_eagle(str(tmp_path / "drafter"), policy, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), head.parameters(), strict=True))
+    assert read_acceptance(tmp_path / "drafter") == MEASURED
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "| 3 | 1000 | 3.50 | 81.0% | 81.0%, 70.0% |" in card and "eagle3" in card
+    assert not said and read_acceptance(tmp_path) is None
+
+
+def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path, head, monkeypatch):
+    release = threading.Event()
+    saver = DrafterSaver(tmp_path, print, every_seconds=0.0)
+    write = saver._write
+    monkeypatch.setattr(saver, "_write", lambda *arguments: (release.wait(30), write(*arguments)))
+    state = {"online.x": torch.ones(3)}
+    assert saver.due
+    saver.save(1, head, state, keep=[])
+    assert not saver.due, "one at a time"
+    with torch.no_grad():
+        state["online.x"].zero_()
+        before = head.fc.weight.clone()
+        head.fc.weight.zero_()
+    release.set()
+    saver.flush()
+    assert saver.due and saver.load(1)["online.x"].tolist() == [1.0] * 3
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    assert torch.equal(load_eagle(str(tmp_path / "drafter"), policy, torch.float32).fc.weight, before)
+
+
+def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, head):
+    said: list[str] = []
+    (tmp_path / "drafter_training").write_text("in the way")
+    saver = DrafterSaver(tmp_path, said.append)
+    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
+    saver.flush()
+    assert len(said) == 1 and "could not be saved" in said[0]
+
+
+def test_async_rollouts_take_a_head_that_learns():
+    keys = ["rollout.mode=async", "rollout.speculation.drafters=[eagle]"]
+    for when in ("drift", "always", "auto"):
+        config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
+        assert config.rollout.speculation.online.when == when
