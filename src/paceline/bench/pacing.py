@@ -131,7 +131,7 @@ def bench_synthetic(
     )
     engine = Engine(policy, engine_settings, drafters=[oracle])
     choices = tuple(Strategy(oracle.name, tokens) for tokens in counts_up_to(settings.max_tokens))
-    pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), choices))
+    pacer = AdaptivePacer(PacingSettings(tuple(engine.launcher.buckets), choices))
     fixed = [Strategy(oracle.name, tokens) for tokens in settings.fixed_tokens]
     return bench_pacing(engine, requests, fixed, pacer, settings.rollouts, oracle.learn, progress)
 

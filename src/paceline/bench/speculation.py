@@ -190,7 +190,7 @@ def _run(
     completions = _generate(engine, requests, batch, pacer)
     # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a
     # token.
-    smaller = max((bucket for bucket in engine.buckets if bucket < batch), default=0)
+    smaller = max((bucket for bucket in engine.launcher.buckets if bucket < batch), default=0)
     whole = [
         o
         for o in pacer.observations

@@ -118,7 +118,7 @@ class NativeSubject:
                 name, start = sequence.request.id, length - new
                 opened.step_starts.setdefault(name, []).append(start)
                 if reads_proposals and self.rejects and self.draft_policy is None:
-                    proposed = engine.runner.proposals_SK[sequence.slot, : opening.tokens]
+                    proposed = engine.runner.proposals.tokens_SK[sequence.slot, : opening.tokens]
                     opened.proposals[name, start] = proposed.tolist()
 
         engine.outcomes.observer = record

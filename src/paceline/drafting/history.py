@@ -87,6 +87,11 @@ class HistoryDrafter(Drafter):
             slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK
         )
 
+    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
+        longest = (x[:, :1].contiguous() for x in branches)
+        self.trees.propose(slots_R, merged_branches(*longest, self.calibration), count)
+
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
         self.trees.propose(slots_R, merged_branches(*branches, self.calibration), count)

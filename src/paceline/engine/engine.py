@@ -10,11 +10,9 @@ its outcome is read in `outcomes.py`.
 """
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,9 +23,11 @@ from paceline.backend import Backend, LowPrecision, Speculation
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.blocks import BlockPool
 from paceline.engine.drafters import Drafters
-from paceline.engine.graphs import StepRunner, buckets_up_to
+from paceline.engine.graphs import StepRunner
+from paceline.engine.launcher import Launcher
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
+from paceline.engine.priorities import priorities
 from paceline.engine.refusal import Limits, refusal
 from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
@@ -36,7 +36,7 @@ from paceline.engine.sampling import Verify
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step_timer import StepTimer
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer
+from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
@@ -91,14 +91,14 @@ class Engine(Backend):
             self.rollout_precision.weights,
         )
         self.runner = StepRunner(forward, self.rows, settings, drafters)
-        self.buckets = buckets_up_to(settings.max_running)
         if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
             self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
         context = DrafterContext(
             policy,
             self.rows.state,
-            self.runner.proposals_SK,
-            self.runner.parents_SK,
+            self.runner.proposals.tokens_SK,
+            self.runner.proposals.parents_SK,
+            self.runner.proposals.values_SK,
             self.runner.probabilities_SKV,
             self.pool.num_blocks,
             settings.deterministic,
@@ -112,9 +112,7 @@ class Engine(Backend):
         device = self.policy.device
         self.pacer = pacer
         self.timer = StepTimer(device)
-        # What the pacer is told; made anew when the batch changes, and now and then.
-        self.moment: Moment | None = None
-        self.moment_left = 0
+        self.launcher = Launcher(self.runner, self.drafters, self.timer, settings)
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
         self.arrivals = 0
         self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
@@ -123,7 +121,7 @@ class Engine(Backend):
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
-        self.num_queries = 1  # per row, of the last step
+        self.num_queries = 1  # of one row at most, in the last step
         self.paused = False
         self.preemptions = 0
         self.stats = RolloutStats()
@@ -375,49 +373,22 @@ class Engine(Backend):
     # -- steps ------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else PLAIN_DECISION
+        decision = PLAIN_DECISION
+        if self.pacer is not None:
+            decision = self.pacer.choose(self.launcher.moment(self.batch, self.outcomes.length))
         strategy = decision.strategy
-        num_queries = strategy.queries
+        num_queries = self.launcher.row_queries(strategy, self.batch)
         if self.reservation.left < num_queries and not self._reserve(num_queries):
             return
         if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(
             strategy.drafter
         ):
             return
-        self.num_queries = num_queries
-        bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-        captures = self.runner.capture_seconds
-        self.timer.begin()
-        drafter = self.drafters.get(strategy.drafter)
-        if drafter is not None:
-            truncates = self.batch.variant.truncates
-            self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
-            self.timer.note_drafted()
-        self.drafters.mark_behind(self.batch.slots, strategy.drafter)
-        variant = self.batch.variant
-        verify = self.drafters.verification(strategy, self.settings.verify)
-        status = self.runner.run(
-            bucket,
-            num_queries,
-            variant if verify is variant.verify else replace(variant, verify=verify),
-            drafter if strategy.tree else None,
-        )
-        if self.runner.capture_seconds != captures:
-            self.timer.note_disturbance()
+        # Reserving and catching up may have ended rows.
+        num_queries = self.num_queries = self.launcher.row_queries(strategy, self.batch)
+        status = self.launcher.launch(self.batch, strategy)
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.reservation.launched(self.batch, num_queries)
-
-    def _current_moment(self) -> Moment:
-        self.moment_left -= 1
-        if self.moment_left < 0:
-            bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-            self.moment = Moment(
-                len(self.batch),
-                float(self.outcomes.length[self.batch.slots].mean()),
-                self.runner.memory.max_queries(bucket),
-            )
-            self.moment_left = RESERVED_STEPS - 1
-        return self.moment
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; returns False if they all ended meanwhile."""
@@ -504,7 +475,21 @@ class Engine(Backend):
 
     def _running_changed(self) -> None:
         self.batch = Batch.of(list(self.running.values()), self.outcomes.slot_generation)
-        self.reservation.left = self.moment_left = 0
+        self.reservation.left = 0
+        self.launcher.note_change()
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)
+        if self.settings.shares:
+            self._set_priorities()
+
+    def _set_priorities(self) -> None:
+        """Says whose proposals weigh more, where rows share."""
+        expected = [self.scheduler.expected_lengths.of(s.request) for s in self.batch.sequences]
+        written = [self.outcomes.length[s.slot] - len(s.request.prompt) for s in self.batch.sequences]
+        # A row that is longer than expected may end at any moment, and may as well go on.
+        left = np.maximum(np.array(expected) - np.array(written), 1.0)
+        weights = torch.from_numpy(priorities(left, not self.scheduler.idle))
+        slots = torch.from_numpy(self.batch.slots)
+        priority_S = self.runner.proposals.priority_S
+        priority_S[to_device(slots, self.rows.device)] = to_device(weights, self.rows.device)

@@ -7,31 +7,51 @@ from typing import Protocol
 UNLIMITED = 1 << 30
 # How a strategy's name says that it proposes trees.
 TREE = "tree"
+# What its name puts between the tokens of a row on average and at most, where rows share.
+SHARED = "~"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them."""
+    """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them.
+
+    `eagle:3` proposes three tokens for every row, `eagle:tree7` trees of seven nodes, and of `eagle:3~7` rows
+    share three tokens each by what they are expected to gain, so that one may get up to seven and another
+    none.
+    """
 
     drafter: str = ""
+    # Tokens a row, on average where rows share.
     count: int = 0
     # Whether the tokens are the nodes of a tree; otherwise they are a chain.
     tree: bool = False
+    # Tokens that one row may get, where rows share; 0: each gets `count`.
+    most: int = 0
 
     def __str__(self) -> str:
+        if not self.count:
+            return "plain"
         shape = TREE if self.tree else ""
-        return f"{self.drafter}:{shape}{self.count}" if self.count else "plain"
+        shared = f"{SHARED}{self.most}" if self.most else ""
+        return f"{self.drafter}:{shape}{self.count}{shared}"
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """Returns the strategy that `str` wrote as `text`."""
-        drafter, _, count = text.partition(":")
-        return cls(drafter, int(count.removeprefix(TREE)), count.startswith(TREE)) if count else PLAIN
+        drafter, _, tokens = text.partition(":")
+        if not tokens:
+            return PLAIN
+        count, _, most = tokens.removeprefix(TREE).partition(SHARED)
+        return cls(drafter, int(count), tokens.startswith(TREE), int(most or 0))
 
     @property
     def queries(self) -> int:
-        """Tokens of one row that the policy looks at in one step."""
+        """Tokens of one row, on average, that the policy looks at in one step."""
         return self.count + 1
+
+    def row_tokens(self, rows: int) -> int:
+        """Returns how many tokens are proposed for one of `rows` rows."""
+        return max(self.count, min(self.most, rows * self.count))
 
 
 PLAIN = Strategy()
