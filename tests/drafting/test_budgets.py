@@ -1,4 +1,4 @@
-"""Rows that share a step's tokens get the same bits as plain decoding, whoever proposes and whoever gets what."""
+"""Rows that share a step's tokens get the same bits as plain decoding, whoever proposes and gets what."""
 
 import random
 from dataclasses import replace
@@ -93,7 +93,10 @@ def test_changing_who_shares_changes_nothing(folders):  # noqa: F811
     def switch(engine: Engine, count: int) -> None:
         engine.pacer = FixedPacer(rng.choice(choices), 1000)
 
-    drafters = [HistoryDrafter(), *(make_drafter(kind, folders["qwen3"]) for kind in ("eagle", "draft_model"))]
+    drafters = [
+        HistoryDrafter(),
+        *(make_drafter(kind, folders["qwen3"]) for kind in ("eagle", "draft_model")),
+    ]
     settings = dict(kv_tokens=288, prefill_tokens=11, shares=True, trees=True)
     engine, done = run(folders["qwen3"], requests, drafters, choices[4], switch, **settings)
     assert bits(done) == bits(plain)
@@ -123,7 +126,9 @@ def test_stops_and_limits_cut_what_rows_share(tree, folders):  # noqa: F811
 
 
 def test_the_models_own_limit_is_respected(folders):  # noqa: F811
-    requests = [Request(str(i), (5,) * (238 + i), 3, SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)]
+    requests = [
+        Request(str(i), (5,) * (238 + i), 3, SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)
+    ]
     _, plain = run(folders["llama"], requests)
     _, done = shared_run(folders["llama"], requests, BranchingDrafter(plain, right=1.3), 6, tree=True)
     assert bits(done) == bits(plain)
@@ -139,7 +144,12 @@ def test_top_logprobs_truncation_and_greedy_rows(tree, folders):  # noqa: F811
         {"min_p": 0.1},
     )
     requests = [
-        Request(str(i), (5 + i % 3, 6, 7), 50 + i, SamplingParams(max_tokens=20, ignore_eos=True, **settings[i % 5]))
+        Request(
+            str(i),
+            (5 + i % 3, 6, 7),
+            50 + i,
+            SamplingParams(max_tokens=20, ignore_eos=True, **settings[i % 5]),
+        )
         for i in range(10)
     ]
     _, plain = run(folders["qwen3"], requests)
@@ -175,7 +185,9 @@ def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
 
         def mistaken_walk(slots_R, tokens_SK, parents_SK, queries, *others):
             slots_RQ = queries.cache_slots_RQ
-            everything = replace(queries, cache_slots_RQ=torch.where(slots_RQ < 0, slots_RQ[:, :1] + 1, slots_RQ))
+            everything = replace(
+                queries, cache_slots_RQ=torch.where(slots_RQ < 0, slots_RQ[:, :1] + 1, slots_RQ)
+            )
             return walk(slots_R, tokens_SK, parents_SK, everything, *others)
 
         monkeypatch.setattr(tree_path, "walk_tree", mistaken_walk)

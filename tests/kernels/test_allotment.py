@@ -126,7 +126,7 @@ def ragged_of(tokens: list[int], device: str) -> packing.RaggedRows:
 @pytest.mark.parametrize("programs", ["several share a row", "one a row"])
 @pytest.mark.parametrize("tree", [False, True])
 def test_attention_of_ragged_rows_has_each_rows_bits(tree, programs, device, monkeypatch):
-    """As if every row had as many: in the reference, and in the kernel, where rows share programs or do not."""
+    """As if every row had as many; in the kernel whether rows share programs or not."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     forest = Forest([57, 250, 64], dtype, dtype)
     forest.context[2] = -1

@@ -131,10 +131,16 @@ class NativeSubject:
         tokens = opening.tokens
         if opening.restless:
             counts = sorted({1, tokens})
-            return RestlessPacer([Strategy(d.name, min(n, d.max_tokens)) for d in drafters for n in counts])
+            tree = self.settings.trees
+            chosen = [Strategy(d.name, min(n, d.max_tokens), tree) for d in drafters for n in counts]
+            if self.settings.shares:
+                chosen += [replace(s, most=drafters[0].max_tokens) for s in chosen]
+            return RestlessPacer(chosen)
         if self.adaptive:
             pacer = make_pacer(
-                SpeculationConfig(pacing="adaptive", tokens=tokens),
+                SpeculationConfig(
+                    pacing="adaptive", tokens=tokens, drafters=["history"], verify=self.settings.verify
+                ),
                 drafters,
                 opening.max_running,
                 seed=0,
@@ -144,7 +150,9 @@ class NativeSubject:
             strategies = tuple(replace(s, tree=self.settings.trees) for s in pacer.settings.strategies)
             changing = replace(pacer.settings, trial_share=1.0, catch_up={}, strategies=strategies)
             return AdaptivePacer(changing)
-        return FixedPacer(Strategy(drafters[0].name, tokens, self.settings.trees), opening.max_running)
+        most = tokens if self.settings.step_tokens else 0
+        strategy = Strategy(drafters[0].name, tokens, self.settings.trees, most)
+        return FixedPacer(strategy, opening.max_running)
 
     def own_checks(self) -> list[Check]:
         return [self._check_changes()] if self.adaptive and self.tokens else []

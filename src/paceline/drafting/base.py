@@ -147,7 +147,7 @@ class Drafter:
     def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         """Writes what `propose` does, and parents and values as for a tree.
 
-        A drafter that knows nothing of its proposals says that the earlier is the likelier, in all rows alike.
+        A drafter that knows nothing of its proposals says that earlier is likelier, in all rows alike.
         """
         self.propose(slots_R, count, truncates)
         number_K = torch.arange(count, device=slots_R.device)

@@ -25,6 +25,7 @@ class Launcher:
         self.drafters = drafters
         self.timer = timer
         self.verify = settings.verify
+        self.step_tokens = settings.step_tokens
         self.buckets = buckets_up_to(settings.max_running)
         self._moment: Moment | None = None
         # Steps that the moment stands for.
@@ -45,12 +46,14 @@ class Launcher:
         """
         self._steps_left -= 1
         if self._moment is None or self._steps_left < 0:
-            bucket = self.bucket(len(batch))
-            self._moment = Moment(
-                len(batch), float(length[batch.slots].mean()), self.runner.memory.max_queries(bucket)
-            )
+            context = float(length[batch.slots].mean())
+            self._moment = Moment(len(batch), context, self._max_queries(self.bucket(len(batch))))
             self._steps_left = RESERVED_STEPS - 1
         return self._moment
+
+    def _max_queries(self, bucket: int) -> int:
+        most = self.runner.memory.max_queries(bucket)
+        return min(most, max(1, self.step_tokens // bucket)) if self.step_tokens else most
 
     def row_queries(self, strategy: Strategy, batch: Batch) -> int:
         """Returns how many tokens of one row a step may look at."""

@@ -1,8 +1,8 @@
 """Whose proposals weigh more where rows share a step's tokens: those of rows that have longest to go.
 
 While requests wait, every token is worth the same, since slots become free earlier or later by as much. When
-nobody waits, a rollout ends with its longest row, and time that others gain is lost in waiting for it. What is
-known of lengths is little (`expected_lengths.py`), so the weights stay near one.
+nobody waits, a rollout ends with its longest row, and time that others gain is lost in waiting for it. What
+is known of lengths is little (`expected_lengths.py`), so the weights stay near one.
 """
 
 import numpy as np

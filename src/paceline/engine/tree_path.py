@@ -30,7 +30,7 @@ def straight_path(tokens: StepTokens, samples: Samples) -> Path:
 def walked_path(
     slots_R: torch.Tensor, proposals: Proposals, tokens: StepTokens, samples: Samples
 ) -> tuple[Path, TreeStep]:
-    """Returns the path that the samples take, and what the proposer learns from; proposals become the path."""
+    """Returns the path that samples take, and what the proposer learns from; proposals become the path."""
     verified = replace(tokens.rows, cache_slots_RQ=tokens.verified_RQ)
     nodes = slots_R, proposals.tokens_SK, proposals.parents_SK
     straight = straight_path(tokens, samples)

@@ -64,9 +64,7 @@ def pack_queries_reference(
     num_rows, most = queries.tokens_RQ.shape
     device = slots_R.device
     first_R = tokens_R.cumsum(0) - tokens_R
-    row_T = torch.repeat_interleave(
-        torch.arange(num_rows, device=device), tokens_R, output_size=total
-    )
+    row_T = torch.repeat_interleave(torch.arange(num_rows, device=device), tokens_R, output_size=total)
     source_T = row_T * most + torch.arange(total, device=device) - first_R[row_T]
     query_Q = torch.arange(most, device=device)
     runs_RQ = query_Q < tokens_R.unsqueeze(1)
@@ -219,6 +217,6 @@ def pack_queries_triton(
 def pack_queries(
     slots_R: torch.Tensor, queries: Queries, tree: TreeKeys | None, tokens_R: torch.Tensor, total: int
 ) -> PackedQueries:
-    """Returns the first `tokens_R` queries of each row, `total` of them; a tree's nodes where there is one."""
+    """Returns the first `tokens_R` queries of each row, `total` of them, or of its tree's nodes."""
     run = pack_queries_triton if slots_R.is_cuda else pack_queries_reference
     return run(slots_R, queries, tree, tokens_R, total)

@@ -1,6 +1,6 @@
 """What a pacer sees and says: strategies, the moment to choose for, the decision, and what came of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 # More rows, or tokens per row, than any step has.
@@ -133,7 +133,8 @@ class Pacer(Protocol):
 class FixedPacer:
     """A pacer with one strategy while few rows run, and plain decoding above.
 
-    Verification is nearly free only while the machine has capacity left.
+    Verification is nearly free only while the machine has capacity left. Where rows share, they share what a
+    step may look at, each up to the strategy's tokens.
     """
 
     def __init__(self, strategy: Strategy, max_running: int = UNLIMITED) -> None:
@@ -144,8 +145,11 @@ class FixedPacer:
 
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
-            fits = moment.running <= self.max_running and self.strategy.queries <= moment.max_queries
-            strategy = self.strategy if fits else PLAIN
+            strategy = self.strategy
+            if strategy.most:
+                strategy = replace(strategy, count=min(strategy.count, moment.max_queries - 1))
+            fits = moment.running <= self.max_running and strategy.queries <= moment.max_queries
+            strategy = strategy if fits and strategy.count else PLAIN
             self._moment = moment
             self._decision = Decision(strategy, moment.running, moment.context)
         return self._decision

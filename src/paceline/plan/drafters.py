@@ -53,7 +53,14 @@ def drafter_bytes(
             )
         )
         own += _tensors(drafter)
-    shared = [*vars(rows.state).values(), proposals_SK, parents_SK, values_SK, *policy.parameters(), policy.rope_table]
+    shared = [
+        *vars(rows.state).values(),
+        proposals_SK,
+        parents_SK,
+        values_SK,
+        *policy.parameters(),
+        policy.rope_table,
+    ]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
     captured = {layer for drafter in drafters for layer in drafter.captured_layers}
     return DrafterBytes(
