@@ -5,11 +5,18 @@ is a million objects, which every full collection would look at again.
 """
 
 import gc
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps what tests leave in the user's cache out of it, and what is there out of tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

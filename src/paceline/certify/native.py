@@ -23,7 +23,16 @@ from paceline.engine.reference import ReferenceBackend
 from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.adaptive import AdaptivePacer
-from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Pacer, Strategy
+from paceline.pacing.strategy import (
+    PLAIN,
+    Decision,
+    FixedPacer,
+    Moment,
+    Observation,
+    Pacer,
+    StepTime,
+    Strategy,
+)
 from paceline.policy.decoder import Decoder
 
 # Noise on a disturbed copy's matrices, in their own standard deviations: its drafts are often accepted and
@@ -190,6 +199,12 @@ class _RecordingPacer:
         decision = self.pacer.choose(moment)
         self.opened.strategies[-1].append(decision.strategy)
         return decision
+
+    def untimed(self) -> Sequence[Strategy]:
+        return self.pacer.untimed()
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        self.pacer.take_times(times)
 
     def observe(self, observation: Observation) -> None:
         self.pacer.observe(observation)

@@ -35,6 +35,7 @@ from paceline.engine.rows import NewRow, Rows, to_device
 from paceline.engine.sampling import Verify
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
+from paceline.engine.start_timing import time_steps
 from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
@@ -190,6 +191,7 @@ class Engine(Backend):
                 [s.tokens for s in self.scheduler.sequences]
             ):
                 self._rebuild_cache()
+            self._time_steps()
             # What `_reserve` will ask for.
             blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
             lookahead = RESERVED_STEPS * self.num_queries
@@ -371,6 +373,15 @@ class Engine(Backend):
         self._running_changed()
 
     # -- steps ------------------------------------------------------------------------------------
+
+    def _time_steps(self) -> None:
+        """Times steps for a pacer that knows no times yet, while nothing runs."""
+        seconds = self.settings.start_seconds
+        if self.pacer is None or self.running or self.outcomes.unread or not seconds:
+            return
+        if strategies := self.pacer.untimed():
+            self.pacer.take_times(time_steps(self.launcher, strategies, seconds))
+            self._last_outcome = time.perf_counter()
 
     def _launch(self) -> None:
         decision = PLAIN_DECISION

@@ -15,6 +15,7 @@ from paceline.paged.cache import token_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 
+START_SECONDS = 1.0  # that a pacer which knows no times gets for timing steps
 CPU_KV_BYTES = 4 << 30  # the largest KV pool that a CPU run takes unless the recipe sizes it
 
 
@@ -51,6 +52,7 @@ def make_engine(
         trees=speculation.shape == "tree",
         shares=shares_tokens(speculation),
         step_tokens=speculation.step_tokens,
+        start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)

@@ -9,6 +9,7 @@ from paceline.engine.drafters import Drafters
 from paceline.engine.graphs import ProposalKind, StepRunner, buckets_up_to
 from paceline.engine.outcomes import Batch
 from paceline.engine.reservation import RESERVED_STEPS
+from paceline.engine.sampling import StepVariant
 from paceline.engine.settings import EngineSettings
 from paceline.engine.step import StepStatus
 from paceline.engine.step_timer import StepTimer
@@ -24,7 +25,7 @@ class Launcher:
         self.runner = runner
         self.drafters = drafters
         self.timer = timer
-        self.verify = settings.verify
+        self.how_to_verify = settings.verify
         self.step_tokens = settings.step_tokens
         self.buckets = buckets_up_to(settings.max_running)
         self._moment: Moment | None = None
@@ -47,11 +48,12 @@ class Launcher:
         self._steps_left -= 1
         if self._moment is None or self._steps_left < 0:
             context = float(length[batch.slots].mean())
-            self._moment = Moment(len(batch), context, self._max_queries(self.bucket(len(batch))))
+            self._moment = Moment(len(batch), context, self.max_queries(self.bucket(len(batch))))
             self._steps_left = RESERVED_STEPS - 1
         return self._moment
 
-    def _max_queries(self, bucket: int) -> int:
+    def max_queries(self, bucket: int) -> int:
+        """Returns how many tokens per row a step of this batch size may look at."""
         most = self.runner.memory.max_queries(bucket)
         return min(most, max(1, self.step_tokens // bucket)) if self.step_tokens else most
 
@@ -62,27 +64,37 @@ class Launcher:
     def launch(self, batch: Batch, strategy: Strategy) -> StepStatus:
         """Launches the draft and the step of a strategy; marks in `timer` say how long each takes."""
         bucket = self.bucket(len(batch))
-        num_queries = self.row_queries(strategy, batch)
-        shares = num_queries > strategy.queries
         captures = self.runner.capture_seconds
         self.timer.begin()
-        drafter = self.drafters.get(strategy.drafter)
-        if drafter is not None:
-            kind = ProposalKind.SCORED_CHAIN if shares else ProposalKind.CHAIN
-            kind = ProposalKind.TREE if strategy.tree else kind
-            self.runner.draft(bucket, drafter, num_queries - 1, batch.variant.truncates, kind)
+        if strategy.count:
+            self.draft(bucket, strategy, batch.variant.truncates)
             self.timer.note_drafted()
         self.drafters.mark_behind(batch.slots, strategy.drafter)
-        variant = batch.variant
-        verify = self.drafters.verification(strategy, self.verify)
-        status = self.runner.run(
-            bucket,
-            num_queries,
-            variant if verify is variant.verify else replace(variant, verify=verify),
-            drafter if strategy.tree or shares else None,
-            strategy.tree,
-            bucket * strategy.queries if shares else 0,
-        )
+        status = self.verify(bucket, strategy, batch.variant)
         if self.runner.capture_seconds != captures:
             self.timer.note_disturbance()
         return status
+
+    def draft(self, bucket: int, strategy: Strategy, truncates: bool) -> None:
+        """Launches a strategy's draft."""
+        tokens = strategy.row_tokens(bucket)
+        kind = ProposalKind.CHAIN
+        if strategy.tree:
+            kind = ProposalKind.TREE
+        elif tokens > strategy.count:
+            kind = ProposalKind.SCORED_CHAIN
+        self.runner.draft(bucket, self.drafters[strategy.drafter], tokens, truncates, kind)
+
+    def verify(self, bucket: int, strategy: Strategy, variant: StepVariant) -> StepStatus:
+        """Launches a strategy's step for the first `bucket` rows."""
+        tokens = strategy.row_tokens(bucket)
+        shares = tokens > strategy.count
+        verify = self.drafters.verification(strategy, self.how_to_verify)
+        return self.runner.run(
+            bucket,
+            tokens + 1,
+            variant if verify is variant.verify else replace(variant, verify=verify),
+            self.drafters[strategy.drafter] if strategy.tree or shares else None,
+            strategy.tree,
+            bucket * strategy.queries if shares else 0,
+        )

@@ -28,6 +28,7 @@ class EngineSettings:
     trees: bool = False  # proposals may be trees, whose steps hold more
     shares: bool = False  # rows may share the tokens of a step
     step_tokens: int = 0  # tokens that a step verifies at most, where rows share; 0: no limit
+    start_seconds: float = 0.0  # for timing steps before the first request, where a pacer asks for it
     precision: Precision = Precision.BASE
     base_precision_layers: int = 0  # at either end of the stack, with FP8
     kv_scales_per_head: bool = False

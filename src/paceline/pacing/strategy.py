@@ -1,5 +1,6 @@
 """What a pacer sees and says: strategies, the moment to choose for, the decision, and what came of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -114,8 +115,24 @@ class Observation:
         return self.draft_seconds + self.verify_seconds
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """What a strategy's step took while nothing was cached, of a batch that fills its bucket."""
+
+    running: int
+    strategy: Strategy
+    draft_seconds: float
+    verify_seconds: float
+
+
 class Pacer(Protocol):
     """Chooses a strategy for each step and learns from what came of it."""
+
+    def untimed(self) -> Sequence[Strategy]:
+        """Returns the strategies that it would like to have timed before the first step; often none."""
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        """Takes in what steps took before any request ran."""
 
     def choose(self, moment: Moment) -> Decision:
         """Begins the next step and returns its decision, nearly always the cached one of the step before."""
@@ -142,6 +159,12 @@ class FixedPacer:
         self.max_running = max_running
         self._moment: Moment | None = None
         self._decision = Decision(PLAIN)
+
+    def untimed(self) -> Sequence[Strategy]:
+        return ()
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        pass
 
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
