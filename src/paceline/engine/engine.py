@@ -191,7 +191,7 @@ class Engine(Backend):
                 [s.tokens for s in self.scheduler.sequences]
             ):
                 self._rebuild_cache()
-            self._time_steps()
+            self.time_steps()
             # What `_reserve` will ask for.
             blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
             lookahead = RESERVED_STEPS * self.num_queries
@@ -374,7 +374,7 @@ class Engine(Backend):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def _time_steps(self) -> None:
+    def time_steps(self) -> None:
         """Times steps for a pacer that knows no times yet, while nothing runs."""
         seconds = self.settings.start_seconds
         if self.pacer is None or self.running or self.outcomes.unread or not seconds:
