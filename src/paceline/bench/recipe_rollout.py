@@ -59,7 +59,7 @@ def bench_recipe_pacing(
         raise ConfigError(
             f"rollout.speculation.drafters = {config.rollout.speculation.drafters}, pacing = "
             f"{config.rollout.speculation.pacing!r}: `bench pacing` measures an adaptive pacer; name "
-            "drafters that this policy has, with rollout.speculation.pacing=adaptive, or measure `bench rollout`"
+            "drafters that this policy has with rollout.speculation.pacing=adaptive, or use `bench rollout`"
         )
     tree = config.rollout.speculation.shape == "tree"
     fixed = [
