@@ -122,6 +122,10 @@ class EagleDrafter(CachedDrafter):
         chain.propose(self.trees)
 
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self.trees.propose(slots_R, self.grow(slots_R, count, truncates).candidates(), count)
+
+    def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
+        """Returns the candidates for trees of `count` nodes."""
         rows = self.context.rows
         shape = TreeShape.of(count)
         walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)
@@ -142,7 +146,7 @@ class EagleDrafter(CachedDrafter):
             places = nodes.tokens_RW.flatten(), positions_T, own_slots_RW.flatten()
             normed_TE, states_TE = self._layer(states_TE, *places, context_R, table_RB, tree)
             nodes = growth.branch(self._logits(normed_TE))
-        self.trees.propose(slots_R, growth.candidates(), count)
+        return growth
 
     def observe_tree(self, step: TreeStep) -> None:
         # The entries of the path come from the policy's features, by `observe_step`.
