@@ -5,7 +5,9 @@ is a million objects, which every full collection would look at again.
 """
 
 import gc
-import os
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +15,17 @@ import torch
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps what tests leave in the user's cache out of it, and what is there out of tests."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yields names of folders that do not exist yet."""
+    parent = tmp_path_factory.mktemp("caches")
+    return (parent / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps what a test leaves in the user's cache out of it, and what is there out of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,16 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.config import ConfigError, load_config
 from paceline.drafting.base import Drafter
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine import step_tokens, tree_path
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.engine.factory import make_engine
 from paceline.kernels.allotment import Allotment
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
+from paceline.policy.decoder import Decoder
 from paceline.types import FinishReason, Request, SamplingParams
 from tests.drafting.test_exactness import HalfRightDrafter, OracleDrafter, folders, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
 from tests.drafting.test_trees import BranchingDrafter
+from tests.drafting.test_wrong_drafters import SHAPE
 from tests.engine.test_engine import bits, grouped_requests
 from tests.oracles import FAMILIES
 
@@ -235,3 +239,40 @@ def test_a_strategys_name_says_what_rows_share():
     assert Strategy("eagle", 3, most=7).row_tokens(1) == 3, "one row has nobody to share with"
     assert Strategy("eagle", 1, most=15).row_tokens(4) == 4
     assert Strategy("eagle", 3).row_tokens(64) == 3 and PLAIN.row_tokens(8) == 0
+
+
+SHARED = ["rollout.speculation.drafters=[history]", "rollout.max_running=8"]
+
+
+def test_a_fixed_recipe_verifies_what_its_step_may():
+    fixed = ["rollout.speculation.pacing=fixed", "rollout.speculation.tokens=7"]
+    config = load_config(None, [*SHARED, *fixed, "rollout.speculation.step_tokens=16"])
+    engine = make_engine(Decoder(SHAPE).initialise(0), config.rollout, 1024, tokenizer=None)
+    engine.submit([Request(str(i), (5, 6, 7), i, SamplingParams(max_tokens=10 + 4 * i)) for i in range(8)])
+    assert len(list(engine.completions())) == 8
+    used = set(engine.take_stats().strategies)
+    assert {"history:1~7", "history:3~7", "history:7~7"} & used >= {"history:1~7"}, used
+    assert not used - {"history:1~7", "history:3~7", "history:7~7"}, "8 rows, 4 rows, and two or one"
+
+
+def test_an_adaptive_recipe_shares_by_itself():
+    engine = make_engine(
+        Decoder(SHAPE).initialise(0), load_config(None, SHARED).rollout, 1024, tokenizer=None
+    )
+    assert engine.settings.shares and all(s.most == 7 for s in engine.pacer.settings.strategies)
+    rejecting = load_config(None, [*SHARED, "rollout.speculation.verify=rejection"]).rollout
+    engine = make_engine(Decoder(SHAPE).initialise(0), rejecting, 1024, tokenizer=None)
+    assert not engine.settings.shares and not any(s.most for s in engine.pacer.settings.strategies)
+
+
+def test_recipes_say_what_sharing_needs():
+    with pytest.raises(ConfigError, match="step_tokens = 64 does not apply.*drafters is empty"):
+        load_config(None, ["rollout.speculation.step_tokens=64"])
+    with pytest.raises(
+        ConfigError, match="step_tokens = 64 needs rollout.speculation.verify = 'shared-noise'"
+    ):
+        load_config(
+            None, [*SHARED, "rollout.speculation.step_tokens=64", "rollout.speculation.verify=rejection"]
+        )
+    with pytest.raises(ValueError, match="rejection verifies as many of each row"):
+        EngineSettings(shares=True, verify="rejection")

@@ -8,7 +8,6 @@ import pytest
 
 from paceline.cli.main import app
 from paceline.config import load_config
-from paceline.engine import factory
 from paceline.engine.engine import Engine
 from paceline.learning.learner import Learner
 from paceline.loop import train
@@ -95,9 +94,7 @@ def test_after_a_fall_back_times_are_measured_anew(tmp_path):
     assert pacer.choose(Moment(4, 100.0)).strategy == PLAIN, "nothing is known that could be compared"
 
 
-def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path, monkeypatch):
-    # Who knows how long steps of so small a policy take does not speculate at all.
-    monkeypatch.setattr(factory, "START_SECONDS", 0.0)
+def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     paced = train(tiny_config(policy, tmp_path, "paced", *PACED)).summary.run
     fixed = train(tiny_config(policy, tmp_path, "fixed", "run.steps=3", "eval.every=0")).summary.run

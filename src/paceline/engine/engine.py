@@ -17,13 +17,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
-from paceline.backend import Backend, LowPrecision, Speculation
-from paceline.drafting.base import Drafter, DrafterContext
-from paceline.engine.blocks import BlockPool
-from paceline.engine.drafters import Drafters
-from paceline.engine.graphs import StepRunner
+from paceline.drafting.base import Drafter
+from paceline.engine.device_side import DeviceSide
 from paceline.engine.launcher import Launcher
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
@@ -31,27 +27,23 @@ from paceline.engine.priorities import priorities
 from paceline.engine.refusal import Limits, refusal
 from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
-from paceline.engine.rows import NewRow, Rows, to_device
-from paceline.engine.sampling import Verify
+from paceline.engine.rows import NewRow, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.start_timing import time_steps
 from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Pacer
-from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
-from paceline.paged.forward import PagedForward
-from paceline.policy.attention import AttentionObserver
+from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
-from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
-from paceline.types import Completion, FinishReason, Precision, Request
+from paceline.types import Completion, FinishReason, Request
 
 # What every step does without a pacer.
 PLAIN_DECISION = Decision(PLAIN)
 
 
-class Engine(Backend):
+class Engine(DeviceSide):
     """Implements `Backend` and its capabilities `Speculation` and `LowPrecision`."""
 
     def __init__(
@@ -63,49 +55,8 @@ class Engine(Backend):
         pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.version = version
-        self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
-        self.request_tokens = min(settings.request_tokens or self.max_length, self.max_length)
-        self._open_device(drafters)
+        super().__init__(policy, settings, tokenizer, drafters, version)
         self._open_host(pacer)
-
-    def _open_device(self, drafters: Sequence[Drafter]) -> None:
-        """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
-        policy = self.policy
-        settings = self.settings
-        score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
-        self.rollout_precision = RolloutPrecision(
-            policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head
-        )
-        self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = self._new_cache(self.pool.num_blocks)
-        self.rows = Rows(settings.max_running, self.max_length, score_dtype, policy.device)
-        self.drafters = Drafters(drafters, settings.max_running)
-        forward = PagedForward(
-            policy,
-            self.cache,
-            settings.deterministic,
-            self.drafters.captured_layers,
-            self.rollout_precision.weights,
-        )
-        self.runner = StepRunner(forward, self.rows, settings, drafters)
-        if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
-            self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
-        context = DrafterContext(
-            policy,
-            self.rows.state,
-            self.runner.proposals.tokens_SK,
-            self.runner.proposals.parents_SK,
-            self.runner.proposals.values_SK,
-            self.runner.probabilities_SKV,
-            self.pool.num_blocks,
-            settings.deterministic,
-            self.request_tokens,
-        )
-        self.drafters.bind(context)
 
     def _open_host(self, pacer: Pacer | None) -> None:
         """Makes what the host decides with: queue, reservations, pacing, statistics."""
@@ -129,31 +80,10 @@ class Engine(Backend):
         self._last_outcome = 0.0
         self._told_capture_seconds = 0.0  # of the runner's, in statistics that were taken
 
-    def _new_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(
-            self.policy.config,
-            num_blocks,
-            self.rollout_precision.cache_dtypes,
-            self.policy.device,
-            self.rollout_precision.cache_scales_L2H,
-            self.settings.records_routing,
-        )
-
     def _rebuild_cache(self) -> None:
-        """Replaces the KV cache after layer types changed and drops captured graphs.
-
-        Nothing may be running, and whatever is queued must still fit.
-        """
-        longest = max(
-            [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
-        )
-        num_blocks = self.cache.blocks_with(
-            self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
-        )
-        self.cache = self.runner.forward.cache = None  # its memory is the new one's
-        self.pool.resize(num_blocks)
-        self.cache = self._new_cache(num_blocks)
-        self.runner.replace(self.cache, self.rollout_precision.weights)
+        """Replaces the KV cache after layer types changed; nothing may be running."""
+        queued = [sequence.limit for sequence in self.scheduler.sequences]
+        self._replace_cache(max([self.settings.request_tokens, *queued]))
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -233,26 +163,6 @@ class Engine(Backend):
             self._rebuild_cache()
         self.version = version
 
-    @property
-    def precision(self) -> Precision:
-        return self.rollout_precision.precision
-
-    @property
-    def speculation(self) -> Speculation | None:
-        return self if self.drafters else None
-
-    @property
-    def low_precision(self) -> LowPrecision | None:
-        return self if self.precision is not Precision.BASE else None
-
-    @property
-    def keeps_tokens(self) -> bool:
-        return self.settings.verify == Verify.SHARED_NOISE
-
-    @property
-    def attention_observer(self) -> AttentionObserver | None:
-        return self.rollout_precision.observer
-
     def fall_back_to_base_precision(self) -> None:
         self._preempt_all()
         self.rollout_precision.fall_back()
@@ -288,29 +198,6 @@ class Engine(Backend):
 
     def live_stats(self) -> RolloutStats | None:
         return self.stats
-
-    @property
-    def trainable_head(self) -> nn.Module | None:
-        return self.drafters.head
-
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Copies weights into `trainable_head`; what the trainer wrote there itself needs no copy."""
-        if weights is None:
-            return
-        head = self.drafters.head
-        assert head is not None, "no drafter of this engine has a head to publish to"
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                parameter.copy_(weights[name])
-
-    def drafter_state(self) -> dict[str, torch.Tensor]:
-        return self.drafters.state()
-
-    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.drafters.load_state(tensors)
-
-    def calibration_state(self) -> dict[str, torch.Tensor]:
-        return self.rollout_precision.state()
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.rollout_precision.load_state(tensors):
