@@ -5,11 +5,27 @@ is a million objects, which every full collection would look at again.
 """
 
 import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yields names of folders that do not exist yet."""
+    parent = tmp_path_factory.mktemp("caches")
+    return (parent / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps what a test leaves in the user's cache out of it, and what is there out of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,8 +97,9 @@ def make_runner(
                 DrafterContext(
                     policy,
                     rows.state,
-                    runner.proposals_SK,
-                    runner.parents_SK,
+                    runner.proposals.tokens_SK,
+                    runner.proposals.parents_SK,
+                    runner.proposals.values_SK,
                     runner.probabilities_SKV,
                     64,
                     settings.deterministic,

@@ -33,7 +33,7 @@ from paceline.learning.checkpoint import (
 from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
 from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
-from paceline.pacing.store import load_pacing, save_pacing
+from paceline.pacing.store import load_pacing, load_times, save_pacing, save_times
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.html_report import OwnReport
@@ -162,8 +162,7 @@ class Trainer:
         self.source = self.session.rollout_source(self.order, replay, console.warn)
         if resumed is not None and resumed.checkpoint is not None:
             self.source.restore(load_under_way(resumed.checkpoint))
-        if resumed is not None and state.step:
-            self._load_pacing(resumed.directory)
+        self._load_pacing(resumed.directory if resumed is not None and state.step else None)
         return state
 
     # -- the run ----------------------------------------------------------------------------------
@@ -291,6 +290,7 @@ class Trainer:
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
+                save_times(backend.speculation.pacer, machine)
             if self.drafter is not None:
                 self.drafter.save(self.step_number, checkpoint_steps(folder))
         self.saved_step = self.step_number
@@ -432,8 +432,11 @@ class Trainer:
         self.console.resumed(run.directory.path, state.step)
         return state
 
-    def _load_pacing(self, run: RunDirectory) -> None:
+    def _load_pacing(self, run: RunDirectory | None) -> None:
+        """Gives the pacer what it knew when a resumed `run` stopped, or else the times of earlier runs."""
         speculation = self.session.backend.speculation
         if speculation is not None:
             machine = self.session.machine(self.sentinel.precision)
-            load_pacing(run.pacing_path, speculation.pacer, machine, self.console.warn)
+            if run is not None:
+                load_pacing(run.pacing_path, speculation.pacer, machine, self.console.warn)
+            load_times(speculation.pacer, machine)

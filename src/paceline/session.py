@@ -110,6 +110,7 @@ class Session:
         mode = f"{precision}{base_layers}, {'deterministic' if rollout.deterministic else 'fast'}"
         return (
             f"{self.device_name}, torch {torch.__version__}, {self.policy.dtype}, rollouts in {mode}, "
+            f"{rollout.speculation.shape}s, "
             f"{self.policy.config}"
         )
 

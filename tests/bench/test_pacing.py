@@ -1,10 +1,15 @@
 """The pacing bench: the same tokens under every strategy, and figures that say where the time went."""
 
 import pytest
+from typer.testing import CliRunner
 
 from paceline.bench.oracle import OracleDrafter
 from paceline.bench.pacing import bench_pacing, stages
-from paceline.bench.setup import bench_requests
+from paceline.bench.recipe import rollout_config
+from paceline.bench.recipe_rollout import bench_recipe_pacing, bench_recipe_rollout
+from paceline.bench.setup import bench_requests, recipe_policy
+from paceline.cli.main import app
+from paceline.config import ConfigError
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import buckets_up_to
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
@@ -58,3 +63,42 @@ def test_stages_are_halves():
         (1, 2, 1),
     ]
     assert stages(trace)[1].seconds == pytest.approx(0.2)
+
+
+def recipe(*overrides: str):
+    small = ["task.train_problems=8", "task.eval_problems=1", "rollout.max_tokens=24", "run.device=cpu"]
+    drafters = ["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.tokens=3"]
+    config = rollout_config("default", [*small, *drafters, *overrides], "pacing")
+    return config, *recipe_policy(config)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_recipes_own_drafters_precision_and_lengths(shape):
+    config, policy, prompts = recipe(f"rollout.speculation.shape={shape}", "rollout.precision=fp8")
+    said = []
+    result = bench_recipe_pacing(config, policy, prompts, 12, [1, 3, 7], 1, said.append)
+    tree = "tree" if shape == "tree" else ""
+    fixed = [f"{name}:{tree}{count}" for name in ("history", "eagle") for count in (1, 3)]
+    assert [point.name for point in result.points] == ["plain", *fixed, "paced 1"], "seven are too many"
+    assert said == result.points and all(point.identical == 1.0 for point in said)
+    assert (
+        result.longest <= 24
+        and {point.name: point for point in said}["eagle:" + tree + "3"].accept_length > 1.5
+    )
+
+
+def test_a_recipes_whole_rollout():
+    config, policy, prompts = recipe(
+        "rollout.speculation.pacing=fixed", "rollout.speculation.drafters=[eagle]"
+    )
+    point = bench_recipe_rollout(config, policy, prompts, requests=12, repeats=1)
+    assert point.requests == 12 and point.tokens <= 12 * 24 and point.accept_length > 1.5
+    with pytest.raises(ConfigError, match="measures an adaptive pacer"):
+        bench_recipe_pacing(config, policy, prompts, 12, [1], 1, print)
+    with pytest.raises(ConfigError, match="learning.lr = '1': `bench rollout` would ignore it"):
+        rollout_config("default", ["learning.lr=1"], "rollout")
+
+
+def test_a_recipe_takes_no_option_that_it_decides_itself():
+    told = CliRunner().invoke(app, ["bench", "pacing", "default", "--acceptance", "0.5"])
+    assert told.exit_code and "--acceptance = '0.5'" in str(told.output) + str(told.exception)

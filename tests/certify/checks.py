@@ -65,13 +65,18 @@ def tokenizer():
     return load_tokenizer(policy_folder("builtin"))
 
 
-def native(verify: str = "shared-noise", drafter: str = "disturbed", kind: str = "dense") -> NativeSubject:
+def native(
+    verify: str = "shared-noise",
+    drafter: str = "disturbed",
+    kind: str = "dense",
+    tokens: int = TOKENS,
+    **settings,
+) -> NativeSubject:
     policy = small_policy(kind)
     model = disturbed(policy, 0.15)
     makers = [HistoryDrafter if drafter == "history" else lambda: DraftModel(model)]
-    return NativeSubject(
-        policy, widest(policy), makers, TOKENS, EngineSettings(verify=verify), tokenizer=tokenizer()
-    )
+    settings = EngineSettings(verify=verify, **settings)
+    return NativeSubject(policy, widest(policy), makers, tokens, settings, tokenizer=tokenizer())
 
 
 def fp8() -> Fp8Subject:
@@ -106,6 +111,11 @@ CHECKS: dict[str, Callable[[], Certificate]] = {
     "experts": lambda: run(native(kind="experts"), small_plan(samples=2)),
     "rejection": lambda: run(native("rejection"), small_plan(samples=5)),
     "rejection, history": lambda: run(native("rejection", "history"), small_plan(samples=4)),
+    "trees": lambda: run(native(tokens=7, trees=True), small_plan(samples=3)),
+    "shared chains": lambda: run(native(tokens=4, shares=True, step_tokens=192), small_plan(samples=3)),
+    "shared trees": lambda: run(
+        native(tokens=7, trees=True, shares=True, step_tokens=192), small_plan(samples=3)
+    ),
     "fp8": lambda: run(fp8(), small_plan(samples=2)),
     "fp8, weights": lambda: run(fp8(), small_plan("weights", samples=2)),
     "reference": lambda: run(

@@ -22,6 +22,7 @@ QUICK = {
     "cached prompts outlive a weight update",
     "draft probabilities of the wrong position",
     "a step's samples share their seed",
+    "a path's keys stay where its nodes were",
 }
 
 

@@ -85,6 +85,11 @@ def test_closer_scores_are_likelier():
     assert rates[0, 1] > rates[1, 1] and rates[0, 2] > rates[0, 3]
 
 
+def test_a_small_tree_can_be_the_chain_of_its_nodes():
+    for nodes in range(1, 8):
+        assert TreeShape.of(nodes).depth == nodes
+
+
 def test_shapes_keep_to_the_blocks_that_nodes_have():
     for nodes in range(1, 16):
         shape = TreeShape.of(nodes)

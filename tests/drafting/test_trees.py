@@ -11,7 +11,7 @@ from paceline.drafting.base import Drafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import CANDIDATES
 from paceline.drafting.history import HistoryDrafter
-from paceline.engine import step
+from paceline.engine import step_tokens, tree_path
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_engine
 from paceline.kernels.candidates import best_candidates
@@ -218,7 +218,7 @@ def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
     requests = grouped_requests(prompts=2, samples=3, longest=40)
     _, plain = run(folders["llama"], requests)
     if bug == "a sibling's keys":
-        gather = step.gather_tree
+        gather = step_tokens.gather_tree
 
         def mistaken(*arguments):
             queries, keys = gather(*arguments)
@@ -227,16 +227,16 @@ def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
                 keys.depth_RQ, torch.where(keys.depth_RQ[..., None] > 1, shifted, keys.slots_RQD)
             )
 
-        monkeypatch.setattr(step, "gather_tree", mistaken)
+        monkeypatch.setattr(step_tokens, "gather_tree", mistaken)
     elif bug == "a path that does not move":
         monkeypatch.setattr(KVCache, "move_slots", lambda *arguments: None)
     else:
-        walk = step.walk_tree
+        walk = tree_path.walk_tree
 
         def mistaken_walk(slots_R, proposals_SK, parents_SK, *others):
             return walk(slots_R, proposals_SK, torch.zeros_like(parents_SK), *others)
 
-        monkeypatch.setattr(step, "walk_tree", mistaken_walk)
+        monkeypatch.setattr(tree_path, "walk_tree", mistaken_walk)
     _, done = tree_run(folders["llama"], requests, BranchingDrafter(plain), 11)
     assert bits(done) != bits(plain)
 

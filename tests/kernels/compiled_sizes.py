@@ -33,6 +33,7 @@ HEADS = dict(
     TILE=TILE,
     GROUP=GROUP,
     TREE=False,
+    RAGGED=False,
     FP8=False,
     QUANTISE=False,
     FLAT=False,
@@ -53,6 +54,8 @@ def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int
         "scales_ptr",
         "depth_ptr",
         "node_slots_ptr",
+        "first_ptr",
+        "row_tokens_ptr",
         *(() if constants.get("SHARED") else FP32),
     ):
         if name in names:

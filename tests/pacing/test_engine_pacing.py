@@ -270,7 +270,7 @@ def test_the_recipe_makes_the_pacer(policy):
     ).rollout.speculation
     pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG)
     assert (
-        pacer.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6))
+        pacer.settings.strategies == tuple(Strategy("history", k, most=6) for k in (1, 2, 3, 5, 6))
         and pacer.settings.seed == 5
     )
     assert not pacer.settings.catch_up, "copying needs no catching up"

@@ -6,7 +6,14 @@ import pytest
 
 from paceline.engine.graphs import buckets_up_to
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
-from paceline.pacing.store import FORMAT, load_pacing, save_pacing
+from paceline.pacing.store import (
+    FORMAT,
+    load_pacing,
+    load_times,
+    save_pacing,
+    save_times,
+    times_path,
+)
 from paceline.pacing.strategy import Decision, Moment, Observation, Strategy
 
 STRATEGY = Strategy("history", 3)
@@ -107,3 +114,38 @@ def test_a_format_that_is_not_known_is_learnt_again(tmp_path, version):
     path.write_text(json.dumps({"format": version, "machine": "here", "anything": [1, 2]}))
     assert not load_pacing(path, pacer, "here", pytest.fail)
     assert pacer.state() == make_pacer().state()
+
+
+def test_a_new_run_finds_this_machines_times_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not load_times(make_pacer(), "here"), "there are none yet"
+    save_times(make_pacer(), "here")
+    assert not list(tmp_path.rglob("*.json")), "who knows no times leaves none"
+    taught = make_taught_pacer()
+    save_times(taught, "here")
+    assert [path.parent for path in tmp_path.rglob("*")][-1] == tmp_path / "paceline" / "pacing"
+    fresh = make_pacer()
+    assert fresh.untimed() and load_times(fresh, "here") and not fresh.untimed()
+    assert fresh.cost.state() == taught.cost.state()
+    assert fresh.state()["acceptance"] == make_pacer().state()["acceptance"], "that is the other run's"
+    assert not load_times(make_pacer(), "elsewhere")
+    assert not load_times(taught, "here"), "what a run knows itself is newer"
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{no", "[]", '{"format": 4, "machine": "here", "cost": {"verify": 5}}']
+)
+def test_a_damaged_cache_is_none(tmp_path, damage, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_times(make_taught_pacer(), "here")
+    times_path("here").write_text(damage)
+    pacer = make_pacer()
+    assert not load_times(pacer, "here") and pacer.state() == make_pacer().state()
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_the_way))
+    save_times(make_taught_pacer(), "here")
+    assert in_the_way.read_text() == "" and not load_times(make_pacer(), "here")

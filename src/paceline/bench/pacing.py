@@ -3,8 +3,8 @@
 Same requests, same seeds, and in deterministic mode the same tokens, which is checked. A token of each
 request comes first, so that nobody is charged for compiling the prefill. Graphs are captured when first
 needed; their time is taken out of a rollout's seconds and reported beside it, because a run captures once and
-rolls out often. The pacer runs twice or more: first knowing nothing, then with what it has learnt, as from
-the second step of an RL run on.
+rolls out often. The pacer runs twice or more: first knowing no more than what timing steps for a second
+before it has told, then with what it has learnt, as from the second step of an RL run on.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from paceline.bench.oracle import OracleDrafter
 from paceline.bench.setup import bench_requests
 from paceline.engine.engine import Engine, EngineSettings
-from paceline.engine.factory import counts_up_to
+from paceline.engine.factory import START_SECONDS, counts_up_to
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
 from paceline.pacing.strategy import PLAIN, FixedPacer, Pacer, Strategy
 from paceline.pacing.trace import TraceRow
@@ -128,10 +128,11 @@ def bench_synthetic(
         max_length=settings.prompt_tokens + max(settings.lengths) + 2,
         deterministic=True,
         graph_memory=settings.graph_memory,
+        start_seconds=START_SECONDS,
     )
     engine = Engine(policy, engine_settings, drafters=[oracle])
     choices = tuple(Strategy(oracle.name, tokens) for tokens in counts_up_to(settings.max_tokens))
-    pacer = AdaptivePacer(PacingSettings(tuple(engine.buckets), choices))
+    pacer = AdaptivePacer(PacingSettings(tuple(engine.launcher.buckets), choices))
     fixed = [Strategy(oracle.name, tokens) for tokens in settings.fixed_tokens]
     return bench_pacing(engine, requests, fixed, pacer, settings.rollouts, oracle.learn, progress)
 
@@ -156,6 +157,9 @@ def bench_pacing(
     paced = [(f"paced {number}", pacer) for number in range(1, rollouts + 1)]
     trace = plain.stats.trace
     for name, chosen in [*((str(strategy), FixedPacer(strategy)) for strategy in fixed), *paced]:
+        # What a run does before its first step: it is not the rollout's.
+        engine.pacer = chosen
+        engine.time_steps()
         rollout = _Rollout.run(engine, unused, requests, chosen)
         trace = rollout.stats.trace
         points.append(_point(name, rollout, plain, engine))

@@ -16,6 +16,8 @@ PRECISION_KEYS = ("rollout.precision", "rollout.base_precision_layers", "rollout
 JUDGED_BY_VALUE = ("rollout.precision", "policy.lora.path")
 # The folders of rollout.speculation are checked by `drafter_overrides`.
 SPECULATION_KEYS = (*ACCEPTANCE_KEYS, *PRECISION_KEYS, "rollout.deterministic", "rollout.speculation")
+ENGINE_KEYS = ("max_running", "kv_tokens", "prefill_tokens", "admission", "graph_memory_gb")
+ROLLOUT_KEYS = (*SPECULATION_KEYS, *(f"rollout.{key}" for key in ENGINE_KEYS))
 
 
 def acceptance_config(recipe: str, overrides: Sequence[str]) -> Config:
@@ -32,6 +34,14 @@ def speculation_config(recipe: str, overrides: Sequence[str], drafter: str) -> C
     refuse_ignored(overrides, SPECULATION_KEYS, "speculation")
     config = load_config(recipe, drafter_overrides(list(overrides), [drafter]))
     _refuse_adapters(config, "speculation")
+    return config
+
+
+def rollout_config(recipe: str, overrides: Sequence[str], command: str) -> Config:
+    """Reads the recipe of `bench rollout` or `bench pacing`."""
+    refuse_ignored(overrides, ROLLOUT_KEYS, command)
+    config = load_config(recipe, list(overrides))
+    _refuse_adapters(config, command)
     return config
 
 

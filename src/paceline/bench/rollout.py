@@ -9,7 +9,7 @@ from paceline.bench.spread import Spread
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.decoder import Decoder
 from paceline.stats import RolloutStats
-from paceline.types import Precision
+from paceline.types import Precision, Request
 
 # A rollout's tail: the steps in which at most one in so many of its requests is still running.
 TAIL_SHARE = 8
@@ -30,6 +30,7 @@ class RolloutPoint:
     tail_seconds: float  # with at most an eighth of the requests still running
     # Mean step time with at most this many running, and more than the next smaller.
     step_ms_by_running: dict[int, float]
+    accept_length: float = 1.0  # tokens emitted per draft, the policy's own included
 
     def record(self) -> dict:
         """Returns the point as JSON takes it."""
@@ -56,25 +57,35 @@ def bench_rollout(
         deterministic=deterministic,
         precision=precision,
     )
-    engine = Engine(policy, settings)
     requests = bench_requests(list(lengths.values), prompt_tokens, policy.config.vocab_size)
+    point = measure_rollouts(Engine(policy, settings), requests, repeats)
+    assert point.tokens == sum(lengths.values)
+    return point
+
+
+def measure_rollouts(engine: Engine, requests: list[Request], repeats: int) -> RolloutPoint:
+    """Runs the requests once to compile, then `repeats` times, with whatever pacer and drafters there are."""
+    unused = engine.drafter_state()
+    engine.time_steps()
     seconds: list[float] = []
     captured = engine.runner.capture_seconds
     for _ in range(repeats + 1):
+        engine.load_drafter_state(unused)
         engine.take_stats()
         engine.preemptions = 0
         start = time.perf_counter()
         engine.submit(requests)
-        tokens = sum(len(completion.tokens) for completion in engine.completions())
+        completed = [len(completion.tokens) for completion in engine.completions()]
         seconds.append(time.perf_counter() - start)
-        assert tokens == sum(lengths.values)
     stats = engine.take_stats()
     # A rollout too long to be run twice counts from its first run, without what capturing graphs took.
     spread = Spread.of(seconds[1:] or [seconds[0] - (engine.runner.capture_seconds - captured)])
+    tokens = sum(completed)
+    drafts = list(stats.drafts.values())
     return RolloutPoint(
         requests=len(requests),
         tokens=tokens,
-        longest=longest,
+        longest=max(completed),
         seconds=spread,
         tokens_per_second=tokens / spread.median,
         first_run_seconds=seconds[0],
@@ -82,6 +93,7 @@ def bench_rollout(
         decode_steps=len(stats.running),
         tail_seconds=_tail_seconds(stats, len(requests)),
         step_ms_by_running=_step_ms_by_running(stats),
+        accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
     )
 
 

@@ -8,7 +8,9 @@ Each strategy generates the same requests with the same seeds, so the share of c
 decoding's can be reported: all of them in deterministic mode and on a CPU; in the fast GPU mode kernels round
 differently at different sizes. Rejection samples the same distribution, not the same tokens: its responses,
 and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
-decoding included, and whether proposals are chains or trees.
+decoding included, whether proposals are chains or trees, and whether rows share what is verified
+(`rollout.speculation.step_tokens`): the numbers of tokens are then those of a row on average, as far as the
+step's tokens allow for them, and `rollout.speculation.tokens` is what one row may get.
 
 Before each of them drafters forget what they have seen: one that remembers responses would find these very
 ones.
@@ -17,6 +19,7 @@ ones.
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -95,7 +98,9 @@ def bench_recipe(
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
     alone = recipe_engine(config, policy, candidates, max(batches))
     engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
-    strategies = [Strategy(drafter, count, tree) for count in counts]
+    speculation = config.rollout.speculation
+    most = speculation.tokens if speculation.step_tokens else 0
+    strategies = [Strategy(drafter, count, tree, max(count, most) if most else 0) for count in counts]
     yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
 
 
@@ -190,13 +195,14 @@ def _run(
     completions = _generate(engine, requests, batch, pacer)
     # The host runs ahead of what it reads: steps launched before it saw a row end carry that row without a
     # token.
-    smaller = max((bucket for bucket in engine.buckets if bucket < batch), default=0)
+    smaller = max((bucket for bucket in engine.launcher.buckets if bucket < batch), default=0)
     whole = [
         o
         for o in pacer.observations
         if o.running > smaller and (o.drafts == o.running or not strategy.count) and o.tokens >= o.running
     ]
-    full = [o for o in whole if o.decision.strategy == strategy and not o.disturbed]
+    # Where rows share, a large batch may get fewer tokens each than asked for.
+    full = [o for o in whole if o.decision.strategy.drafter == strategy.drafter and not o.disturbed]
     if not full:
         seen = f"{len(pacer.observations)} steps, {len(whole)} with that batch"
         raise ValueError(
@@ -207,7 +213,9 @@ def _run(
     accept_length = sum(o.tokens for o in full) / sum(o.running for o in full)
     drafts = sum(o.drafts for o in full)
     accepted_at = (
-        tuple(sum(o.accepted_at[i] for o in full) / drafts for i in range(strategy.count)) if drafts else ()
+        tuple(sum(at) / drafts for at in zip_longest(*(o.accepted_at for o in full), fillvalue=0))
+        if drafts
+        else ()
     )
     draft_share = sum(o.draft_seconds for o in full) / sum(o.seconds for o in full)
     return _Run(

@@ -23,7 +23,16 @@ from paceline.engine.reference import ReferenceBackend
 from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.adaptive import AdaptivePacer
-from paceline.pacing.strategy import PLAIN, Decision, FixedPacer, Moment, Observation, Pacer, Strategy
+from paceline.pacing.strategy import (
+    PLAIN,
+    Decision,
+    FixedPacer,
+    Moment,
+    Observation,
+    Pacer,
+    StepTime,
+    Strategy,
+)
 from paceline.policy.decoder import Decoder
 
 # Noise on a disturbed copy's matrices, in their own standard deviations: its drafts are often accepted and
@@ -119,7 +128,7 @@ class NativeSubject:
                 name, start = sequence.request.id, length - new
                 opened.step_starts.setdefault(name, []).append(start)
                 if reads_proposals and self.rejects and self.draft_policy is None:
-                    proposed = engine.runner.proposals_SK[sequence.slot, : opening.tokens]
+                    proposed = engine.runner.proposals.tokens_SK[sequence.slot, : opening.tokens]
                     opened.proposals[name, start] = proposed.tolist()
 
         engine.outcomes.observer = record
@@ -132,10 +141,16 @@ class NativeSubject:
         tokens = opening.tokens
         if opening.restless:
             counts = sorted({1, tokens})
-            return RestlessPacer([Strategy(d.name, min(n, d.max_tokens)) for d in drafters for n in counts])
+            tree = self.settings.trees
+            chosen = [Strategy(d.name, min(n, d.max_tokens), tree) for d in drafters for n in counts]
+            if self.settings.shares:
+                chosen += [replace(s, most=drafters[0].max_tokens) for s in chosen]
+            return RestlessPacer(chosen)
         if self.adaptive:
             pacer = make_pacer(
-                SpeculationConfig(pacing="adaptive", tokens=tokens),
+                SpeculationConfig(
+                    pacing="adaptive", tokens=tokens, drafters=["history"], verify=self.settings.verify
+                ),
                 drafters,
                 opening.max_running,
                 seed=0,
@@ -145,7 +160,9 @@ class NativeSubject:
             strategies = tuple(replace(s, tree=self.settings.trees) for s in pacer.settings.strategies)
             changing = replace(pacer.settings, trial_share=1.0, catch_up={}, strategies=strategies)
             return AdaptivePacer(changing)
-        return FixedPacer(Strategy(drafters[0].name, tokens, self.settings.trees), opening.max_running)
+        most = tokens if self.settings.step_tokens else 0
+        strategy = Strategy(drafters[0].name, tokens, self.settings.trees, most)
+        return FixedPacer(strategy, opening.max_running)
 
     def own_checks(self) -> list[Check]:
         return [self._check_changes()] if self.adaptive and self.tokens else []
@@ -183,6 +200,12 @@ class _RecordingPacer:
         decision = self.pacer.choose(moment)
         self.opened.strategies[-1].append(decision.strategy)
         return decision
+
+    def untimed(self) -> Sequence[Strategy]:
+        return self.pacer.untimed()
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        self.pacer.take_times(times)
 
     def observe(self, observation: Observation) -> None:
         self.pacer.observe(observation)

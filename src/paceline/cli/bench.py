@@ -12,11 +12,14 @@ from paceline.cli.bench_options import (
     JsonOption,
     LengthsOption,
     ModelOption,
+    OverridesArgument,
+    OwnRecipeArgument,
     PrecisionOption,
     PromptOption,
     RecipeArgument,
     bench_device,
     parse_numbers,
+    refuse_beside_recipe,
     say_lines,
     write_figures,
 )
@@ -83,6 +86,9 @@ def decode(
 
 @app.command()
 def rollout(
+    context: typer.Context,
+    recipe: OwnRecipeArgument = "",
+    overrides: OverridesArgument = None,
     model: ModelOption = "builtin",
     requests: int = 256,
     prompt: PromptOption = 128,
@@ -99,7 +105,11 @@ def rollout(
     precision: PrecisionOption = "base",
     json_file: JsonOption = None,
 ) -> None:
-    """Time of a whole long-tailed rollout."""
+    """Time of a whole rollout: a recipe's, as a run has it, or plainly with lengths that are asked for."""
+    if recipe:
+        refuse_beside_recipe(context, {"recipe", "overrides", "requests", "repeats", "json_file"})
+        _recipe_rollout(recipe, overrides, requests, repeats, json_file)
+        return
     from paceline.bench.lengths import Lengths
     from paceline.bench.rollout import bench_rollout
     from paceline.bench.setup import bench_policy, describe
@@ -193,6 +203,9 @@ def speculation(
 
 @app.command()
 def pacing(
+    context: typer.Context,
+    recipe: OwnRecipeArgument = "",
+    overrides: OverridesArgument = None,
     model: ModelOption = "builtin",
     requests: int = 256,
     prompt: PromptOption = 128,
@@ -215,10 +228,16 @@ def pacing(
     page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Times a long-tailed rollout with plain decoding, fixed strategies and the pacer.
+    """Times a rollout with plain decoding, fixed strategies and the pacer.
 
-    The drafter is synthetic: it has seen the answers and spoils them to the acceptance asked for.
+    With a recipe these are its drafters, precision and lengths. Without one the drafter is synthetic: it has
+    seen the answers and spoils them to the acceptance asked for.
     """
+    if recipe:
+        kept = {"recipe", "overrides", "requests", "tokens", "rollouts", "page", "json_file"}
+        refuse_beside_recipe(context, kept)
+        _recipe_pacing(recipe, overrides, requests, tokens, rollouts, page, json_file)
+        return
     from paceline.bench.lengths import Lengths
     from paceline.bench.pacing import SyntheticPacing, bench_synthetic
     from paceline.bench.setup import bench_policy, describe
@@ -248,8 +267,60 @@ def pacing(
     typer.echo(tables.pacing_summary(result))
     if page is not None:
         page.write_text(render(f"bench pacing, {model}", rollouts, result.trace))
-    how = {"model": model, "acceptance": rates, "draft_megabytes": draft_megabytes}
+    how = {"model": model, "drafters": "synthetic", "acceptance": rates, "draft_megabytes": draft_megabytes}
     write_figures(json_file, {**how, **describe(device), "points": [p.record() for p in result.points]})
+
+
+def _recipe_rollout(
+    recipe: str, overrides: list[str] | None, requests: int, repeats: int, json_file: Path | None
+) -> None:
+    recipe, overrides = split_recipe(recipe, overrides)
+    from paceline.bench.recipe import rollout_config
+    from paceline.bench.recipe_rollout import bench_recipe_rollout
+    from paceline.bench.setup import describe, recipe_policy
+
+    config = rollout_config(recipe, overrides, "rollout")
+    policy, prompts = recipe_policy(config)
+    point = bench_recipe_rollout(config, policy, prompts, requests, repeats)
+    say_lines(tables.rollout_lines(point))
+    how = {"recipe": recipe, "overrides": overrides}
+    write_figures(json_file, {**how, **describe(policy.device), "point": point.record()})
+
+
+def _recipe_pacing(
+    recipe: str,
+    overrides: list[str] | None,
+    requests: int,
+    tokens: str,
+    rollouts: int,
+    page: Path | None,
+    json_file: Path | None,
+) -> None:
+    recipe, overrides = split_recipe(recipe, overrides)
+    from paceline.bench.recipe import rollout_config
+    from paceline.bench.recipe_rollout import bench_recipe_pacing
+    from paceline.bench.setup import describe, recipe_policy
+    from paceline.report.pace_page import render
+
+    config = rollout_config(recipe, overrides, "pacing")
+    policy, prompts = recipe_policy(config)
+    typer.echo(tables.PACING_HEADER)
+    result = bench_recipe_pacing(
+        config,
+        policy,
+        prompts,
+        requests,
+        parse_numbers(tokens),
+        rollouts,
+        lambda point: typer.echo(tables.pacing_line(point)),
+    )
+    typer.echo(tables.pacing_summary(result))
+    if page is not None:
+        page.write_text(render(f"bench pacing, {recipe}", rollouts, result.trace))
+    how = {"recipe": recipe, "overrides": overrides, "drafters": "the recipe's"}
+    write_figures(
+        json_file, {**how, **describe(policy.device), "points": [p.record() for p in result.points]}
+    )
 
 
 @app.command()

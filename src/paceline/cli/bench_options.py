@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from paceline.config import ConfigError
 from paceline.types import Precision
 
 if TYPE_CHECKING:
@@ -20,6 +21,15 @@ ModelOption = Annotated[
 ]
 RecipeArgument = Annotated[
     str, typer.Argument(help="whose policy, prompts and sampling settings are measured")
+]
+OwnRecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="whose policy, prompts, drafters, precision and lengths are measured; default: the options'"
+    ),
+]
+OverridesArgument = Annotated[
+    Optional[list[str]], typer.Argument(help="section.key=value, such as rollout.precision=fp8")
 ]
 PromptOption = Annotated[int, typer.Option(help="prompt tokens")]
 LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
@@ -36,6 +46,17 @@ def bench_device(precision: Precision | None = None) -> "torch.device":
     if device.type == "cuda" and precision is not None:
         refuse_old_gpu(precision, "--precision")
     return device
+
+
+def refuse_beside_recipe(context: typer.Context, kept: set[str]) -> None:
+    """Raises where an option was given that a recipe decides; `kept` are those that it does not."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in kept and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} = {context.params[name]!r}: with a recipe its own setting is "
+                "measured; leave the option out and override the recipe's key instead"
+            )
 
 
 def parse_numbers(text: str) -> list[int]:

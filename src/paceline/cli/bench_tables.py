@@ -50,7 +50,8 @@ def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
         f"{point.seconds} s, {point.tokens_per_second:.0f} tok/s; tail {point.tail_seconds:.2f} s; "
         f"first run {point.first_run_seconds:.1f} s"
     )
-    yield f"{point.decode_steps} steps, {point.preemptions} preemptions"
+    accepted = f", accept length {point.accept_length:.2f}" if point.accept_length > 1 else ""
+    yield f"{point.decode_steps} steps, {point.preemptions} preemptions{accepted}"
     by_running = ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items())
     yield f"mean step ms by running requests: {by_running}"
 

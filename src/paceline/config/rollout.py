@@ -41,6 +41,13 @@ class SpeculationConfig(Section):
         le=15,
         description="proposed tokens per step, a tree's nodes: at most (adaptive), or exactly (fixed)",
     )
+    step_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens that a step verifies of all requests together, at most, their last ones "
+        "included; requests share them by what each is expected to gain, up to `tokens` each; "
+        "0: the pacer's choice (adaptive), or `tokens` for every request (fixed)",
+    )
     max_running: int = Field(
         0, ge=0, description="fixed: speculate while at most this many requests run; 0: always"
     )
@@ -112,7 +119,7 @@ class SpeculationConfig(Section):
                 f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
                 "Use online.when=always or auto, or name the folder of a trained head"
             )
-        for key in ("verify", "shape"):
+        for key in ("verify", "shape", "step_tokens"):
             if not self.drafters and not self.is_default(key):
                 default = type(self).model_fields[key].default
                 raise ValueError(
@@ -124,6 +131,11 @@ class SpeculationConfig(Section):
             raise ValueError(
                 "rollout.speculation.shape = 'tree' needs rollout.speculation.verify = 'shared-noise': "
                 "rejection verifies chains only. Leave one of the two out"
+            )
+        if self.step_tokens and self.verify == "rejection":
+            raise ValueError(
+                f"rollout.speculation.step_tokens = {self.step_tokens} needs rollout.speculation.verify = "
+                "'shared-noise': rejection verifies as many tokens of every request. Leave one of the two out"
             )
         return self
 

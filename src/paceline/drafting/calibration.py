@@ -26,6 +26,13 @@ class Calibration:
         self.tried_C = torch.zeros_like(self.prior_C)
         self.right_C = torch.zeros_like(self.prior_C)
 
+    def lend(self, other: "Calibration", first: int) -> None:
+        """Makes the cells from `first` on the other's, so that both learn from either's trees."""
+        own = slice(first, first + len(other.prior_C))
+        assert torch.equal(self.prior_C[own], other.prior_C)
+        other.tried_C = self.tried_C[own]
+        other.right_C = self.right_C[own]
+
     def log_rates(self) -> torch.Tensor:
         """Returns the log of every cell's rate, `[C]`."""
         rate_C = (self.right_C + PRIOR_NODES * self.prior_C) / (self.tried_C + PRIOR_NODES)

@@ -22,7 +22,7 @@ from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.recorder import RecorderShape, StateRecorder
-from paceline.drafting.sampling import sample_draft
+from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
 from paceline.kernels.eagle_step import eagle_inputs, keep_last
@@ -96,17 +96,12 @@ class EagleDrafter(CachedDrafter):
             self.recorder.leave(slot, request, self.context.rows.tokens[slot, :length], finished)
 
     def observe_step(self, step: TargetStep) -> None:
-        queries = step.queries
         features_TE = self._features(step.captured)
         # Entries behind a sample that was not kept are wrong, and are written again before anything attends
         # to them.
-        self._write_entries(
-            features_TE,
-            step.sampled_RQ.flatten(),
-            queries.positions_RQ.flatten(),
-            queries.cache_slots_RQ.flatten(),
-        )
-        keep_last(features_TE, step.slots_R, queries.context_R, self.context.rows.length, self.features_SE)
+        self._write_entries(features_TE, step.sampled_T, step.positions_T, step.cache_slots_T)
+        rows = step.slots_R, step.context_R, self.context.rows.length
+        keep_last(features_TE, *rows, self.features_SE, step.way_RQ)
         if self.recorder is not None:
             self.recorder.step(step)
 
@@ -130,20 +125,31 @@ class EagleDrafter(CachedDrafter):
     # -- proposing --
 
     def propose(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self._propose_chain(slots_R, count, truncates)
+
+    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self._propose_chain(slots_R, count, truncates, self.calibration)
+
+    def _propose_chain(
+        self, slots_R: torch.Tensor, count: int, truncates: bool, calibration: GapCalibration | None = None
+    ) -> None:
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         states_RE = self.features_SE.index_select(0, slots_R)
         tokens_R = walk.tokens_2R[1]
-        proposed = []
+        chain = ChainDraft(self.context, slots_R, walk, truncates, calibration)
         for column in range(count):
             place = walk.positions_CR[column], walk.cache_slots_CR[column], walk.context_CR[column]
             normed_RE, states_RE = self._layer(states_RE, tokens_R, *place, table_RB)
-            tokens_R = sample_draft(self._logits(normed_RE), self.context, slots_R, walk, column, truncates)
-            proposed.append(tokens_R)
-        self.context.proposals_SK[slots_R, :count] = torch.stack(proposed, dim=1)
+            tokens_R = chain.sample(self._logits(normed_RE))
+        chain.propose(self.trees)
 
     def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self.trees.propose(slots_R, self.grow(slots_R, count, truncates).candidates(), count)
+
+    def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
+        """Returns the candidates for trees of `count` nodes."""
         rows = self.context.rows
         shape = TreeShape.of(count)
         walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)
@@ -164,7 +170,7 @@ class EagleDrafter(CachedDrafter):
             places = nodes.tokens_RW.flatten(), positions_T, own_slots_RW.flatten()
             normed_TE, states_TE = self._layer(states_TE, *places, context_R, table_RB, tree)
             nodes = growth.branch(self._logits(normed_TE))
-        self.trees.propose(slots_R, growth.candidates(), count)
+        return growth
 
     def observe_tree(self, step: TreeStep) -> None:
         # The entries of the path come from the policy's features, by `observe_step`.

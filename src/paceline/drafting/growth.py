@@ -51,12 +51,17 @@ class TreeShape:
     def of(cls, nodes: int) -> "TreeShape":
         """Returns the shape for a tree of so many nodes: deeper, and wider near the root, the more they are.
 
-        What is run lies behind the root in the drafter's cache, so it is no more than the nodes of the tree,
-        which have blocks.
+        A small one is as deep as the chain of its nodes, so that it can be that chain where the drafter is
+        nearly always right. What is run lies behind the root in the drafter's cache, so it is no more than
+        the nodes of the tree, which have blocks.
         """
-        depth = min(nodes, 3 + nodes // 3, cls.DEEPEST)
+        depth = min(nodes, cls.DEEPEST)
         widest = min(1 + (nodes >= 5) + (nodes >= 12), cls.WIDEST)
-        return cls(tuple(max(1, widest - level // 2) for level in range(depth - 1)))
+        widths = [max(1, widest - level // 2) for level in range(depth - 1)]
+        while sum(widths) > nodes:
+            wide = max(level for level, width in enumerate(widths) if width > 1)
+            widths[wide] -= 1
+        return cls(tuple(widths))
 
     @property
     def depth(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from paceline.drafting.base import Drafter, DrafterContext, TreeStep
 from paceline.drafting.branches import BranchCalibration, merged_branches
 from paceline.drafting.history_bank import Entry, Ring
-from paceline.drafting.tree import TreeProposals
+from paceline.drafting.tree import Candidates, TreeProposals
 from paceline.kernels.history_branches import branches_from_history
 from paceline.kernels.history_index import (
     LOCATION_BITS,
@@ -99,9 +99,18 @@ class HistoryDrafter(Drafter):
             slots_R, self.rows.tokens, self.rows.length, self.index, count, self.proposals_SK
         )
 
-    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+    def propose_scored(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
         branches = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
-        self.trees.propose(slots_R, merged_branches(*branches, self.calibration), count)
+        longest = (x[:, :1].contiguous() for x in branches)
+        self.trees.propose(slots_R, merged_branches(*longest, self.calibration), count)
+
+    def propose_tree(self, slots_R: torch.Tensor, count: int, truncates: bool) -> None:
+        self.trees.propose(slots_R, self.branches(slots_R, count), count)
+
+    def branches(self, slots_R: torch.Tensor, count: int) -> Candidates:
+        """Returns the nodes of every match's continuation, `count` tokens each."""
+        found = branches_from_history(slots_R, self.rows.tokens, self.rows.length, self.index, count)
+        return merged_branches(*found, self.calibration)
 
     def observe_tree(self, step: TreeStep) -> None:
         self.trees.observe(step)

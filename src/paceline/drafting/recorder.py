@@ -4,7 +4,7 @@
     step      position p of a row       ──▶ record[row, p], written again while the token there is not final
     leave     a finished response       ──▶ states of its tokens, on the host
 
-A step writes all of its queries by their positions. Those behind the last kept sample hold states of tokens
+A step writes its queries by their positions. Those behind the last kept sample hold states of tokens
 that were not kept, and the row's next step begins there, so it overwrites them: what a finished row has at p
 is what the policy computed for the token at p. The last token of a response is never run, and has none.
 
@@ -84,15 +84,23 @@ class StateRecorder:
         self.record_CNLE[:-1, row, : prompt_CTE.shape[1]] = prompt_CTE
 
     def step(self, step: TargetStep) -> None:
-        """Writes the states of a step's queries."""
-        queries = step.queries
+        """Writes the states of a step's queries that lie on the way its samples went."""
         nobody = self.shape.rows
         row_R1 = self.row_S.index_select(0, step.slots_R).unsqueeze(1)
-        row_RQ = torch.where(queries.cache_slots_RQ >= 0, row_R1, nobody)
-        place_RQ = queries.positions_RQ.clamp(max=self.shape.length - 1)
+        positions_RQ, cache_slots_RQ = (self._by_row(step, x) for x in (step.positions_T, step.cache_slots_T))
+        row_RQ = torch.where(cache_slots_RQ >= 0, row_R1, nobody)
+        place_RQ = positions_RQ.clamp(max=self.shape.length - 1)
         line_T = (row_RQ * self.shape.length + place_RQ).flatten()
         for index, layer in enumerate((*self.shape.layers, HIDDEN)):
-            self.record_CNLE[index].flatten(0, 1).index_copy_(0, line_T, step.captured[layer])
+            states_TE = self._by_row(step, step.captured[layer]).flatten(0, 1)
+            self.record_CNLE[index].flatten(0, 1).index_copy_(0, line_T, states_TE)
+
+    @staticmethod
+    def _by_row(step: TargetStep, x: torch.Tensor) -> torch.Tensor:
+        """Returns what belongs to a step's tokens by row and place in its text; the last repeats."""
+        if step.way_RQ is None:
+            return x.unflatten(0, (len(step.slots_R), -1))
+        return x[step.way_RQ]
 
     def leave(self, slot: int, request: Request, tokens_T: torch.Tensor, finished: bool) -> None:
         """Ends a row's record; of a finished one what was recorded is kept until `take`."""

@@ -71,6 +71,8 @@ class TreeProposals:
         nodes = choose_nodes(candidates, count)
         self.context.proposals_SK[slots_R, :count] = nodes.tokens_RK
         self.context.parents_SK[slots_R, :count] = nodes.parents_RK
+        values_RK = candidates.values_RN.gather(1, nodes.candidates_RK)
+        self.context.values_SK[slots_R, :count] = values_RK.to(self.context.values_SK.dtype)
         cells_RK = candidates.cells_RN.gather(1, nodes.candidates_RK)
         self.cells_SK[slots_R, :count] = torch.where(nodes.tokens_RK >= 0, cells_RK, -1)
         return nodes
@@ -83,7 +85,7 @@ class TreeProposals:
         on_path_RQ = (path_RQ.unsqueeze(2) == node_Q).any(1)
         parents_RK = self.context.parents_SK[step.slots_R, : num_queries - 1]
         cells_RK = self.cells_SK[step.slots_R, : num_queries - 1]
-        exists_RK = (cells_RK >= 0) & (step.queries.cache_slots_RQ[:, 1:] >= 0)
+        exists_RK = (cells_RK >= 0) & (step.verified_RQ[:, 1:] >= 0)
         tried_RK = exists_RK & on_path_RQ.gather(1, parents_RK)
         self.calibration.observe(
             cells_RK.clamp(min=0).flatten(), tried_RK.flatten(), on_path_RQ[:, 1:].flatten()

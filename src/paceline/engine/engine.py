@@ -10,48 +10,40 @@ its outcome is read in `outcomes.py`.
 """
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
-from paceline.backend import Backend, LowPrecision, Speculation
-from paceline.drafting.base import Drafter, DrafterContext
-from paceline.engine.blocks import BlockPool
-from paceline.engine.drafters import Drafters
-from paceline.engine.graphs import StepRunner, buckets_up_to
+from paceline.drafting.base import Drafter
+from paceline.engine.device_side import DeviceSide
+from paceline.engine.launcher import Launcher
 from paceline.engine.outcomes import Batch, Launched, Outcomes
 from paceline.engine.prefill import run_chunk
+from paceline.engine.priorities import priorities
 from paceline.engine.refusal import Limits, refusal
 from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
-from paceline.engine.rows import NewRow, Rows, to_device
-from paceline.engine.sampling import Verify
+from paceline.engine.rows import NewRow, to_device
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
+from paceline.engine.start_timing import time_steps
 from paceline.engine.step_timer import StepTimer
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Pacer
-from paceline.paged.cache import BLOCK_SIZE, KVCache, blocks_for
-from paceline.paged.forward import PagedForward
-from paceline.policy.attention import AttentionObserver
+from paceline.pacing.strategy import PLAIN, Decision, Pacer
+from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import fill
-from paceline.policy.states import TextStates
-from paceline.precision.rollout import RolloutPrecision
 from paceline.stats import RolloutStats
-from paceline.types import Completion, FinishReason, Precision, Request
+from paceline.types import Completion, FinishReason, Request
 
 # What every step does without a pacer.
 PLAIN_DECISION = Decision(PLAIN)
 
 
-class Engine(Backend):
+class Engine(DeviceSide):
     """Implements `Backend` and its capabilities `Speculation` and `LowPrecision`."""
 
     def __init__(
@@ -63,49 +55,8 @@ class Engine(Backend):
         pacer: Pacer | None = None,
         version: int = 0,
     ) -> None:
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.version = version
-        self.max_length = min(settings.max_length or policy.config.max_positions, policy.config.max_positions)
-        self.request_tokens = min(settings.request_tokens or self.max_length, self.max_length)
-        self._open_device(drafters)
+        super().__init__(policy, settings, tokenizer, drafters, version)
         self._open_host(pacer)
-
-    def _open_device(self, drafters: Sequence[Drafter]) -> None:
-        """Makes what lives on the device: precision, KV cache, resident rows, drafters, the steps."""
-        policy = self.policy
-        settings = self.settings
-        score_dtype = torch.float64 if policy.dtype == torch.float64 else torch.float32
-        self.rollout_precision = RolloutPrecision(
-            policy, settings.precision, settings.base_precision_layers, settings.kv_scales_per_head
-        )
-        self.pool = BlockPool(blocks_for(settings.kv_tokens) + 1)
-        self.cache = self._new_cache(self.pool.num_blocks)
-        self.rows = Rows(settings.max_running, self.max_length, score_dtype, policy.device)
-        self.drafters = Drafters(drafters, settings.max_running)
-        forward = PagedForward(
-            policy,
-            self.cache,
-            settings.deterministic,
-            self.drafters.captured_layers,
-            self.rollout_precision.weights,
-        )
-        self.runner = StepRunner(forward, self.rows, settings, drafters)
-        self.buckets = buckets_up_to(settings.max_running)
-        if settings.verify == Verify.REJECTION and self.drafters.have_probabilities:
-            self.runner.keep_probabilities(policy.config.vocab_size, score_dtype)
-        context = DrafterContext(
-            policy,
-            self.rows.state,
-            self.runner.proposals_SK,
-            self.runner.parents_SK,
-            self.runner.probabilities_SKV,
-            self.pool.num_blocks,
-            settings.deterministic,
-            self.request_tokens,
-        )
-        self.drafters.bind(context)
 
     def _open_host(self, pacer: Pacer | None) -> None:
         """Makes what the host decides with: queue, reservations, pacing, statistics."""
@@ -113,9 +64,7 @@ class Engine(Backend):
         device = self.policy.device
         self.pacer = pacer
         self.timer = StepTimer(device)
-        # What the pacer is told; made anew when the batch changes, and now and then.
-        self.moment: Moment | None = None
-        self.moment_left = 0
+        self.launcher = Launcher(self.runner, self.drafters, self.timer, settings)
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
         self.arrivals = 0
         self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
@@ -124,39 +73,17 @@ class Engine(Backend):
         self.finished: deque[Completion] = deque()
         self.reservation = Reservation(self.rows, self.pool, settings.max_running)
         self.batch = Batch.of([], self.outcomes.slot_generation)
-        self.num_queries = 1  # per row, of the last step
+        self.num_queries = 1  # of one row at most, in the last step
         self.paused = False
-        self.drafter_version = 0
         self.preemptions = 0
         self.stats = RolloutStats()
         self._last_outcome = 0.0
         self._told_capture_seconds = 0.0  # of the runner's, in statistics that were taken
 
-    def _new_cache(self, num_blocks: int) -> KVCache:
-        return KVCache(
-            self.policy.config,
-            num_blocks,
-            self.rollout_precision.cache_dtypes,
-            self.policy.device,
-            self.rollout_precision.cache_scales_L2H,
-            self.settings.records_routing,
-        )
-
     def _rebuild_cache(self) -> None:
-        """Replaces the KV cache after layer types changed and drops captured graphs.
-
-        Nothing may be running, and whatever is queued must still fit.
-        """
-        longest = max(
-            [self.settings.request_tokens, *(sequence.limit for sequence in self.scheduler.sequences)]
-        )
-        num_blocks = self.cache.blocks_with(
-            self.rollout_precision.cache_dtypes, at_least=blocks_for(longest) + 1
-        )
-        self.cache = self.runner.forward.cache = None  # its memory is the new one's
-        self.pool.resize(num_blocks)
-        self.cache = self._new_cache(num_blocks)
-        self.runner.replace(self.cache, self.rollout_precision.weights)
+        """Replaces the KV cache after layer types changed; nothing may be running."""
+        queued = [sequence.limit for sequence in self.scheduler.sequences]
+        self._replace_cache(max([self.settings.request_tokens, *queued]))
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -194,6 +121,7 @@ class Engine(Backend):
                 [s.tokens for s in self.scheduler.sequences]
             ):
                 self._rebuild_cache()
+            self.time_steps()
             # What `_reserve` will ask for.
             blocks_to_keep = self._missing_blocks(self.num_queries) if self.scheduler.may_admit else 0
             lookahead = RESERVED_STEPS * self.num_queries
@@ -236,26 +164,6 @@ class Engine(Backend):
         self.version = version
         self.drafters.observe_weights(version)
 
-    @property
-    def precision(self) -> Precision:
-        return self.rollout_precision.precision
-
-    @property
-    def speculation(self) -> Speculation | None:
-        return self if self.drafters else None
-
-    @property
-    def low_precision(self) -> LowPrecision | None:
-        return self if self.precision is not Precision.BASE else None
-
-    @property
-    def keeps_tokens(self) -> bool:
-        return self.settings.verify == Verify.SHARED_NOISE
-
-    @property
-    def attention_observer(self) -> AttentionObserver | None:
-        return self.rollout_precision.observer
-
     def fall_back_to_base_precision(self) -> None:
         self._preempt_all()
         self.rollout_precision.fall_back()
@@ -292,34 +200,6 @@ class Engine(Backend):
 
     def live_stats(self) -> RolloutStats | None:
         return self.stats
-
-    @property
-    def trainable_head(self) -> nn.Module | None:
-        return self.drafters.head
-
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights into `trainable_head`, whose storage captured steps read."""
-        head = self.drafters.head
-        assert head is not None, "no drafter of this engine has a head to publish to"
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                parameter.copy_(weights[name])
-        self.drafter_version = version
-
-    def record_states(self, max_bytes: int) -> None:
-        self.drafters.record_states(max_bytes)
-
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
-        return self.drafters.take_states()
-
-    def drafter_state(self) -> dict[str, torch.Tensor]:
-        return self.drafters.state()
-
-    def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.drafters.load_state(tensors)
-
-    def calibration_state(self) -> dict[str, torch.Tensor]:
-        return self.rollout_precision.state()
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.rollout_precision.load_state(tensors):
@@ -383,50 +263,32 @@ class Engine(Backend):
 
     # -- steps ------------------------------------------------------------------------------------
 
+    def time_steps(self) -> None:
+        """Times steps for a pacer that knows no times yet, while nothing runs."""
+        seconds = self.settings.start_seconds
+        if self.pacer is None or self.running or self.outcomes.unread or not seconds:
+            return
+        if strategies := self.pacer.untimed():
+            self.pacer.take_times(time_steps(self.launcher, strategies, seconds))
+            self._last_outcome = time.perf_counter()
+
     def _launch(self) -> None:
-        decision = self.pacer.choose(self._current_moment()) if self.pacer is not None else PLAIN_DECISION
+        decision = PLAIN_DECISION
+        if self.pacer is not None:
+            decision = self.pacer.choose(self.launcher.moment(self.batch, self.outcomes.length))
         strategy = decision.strategy
-        num_queries = strategy.queries
+        num_queries = self.launcher.row_queries(strategy, self.batch)
         if self.reservation.left < num_queries and not self._reserve(num_queries):
             return
         if self.drafters.is_behind(strategy.drafter, self.batch.slots) and not self._catch_up(
             strategy.drafter
         ):
             return
-        self.num_queries = num_queries
-        bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-        captures = self.runner.capture_seconds
-        self.timer.begin()
-        drafter = self.drafters.get(strategy.drafter)
-        if drafter is not None:
-            truncates = self.batch.variant.truncates
-            self.runner.draft(bucket, drafter, strategy.count, truncates, strategy.tree)
-            self.timer.note_drafted()
-        self.drafters.mark_behind(self.batch.slots, strategy.drafter)
-        variant = self.batch.variant
-        verify = self.drafters.verification(strategy, self.settings.verify)
-        status = self.runner.run(
-            bucket,
-            num_queries,
-            variant if verify is variant.verify else replace(variant, verify=verify),
-            drafter if strategy.tree else None,
-        )
-        if self.runner.capture_seconds != captures:
-            self.timer.note_disturbance()
+        # Reserving and catching up may have ended rows.
+        num_queries = self.num_queries = self.launcher.row_queries(strategy, self.batch)
+        status = self.launcher.launch(self.batch, strategy)
         self.outcomes.unread.append(Launched.now(self.batch, decision, status, self.timer))
         self.reservation.launched(self.batch, num_queries)
-
-    def _current_moment(self) -> Moment:
-        self.moment_left -= 1
-        if self.moment_left < 0:
-            bucket = self.buckets[bisect_left(self.buckets, len(self.batch))]
-            self.moment = Moment(
-                len(self.batch),
-                float(self.outcomes.length[self.batch.slots].mean()),
-                self.runner.memory.max_queries(bucket),
-            )
-            self.moment_left = RESERVED_STEPS - 1
-        return self.moment
 
     def _catch_up(self, name: str) -> bool:
         """Lets a drafter look at rows that ran without it; returns False if they all ended meanwhile."""
@@ -513,7 +375,21 @@ class Engine(Backend):
 
     def _running_changed(self) -> None:
         self.batch = Batch.of(list(self.running.values()), self.outcomes.slot_generation)
-        self.reservation.left = self.moment_left = 0
+        self.reservation.left = 0
+        self.launcher.note_change()
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)
+        if self.settings.shares:
+            self._set_priorities()
+
+    def _set_priorities(self) -> None:
+        """Says whose proposals weigh more, where rows share."""
+        expected = [self.scheduler.expected_lengths.of(s.request) for s in self.batch.sequences]
+        written = [self.outcomes.length[s.slot] - len(s.request.prompt) for s in self.batch.sequences]
+        # A row that is longer than expected may end at any moment, and may as well go on.
+        left = np.maximum(np.array(expected) - np.array(written), 1.0)
+        weights = torch.from_numpy(priorities(left, not self.scheduler.idle))
+        slots = torch.from_numpy(self.batch.slots)
+        priority_S = self.runner.proposals.priority_S
+        priority_S[to_device(slots, self.rows.device)] = to_device(weights, self.rows.device)

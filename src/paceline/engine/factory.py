@@ -15,6 +15,7 @@ from paceline.paged.cache import token_bytes
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 
+START_SECONDS = 1.0  # that a pacer which knows no times gets for timing steps
 CPU_KV_BYTES = 4 << 30  # the largest KV pool that a CPU run takes unless the recipe sizes it
 
 
@@ -49,6 +50,9 @@ def make_engine(
         max_proposal=speculation.tokens,
         keeps_cache=rollout.on_update == "keep",
         trees=speculation.shape == "tree",
+        shares=shares_tokens(speculation),
+        step_tokens=speculation.step_tokens,
+        start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)
@@ -62,16 +66,18 @@ def make_pacer(
 ) -> Pacer:
     """Returns the pacer that a recipe asks for; `shape` is the policy's."""
     tree = speculation.shape == "tree"
+    shares = shares_tokens(speculation)
     if speculation.pacing == "fixed":
-        return FixedPacer(
-            Strategy(drafters[0].name, min(speculation.tokens, drafters[0].max_tokens), tree),
-            speculation.max_running or max_running,
-        )
-    strategies = [
-        Strategy(drafter.name, count, tree)
-        for drafter in drafters
-        for count in counts_up_to(min(speculation.tokens, drafter.max_tokens))
-    ]
+        tokens = min(speculation.tokens, drafters[0].max_tokens)
+        strategy = Strategy(drafters[0].name, tokens, tree, tokens if shares else 0)
+        return FixedPacer(strategy, speculation.max_running or max_running)
+    strategies = []
+    for drafter in drafters:
+        tokens = min(speculation.tokens, drafter.max_tokens)
+        strategies += [
+            Strategy(drafter.name, count, tree, most_of_a_row(drafter, count, tokens) if shares else 0)
+            for count in counts_up_to(tokens)
+        ]
     catch_up = {
         d.name: d.shape.num_parameters / shape.num_parameters
         for d in drafters
@@ -80,6 +86,21 @@ def make_pacer(
     return AdaptivePacer(
         PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up)
     )
+
+
+def shares_tokens(speculation: SpeculationConfig) -> bool:
+    """Tells whether a recipe lets rows share the tokens of a step."""
+    wanted = speculation.step_tokens > 0 or speculation.pacing == "adaptive"
+    return wanted and bool(speculation.drafters) and speculation.verify == "shared-noise"
+
+
+def most_of_a_row(drafter: Drafter, count: int, tokens: int) -> int:
+    """Returns how many tokens one row may get where rows share `count` each; `tokens` are all it may have.
+
+    A drafter that copies proposes as many as there may be. One with layers runs them for every token of a
+    chain and every depth of a tree, verified or not, so it proposes few more than rows get on average.
+    """
+    return tokens if drafter.shape is None else min(tokens, count + max(1, count // 3))
 
 
 def counts_up_to(tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, captured on demand from one memory pool, by (batch bucket, query length, variant).
+"""Steps as CUDA graphs, captured on demand from one memory pool, by shape (rows and tokens) and variant.
 
 On a CPU there is nothing to capture and the step runs as it is; so it does while somebody trains
 (`capture_guard.py`). What may be captured at all is a matter of memory (`graph_memory.py`); a step that may
@@ -8,6 +8,7 @@ not be runs as it is, too.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeVar
 
 import torch
@@ -19,8 +20,9 @@ from paceline.engine.graph_pool import GraphPool
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.sampling import StepVariant
 from paceline.engine.settings import EngineSettings
-from paceline.engine.step import ProposedTrees, StepStatus, step
+from paceline.engine.step import StepStatus, step
 from paceline.engine.step_bytes import StepBytes
+from paceline.engine.step_tokens import Proposals, StepShape
 from paceline.kernels.triton_support import multiprocessors
 from paceline.paged.cache import KVCache
 from paceline.paged.forward import PagedForward
@@ -29,15 +31,23 @@ from paceline.precision.weights import QuantisedWeights
 Outcome = TypeVar("Outcome")
 
 
+class ProposalKind(StrEnum):
+    """Which of its methods a drafter proposes with."""
+
+    CHAIN = "chain"
+    # A chain whose tokens say how likely they are.
+    SCORED_CHAIN = "scored chain"
+    TREE = "tree"
+
+
 @dataclass(frozen=True)
 class GraphKey:
     """Steps with the same key replay the same graph."""
 
-    bucket: int
-    num_queries: int
+    shape: StepShape
     variant: StepVariant
-    # Who proposed trees, since the step tells it which way they went; empty for chains.
-    tree_proposer: str = ""
+    # Who proposed, if the step tells it which way the samples went.
+    proposer: str = ""
 
 
 @dataclass
@@ -56,13 +66,13 @@ class DraftKey:
     drafter: str
     count: int
     truncates: bool
-    tree: bool = False
+    kind: ProposalKind
 
 
 class StepRunner:
     """Runs drafts and steps for the first `bucket` entries of `slots`, which the caller has filled.
 
-    A draft and the step that verifies it are two graphs that meet in `proposals_SK`, so drafters share
+    A draft and the step that verifies it are two graphs that meet in `proposals`, so drafters share
     verification.
     """
 
@@ -76,9 +86,7 @@ class StepRunner:
         device = rows.device
         policy = forward.policy
         self.slots = torch.full((num_slots,), rows.null_slot, dtype=torch.int64, device=device)
-        self.proposals_SK = torch.zeros(num_slots + 1, MAX_QUERY - 1, dtype=torch.int64, device=device)
-        # Of proposals that are trees, each node's parent.
-        self.parents_SK = torch.zeros_like(self.proposals_SK)
+        self.proposals = Proposals.empty(num_slots + 1, MAX_QUERY - 1, device)
         # What proposals were drawn from, where rejection needs it.
         self.probabilities_SKV: torch.Tensor | None = None
         self.captured: dict[GraphKey, CapturedStep] = {}
@@ -96,6 +104,7 @@ class StepRunner:
             records_routing=forward.cache.routing is not None,
             drafters=tuple(d.shape for d in drafters if d.shape is not None),
             trees=settings.trees,
+            shares=settings.shares,
         )
         deepest = min(settings.max_proposal, max((drafter.max_tokens for drafter in drafters), default=0))
         budget = settings.graph_memory if device.type == "cuda" else 0
@@ -106,39 +115,57 @@ class StepRunner:
     def keep_probabilities(self, vocab_size: int, dtype: torch.dtype) -> None:
         """Allocates what rejection needs: the probabilities of every proposal."""
         self.probabilities_SKV = torch.zeros(
-            *self.proposals_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
+            *self.proposals.tokens_SK.shape, vocab_size, dtype=dtype, device=self.rows.device
         )
 
     def run(
-        self, bucket: int, num_queries: int, variant: StepVariant, tree_proposer: Drafter | None = None
+        self,
+        bucket: int,
+        num_queries: int,
+        variant: StepVariant,
+        proposer: Drafter | None = None,
+        tree: bool = False,
+        total: int = 0,
     ) -> StepStatus:
         """Runs a step; the status of the bucket's rows is valid until the next run of the same key.
 
-        With `tree_proposer` the proposals are trees.
+        With `tree` the proposals are trees, with `total` rows share so many tokens, and `num_queries` is what
+        one of them may have; either way `proposer` is told what came of them.
         """
-        key = GraphKey(bucket, num_queries, variant, "" if tree_proposer is None else tree_proposer.name)
+        shape = StepShape(bucket, num_queries, total, tree)
+        key = GraphKey(shape, variant, "" if proposer is None else proposer.name)
         if key not in self.captured:
-            if not self.memory.fits(bucket, num_queries) or not self._begin_capture():
-                return self._step(bucket, num_queries, variant, tree_proposer)
+            if not self.memory.fits(bucket, shape.mean_queries) or not self._begin_capture():
+                return self._step(shape, variant, proposer)
             self.captured[key] = CapturedStep(
-                *self._captured(
-                    bucket, num_queries, lambda: self._step(bucket, num_queries, variant, tree_proposer)
-                )
+                *self._captured(shape, lambda: self._step(shape, variant, proposer))
             )
         captured = self.captured[key]
         captured.graph.replay()
         return captured.status
 
-    def draft(self, bucket: int, drafter: Drafter, count: int, truncates: bool, tree: bool = False) -> None:
-        """Fills the proposals of the bucket's rows with chains or trees."""
-        propose = drafter.propose_tree if tree else drafter.propose
-        key = DraftKey(bucket, drafter.name, count, truncates, tree)
+    def draft(
+        self,
+        bucket: int,
+        drafter: Drafter,
+        count: int,
+        truncates: bool,
+        kind: ProposalKind = ProposalKind.CHAIN,
+    ) -> None:
+        """Fills the proposals of the bucket's rows."""
+        propose = {
+            ProposalKind.CHAIN: drafter.propose,
+            ProposalKind.SCORED_CHAIN: drafter.propose_scored,
+            ProposalKind.TREE: drafter.propose_tree,
+        }[kind]
+        key = DraftKey(bucket, drafter.name, count, truncates, kind)
         if key not in self.captured_drafts:
-            if not self.memory.fits(bucket, count + 1) or not self._begin_capture():
+            # A draft's memory does not depend on its depth; the shallowest that is verified has two.
+            if not self.memory.fits(bucket, 2) or not self._begin_capture():
                 propose(self.slots[:bucket], count, truncates)
                 return
             self.captured_drafts[key], _ = self._captured(
-                bucket, 1, lambda: propose(self.slots[:bucket], count, truncates)
+                StepShape(bucket, 1), lambda: propose(self.slots[:bucket], count, truncates)
             )
         self.captured_drafts[key].replay()
 
@@ -152,23 +179,21 @@ class StepRunner:
         self.forward.quantised = quantised
         self.captured.clear()
 
-    def _step(
-        self, bucket: int, num_queries: int, variant: StepVariant, tree_proposer: Drafter | None = None
-    ) -> StepStatus:
+    def _step(self, shape: StepShape, variant: StepVariant, proposer: Drafter | None) -> StepStatus:
         return step(
             self.forward,
             self.rows,
-            self.slots[:bucket],
-            self.proposals_SK,
-            num_queries,
+            self.slots[: shape.rows],
+            self.proposals,
+            shape,
             variant,
             self.followers,
             self.probabilities_SKV,
-            None if tree_proposer is None else ProposedTrees(self.parents_SK, tree_proposer),
+            proposer,
         )
 
     def _captured(
-        self, bucket: int, num_queries: int, function: Callable[[], Outcome]
+        self, shape: StepShape, function: Callable[[], Outcome]
     ) -> tuple[torch.cuda.CUDAGraph, Outcome]:
         """Captures a function and ends the capture that `_begin_capture` began.
 
@@ -186,7 +211,7 @@ class StepRunner:
                     num_bytes, self.pool.reserve(num_bytes, not self.forward.deterministic)
                 )
             capture = self.pool.capture(function)
-            self.memory.note(bucket, num_queries, capture.pool_bytes, capture.graph_bytes)
+            self.memory.note(shape.rows, shape.mean_queries, capture.pool_bytes, capture.graph_bytes)
         finally:
             self.slots.copy_(kept)
             torch.cuda.synchronize()

@@ -204,8 +204,10 @@ def _observation(
         if path is None:
             path = np.broadcast_to(np.arange(count + 1), (len(gained), count + 1))
         # The last of the gained tokens is the policy's own.
-        accepted = np.arange(1, count + 1) < gained[:, np.newaxis]
-        accepted_at = tuple(np.bincount(path[:, 1:][accepted] - 1, minlength=count).tolist())
+        accepted = np.arange(1, path.shape[1]) < gained[:, np.newaxis]
+        # Where rows share, one whose proposals do not stand in order may have had a later one verified.
+        number = np.minimum(path[:, 1:][accepted], count) - 1
+        accepted_at = tuple(np.bincount(number, minlength=count).tolist())
     timing = launched.timing
     return Observation(
         decision,

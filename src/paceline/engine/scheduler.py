@@ -43,8 +43,9 @@ class Scheduler:
 
     def __init__(self, pool: BlockPool, num_slots: int, longest_first: bool) -> None:
         self.pool = pool
-        # None: who came first starts first.
-        self.expected_lengths = ExpectedLengths() if longest_first else None
+        self.expected_lengths = ExpectedLengths()
+        # Otherwise who came first starts first.
+        self.longest_first = longest_first
         self._is_sorted = True
         # A heap: rows lie where they would in a new engine, so drafters see the same after a restart.
         self.free_slots = list(range(num_slots))
@@ -73,13 +74,12 @@ class Scheduler:
 
     def note_finished(self, sequence: RequestState) -> None:
         """Takes in how long a response has become; those of siblings that wait may start earlier or later."""
-        if self.expected_lengths is not None:
-            self.expected_lengths.note(sequence.request, len(sequence.response))
-            self._is_sorted = False
+        self.expected_lengths.note(sequence.request, len(sequence.response))
+        self._is_sorted = False
 
     def _sort(self) -> None:
         """Puts the longest expected sequences first, if so configured, but behind those that come back."""
-        if self.expected_lengths is not None and not self._is_sorted:
+        if self.longest_first and not self._is_sorted:
             expected = {s.order: self.expected_lengths.of(s.request) for s in self.waiting}
             self.waiting = deque(
                 sorted(self.waiting, key=lambda s: (not s.response, -expected[s.order], s.order))

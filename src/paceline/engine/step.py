@@ -12,6 +12,9 @@ A proposal may also be a tree, whose nodes run at once, each behind its own path
 from the root to a child that is what was sampled, and the path's keys and values move to where they belong
 (`kernels/tree_gather.py`, `kernels/tree_walk.py`). From there on it is a chain.
 
+Rows have as many queries each, or share a number of tokens by what each is expected to gain: then some have
+more and some none but their last token (`step_tokens.py`).
+
 Samples after the first disagreement are dropped; their KV entries lie past `length` and are overwritten by
 the next step. Stop tokens and limits cut the appended run where plain decoding would have stopped. Drafters
 that follow the policy see the hidden states and the samples at the end of the step, in the same graph. How
@@ -36,15 +39,13 @@ from enum import IntEnum
 
 import torch
 
-from paceline.drafting.base import HIDDEN, Drafter, TargetStep, TreeStep
+from paceline.drafting.base import HIDDEN, Drafter, TargetStep
 from paceline.engine.request_state import RequestState
 from paceline.engine.rows import Rows
-from paceline.engine.sampling import StepVariant, sample_step
-from paceline.engine.tree_path import along_path
-from paceline.kernels.row_step import append_samples, gather_queries
-from paceline.kernels.tree_gather import gather_tree
-from paceline.kernels.tree_walk import walk_tree
-from paceline.paged.cache import BLOCK_SIZE
+from paceline.engine.sampling import Samples, StepVariant, sample_step
+from paceline.engine.step_tokens import Proposals, StepShape, StepTokens, step_tokens
+from paceline.engine.tree_path import Path, numbered_path, straight_path, walked_path
+from paceline.kernels.row_step import append_samples
 from paceline.paged.forward import PagedForward
 
 
@@ -65,7 +66,7 @@ class StepStatus:
     # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
-    # The nodes on each row's path, where trees were proposed; the root is 0.
+    # The numbers of the nodes on each row's path, where it may not be straight; the root is 0.
     path_RQ: torch.Tensor | None = None
 
     @property
@@ -98,64 +99,62 @@ class StepStatus:
             sequence.top_logprobs.append(dict(zip(tokens, values, strict=True)))
 
 
-@dataclass(frozen=True)
-class ProposedTrees:
-    """Trees in place of chains: each node's parent, and who proposed them."""
-
-    parents_SK: torch.Tensor
-    proposer: Drafter
-
-
 def step(
     forward: PagedForward,
     rows: Rows,
     slots_R: torch.Tensor,
-    proposals_SK: torch.Tensor,
-    num_queries: int,
+    proposals: Proposals,
+    shape: StepShape,
     variant: StepVariant,
     followers: Sequence[Drafter] = (),
     probabilities_SKV: torch.Tensor | None = None,
-    trees: ProposedTrees | None = None,
+    proposer: Drafter | None = None,
 ) -> StepStatus:
-    """Advances the rows in `slots_R` by one to `num_queries` tokens.
+    """Advances the rows in `slots_R` by one to `shape.num_queries` tokens.
 
     `followers` are the drafters that see the policy's hidden states; `probabilities_SKV` is what proposals
-    were drawn from, for rejection. With `trees` the proposals are nodes.
+    were drawn from, for rejection. `proposer` is told which way the samples went, where that is not straight
+    or rows share.
     """
     state = rows.state
-    sizes = num_queries, forward.max_position, BLOCK_SIZE
-    if trees is None:
-        gathered, keys = gather_queries(state, slots_R, proposals_SK, *sizes), None
-    else:
-        gathered, keys = gather_tree(state, slots_R, proposals_SK, trees.parents_SK, *sizes)
+    tokens = step_tokens(state, slots_R, proposals, shape, forward.max_position)
+    queries = tokens.queries
     table_RB = state.block_table.index_select(0, slots_R)
-    places = gathered.positions_RQ, gathered.cache_slots_RQ, table_RB, gathered.context_R
-    hidden_TE, captured = forward.decode(gathered.tokens_RQ, *places, keys)
+    places = queries.positions_RQ, queries.cache_slots_RQ, table_RB, queries.context_R
+    hidden_TE, captured = forward.decode(queries.tokens_RQ, *places, tokens.keys, tokens.ragged)
+    proposed_SK = proposals.tokens_SK
     samples = sample_step(
-        forward, state, hidden_TE, slots_R, gathered, variant, proposals_SK, probabilities_SKV
+        forward, state, hidden_TE, tokens.slots, queries, variant, proposed_SK, probabilities_SKV
     )
-    shape = gathered.tokens_RQ.shape
     if any(follower.wants_hidden for follower in followers):
         captured[HIDDEN] = hidden_TE
-    if trees is not None:
-        sampled = samples.tokens_T.view(shape), samples.logprobs_T.view(shape)
-        walk = walk_tree(slots_R, proposals_SK, trees.parents_SK, gathered, *sampled)
-        forward.cache.move_slots(walk.sources_RQ, walk.targets_RQ)
-        trees.proposer.observe_tree(TreeStep(slots_R, gathered, walk))
-        gathered, samples, captured = along_path(walk, gathered, samples, captured)
-    sampled_RQ = samples.tokens_T.view(shape)
-    logprobs_RQ = samples.logprobs_T.view(shape)
-    status_3R = append_samples(state, slots_R, proposals_SK, sampled_RQ, logprobs_RQ)
-    if trees is not None:
-        # All nodes, not only those on the path.
-        status_3R[2] = walk.proposed_R
+    path, kept_T = straight_path(tokens, samples), queries.cache_slots_RQ.flatten()
+    if shape.tree or shape.total:
+        path, walked = walked_path(slots_R, proposals, tokens, samples)
+        if shape.tree:
+            forward.cache.move_slots(walked.walk.sources_RQ, walked.walk.targets_RQ)
+        if proposer is not None:
+            proposer.observe_tree(walked)
+        kept_T = tokens.by_token(walked.walk.node_targets_RQ)
+    status_3R = append_samples(state, slots_R, proposed_SK, path.sampled_RQ, path.logprobs_RQ)
     for follower in followers:
-        follower.observe_step(TargetStep(slots_R, gathered, sampled_RQ, captured))
-    path_RQ = None if trees is None else walk.path_RQ
-    if not variant.top_logprobs:
+        ran = queries.context_R, queries.positions_RQ.flatten(), kept_T, samples.tokens_T
+        follower.observe_step(TargetStep(slots_R, *ran, captured, path.way_RQ))
+    return _status(status_3R, tokens, samples, path)
+
+
+def _status(status_3R: torch.Tensor, tokens: StepTokens, samples: Samples, path: Path) -> StepStatus:
+    path_RQ = None
+    if path.walk is not None:
+        # All nodes, not only those on the path.
+        status_3R[2] = path.walk.proposed_R
+        path_RQ = numbered_path(tokens, path.walk)
+    if samples.top_values_TN is None:
         return StepStatus(status_3R, path_RQ=path_RQ)
-    top = samples.top_values_TN.unflatten(0, shape), samples.top_tokens_TN.unflatten(0, shape)
-    return StepStatus(status_3R, *top, path_RQ)
+    top = samples.top_values_TN, samples.top_tokens_TN
+    if path.way_RQ is None:
+        return StepStatus(status_3R, *(tokens.by_row(x_TN) for x_TN in top), path_RQ)
+    return StepStatus(status_3R, *(x_TN[path.way_RQ] for x_TN in top), path_RQ)
 
 
 def _pinned_copy(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 eagle_inputs   token ──▶ embedding ──▶ norm ─┐
                state ────────────────▶ norm ─┴▶ [ T, 2E ]
-keep_last      of the R x Q features of a step, those of each row's last kept sample go to the row's slot,
+keep_last      of the features of a step's tokens, those of each row's last kept sample go to the row's slot,
                where its next draft starts
 """
 
@@ -45,13 +45,15 @@ def keep_last_reference(
     context_R: torch.Tensor,
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
+    way_RQ: torch.Tensor | None = None,
 ) -> None:
     """The reference of `keep_last`."""
-    queries = len(features_TE) // len(slots_R)
+    if way_RQ is None:
+        way_RQ = torch.arange(len(features_TE), device=slots_R.device).view(len(slots_R), -1)
     # Rows that are not active keep none, and whatever is written for them is not read.
     kept_R = length_S[slots_R] - context_R - 1
-    last_R = torch.arange(len(slots_R), device=slots_R.device) * queries + (kept_R - 1).clamp(0, queries - 1)
-    features_SE[slots_R] = features_TE[last_R]
+    last_R1 = (kept_R - 1).clamp(0, way_RQ.shape[1] - 1).unsqueeze(1)
+    features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]
 
 
 @triton.jit
@@ -94,8 +96,10 @@ def _keep_last_kernel(
     slots_ptr,
     context_ptr,
     length_ptr,
+    way_ptr,
     out_ptr,
     queries,
+    HAS_WAY: tl.constexpr,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
@@ -107,6 +111,8 @@ def _keep_last_kernel(
     slot = tl.load(slots_ptr + row)
     kept = tl.load(length_ptr + slot) - tl.load(context_ptr + row) - 1
     last = row * queries + tl.minimum(tl.maximum(kept - 1, 0), queries - 1)
+    if HAS_WAY:
+        last = tl.load(way_ptr + last)
     column = tl.arange(0, BLOCK_E)
     mask = column < E
     tl.store(out_ptr + slot * E + column, tl.load(features_ptr + last * E + column, mask=mask), mask=mask)
@@ -145,6 +151,7 @@ def keep_last_triton(
     context_R: torch.Tensor,
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
+    way_RQ: torch.Tensor | None = None,
 ) -> None:
     """Launches `keep_last`'s kernel."""
     width = features_TE.shape[1]
@@ -153,8 +160,10 @@ def keep_last_triton(
         slots_R,
         context_R,
         length_S,
+        way_RQ,
         features_SE,
-        len(features_TE) // len(slots_R),
+        len(features_TE) // len(slots_R) if way_RQ is None else way_RQ.shape[1],
+        HAS_WAY=way_RQ is not None,
         E=width,
         BLOCK_E=next_power_of_2(width),
         **launch_options(num_warps=4),
@@ -180,10 +189,12 @@ def keep_last(
     context_R: torch.Tensor,
     length_S: torch.Tensor,
     features_SE: torch.Tensor,
+    way_RQ: torch.Tensor | None = None,
 ) -> None:
     """Writes the features of each row's last kept sample to the row's slot of `features_SE`, after a step.
 
-    `context_R` is where each row's queries began, `length_S` how long the rows have become.
+    `context_R` is where each row's queries began, `length_S` how long the rows have become; `way_RQ` says
+    where among the T tokens a row's are, in the order of its text. None: row after row, as many of each.
     """
     run = keep_last_triton if features_TE.is_cuda else keep_last_reference
-    run(features_TE, slots_R, context_R, length_S, features_SE)
+    run(features_TE, slots_R, context_R, length_S, features_SE, way_RQ)

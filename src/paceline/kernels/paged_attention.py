@@ -21,6 +21,7 @@ from paceline.kernels.attention_tiles import GROUP, LOG2E, TILE
 from paceline.kernels.fp8_format import E4M3, QuantisedRows
 from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
+from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_kernel import paged_attention_kernel
 from paceline.kernels.paged_launch import Launch, default_launch, rows_per_program
 from paceline.kernels.query_tiles import decode_tiles
@@ -37,11 +38,12 @@ def paged_attention_reference(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
+    ragged: RaggedRows | None = None,
 ) -> torch.Tensor:
     """The reference of `paged_attention`."""
     _, num_queries, num_heads, head_dim = q_RQHD.shape
     heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_RQHD.dtype)
-    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree)
+    tiles = decode_tiles(heads, k_cache.shape[1], num_queries, block_table_RB, context_len_R, tree, ragged)
     out_THD = attend_reference(q_RQHD.flatten(0, 1), tiles, k_cache, v_cache, k_scale_H, v_scale_H)
     return out_THD.view(q_RQHD.shape)
 
@@ -57,6 +59,7 @@ def paged_attention_triton(
     v_scale_H: torch.Tensor | None = None,
     quantise: bool = False,
     tree: TreeKeys | None = None,
+    ragged: RaggedRows | None = None,
 ) -> torch.Tensor | QuantisedRows:
     """Launches `paged_attention`'s kernels; returns `[R, Q, Hq, D]`.
 
@@ -64,6 +67,8 @@ def paged_attention_triton(
     128 dimensions, those of a quantised group.
     """
     num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
+    if ragged is not None:
+        num_rows, num_queries = len(ragged.first_R), ragged.most
     block_size, num_kv_heads = k_cache.shape[1:3]
     fp8 = k_cache.dtype == E4M3
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
@@ -85,6 +90,8 @@ def paged_attention_triton(
         context_len_R,
         None if tree is None else tree.depth_RQ,
         None if tree is None else tree.slots_RQD,
+        None if ragged is None else ragged.first_R,
+        None if ragged is None else ragged.tokens_R,
         out.plain,
         out.values,
         out.scales,
@@ -109,13 +116,14 @@ def paged_attention_triton(
         GROUP=GROUP,
         SHARED=partials is not None,
         TREE=tree is not None,
+        RAGGED=ragged is not None,
         FP8=fp8,
         QUANTISE=quantise,
         **launch.options(rows, head_dim, q_RQHD.itemsize, k_cache.itemsize),
     )
     if partials is not None:
         depth_RQ = None if tree is None else tree.depth_RQ
-        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8)
+        combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8, ragged)
     return out.result
 
 
@@ -128,16 +136,18 @@ def paged_attention(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
+    ragged: RaggedRows | None = None,
 ) -> torch.Tensor:
     """Returns the attention of `q [R, Q, Hq, D]` with scale 1 / sqrt(D), in the same shape.
 
     The new tokens' K and V are already in the cache. `block_table_RB` is int32; `context_len_R` is the
     absolute position of each row's first query, or of the root of its `tree`; negative for an inactive row.
+    Where rows are `ragged`, `q` is `[T, 1, Hq, D]`, row after row.
     """
     cache = k_cache, v_cache, block_table_RB, context_len_R
     if q_RQHD.is_cuda:
-        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, tree=tree)
-    return paged_attention_reference(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
+        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, tree=tree, ragged=ragged)
+    return paged_attention_reference(q_RQHD, *cache, k_scale_H, v_scale_H, tree, ragged)
 
 
 def paged_attention_quantised(
@@ -149,10 +159,13 @@ def paged_attention_quantised(
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
     tree: TreeKeys | None = None,
+    ragged: RaggedRows | None = None,
 ) -> QuantisedRows:
     """Returns `paged_attention`'s heads side by side, `[R x Q, Hq x D]`, as an FP8 product takes them."""
     cache = k_cache, v_cache, block_table_RB, context_len_R
     if q_RQHD.is_cuda and q_RQHD.shape[-1] == QUANTISED_GROUP:
-        return paged_attention_triton(q_RQHD, *cache, None, k_scale_H, v_scale_H, quantise=True, tree=tree)
-    out_RQHD = paged_attention(q_RQHD, *cache, k_scale_H, v_scale_H, tree)
+        return paged_attention_triton(
+            q_RQHD, *cache, None, k_scale_H, v_scale_H, quantise=True, tree=tree, ragged=ragged
+        )
+    out_RQHD = paged_attention(q_RQHD, *cache, k_scale_H, v_scale_H, tree, ragged)
     return quantise_rows(out_RQHD.flatten(0, 1).flatten(1))

@@ -48,6 +48,8 @@ def paged_attention_kernel(
     context_ptr,
     depth_ptr,
     node_slots_ptr,
+    first_ptr,
+    row_tokens_ptr,
     out_ptr,
     values_ptr,
     scales_ptr,
@@ -72,6 +74,7 @@ def paged_attention_kernel(
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
     TREE: tl.constexpr,
+    RAGGED: tl.constexpr,
     FP8: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,7 +82,7 @@ def paged_attention_kernel(
     """Programs (kv head, row and query tile, p).
 
     `reach` is how many positions from the context on queries may sit at. TREE: tiles from the context's on
-    are taken by each node for itself.
+    are taken by each node for itself. RAGGED: rows have up to `num_queries`, and say where theirs begin.
 
     SHARED: programs p < P take groups p, p + P, ... of their row, and P is the row's part of `resident`
     programs, rounded down so that all run at once; programs p >= P have nothing to do.
@@ -89,29 +92,36 @@ def paged_attention_kernel(
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
     query_tiles = tl.cdiv(num_queries, QUERIES)
     row, query_tile = tl.program_id(1) // query_tiles, tl.program_id(1) % query_tiles
+    if RAGGED:
+        first_query = tl.load(first_ptr + row)
+        row_queries = tl.load(row_tokens_ptr + row).to(tl.int32)
+    else:
+        first_query = row.to(tl.int64) * num_queries
+        row_queries = num_queries
     # The fastest axis, because the heads of a token are neighbours in memory.
     kv_head = tl.program_id(0)
     query = query_tile * QUERIES + tl.arange(0, ROWS) // PADDED_GQA
     member = tl.arange(0, ROWS) % PADDED_GQA
-    valid = (query < num_queries) & (member < GQA)
+    valid = (query < row_queries) & (member < GQA)
     column = tl.arange(0, HEAD_DIM)
-    q_row = ((row * num_queries + query) * NUM_HEADS + kv_head * GQA + member).to(tl.int64)
+    q_row = (first_query + query) * NUM_HEADS + kv_head * GQA + member
     q_offset = q_row[:, None] * HEAD_DIM + column[None, :]
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
     context = tl.load(context_ptr + row).to(tl.int32)
+    nothing = (context < 0) | (query_tile * QUERIES >= row_queries)
     # Loaded whatever the row's length.
     block = tile_blocks(row_table_ptr, tl.program_id(2) * GROUP, table_width, BLOCK_SIZE, TILE)
     if TREE:
         query_position = context + tl.load(
-            depth_ptr + row.to(tl.int64) * num_queries + query, mask=query < num_queries, other=0
+            depth_ptr + first_query + query, mask=query < row_queries, other=0
         ).to(tl.int32)
-        end = tl.where(context < 0, 0, context + reach)
-        shared_end = tl.where(context < 0, 0, context // TILE * TILE)
-        node_slots_ptr += row.to(tl.int64) * num_queries * reach
+        end = tl.where(nothing, 0, context + reach)
+        shared_end = tl.where(nothing, 0, context // TILE * TILE)
+        node_slots_ptr += first_query * reach
     else:
         query_position = context + query
-        last_query = tl.minimum(num_queries, query_tile * QUERIES + QUERIES)
-        end = tl.where(context < 0, 0, context + last_query)
+        last_query = tl.minimum(row_queries, query_tile * QUERIES + QUERIES)
+        end = tl.where(nothing, 0, context + last_query)
         shared_end = end
     if SHARED:
         groups = tl.cdiv(end, GROUP)
@@ -179,7 +189,7 @@ def paged_attention_kernel(
                     block,
                     node_slots_ptr,
                     query_tile * QUERIES,
-                    num_queries,
+                    row_queries,
                     reach,
                     k_cache_ptr,
                     v_cache_ptr,
@@ -242,7 +252,7 @@ def paged_attention_kernel(
                     block,
                     node_slots_ptr,
                     query_tile * QUERIES,
-                    num_queries,
+                    row_queries,
                     reach,
                     k_cache_ptr,
                     v_cache_ptr,

@@ -37,6 +37,8 @@ class TreeWalk:
     # The cache slots where the path's keys and values lie and where they belong; -1 behind its end.
     sources_RQ: torch.Tensor
     targets_RQ: torch.Tensor
+    # The same targets by node; -1 for those that are not on the path.
+    node_targets_RQ: torch.Tensor
     # The path's nodes, the root included, and the nodes that existed beside it.
     steps_R: torch.Tensor
     proposed_R: torch.Tensor
@@ -70,12 +72,16 @@ def walk_tree_reference(
         steps_R += child_R1.squeeze(1) > 0
     proposals_SK[slots_R, : num_queries - 1] = chain_RK
     walked_RQ = torch.arange(num_queries, device=slots_R.device) < steps_R.unsqueeze(1)
+    targets_RQ = torch.where(walked_RQ, queries.cache_slots_RQ, -1)
+    # Behind the path's end its last node stands again: the largest is the one that is not -1.
+    node_targets_RQ = torch.full_like(targets_RQ, -1).scatter_reduce_(1, path_RQ, targets_RQ, "amax")
     return TreeWalk(
         path_RQ,
         sampled_RQ.gather(1, path_RQ),
         logprobs_RQ.gather(1, path_RQ),
         torch.where(walked_RQ, queries.cache_slots_RQ.gather(1, path_RQ), -1),
-        torch.where(walked_RQ, queries.cache_slots_RQ, -1),
+        targets_RQ,
+        node_targets_RQ,
         steps_R,
         exists_RK.sum(1),
     )
@@ -94,6 +100,7 @@ def _walk_kernel(
     out_logprobs_ptr,
     sources_ptr,
     targets_ptr,
+    node_targets_ptr,
     steps_ptr,
     proposed_ptr,
     num_proposals,
@@ -135,7 +142,10 @@ def _walk_kernel(
     tl.store(out_sampled_ptr + offset, path_sampled, mask=valid)
     tl.store(out_logprobs_ptr + offset, path_logprobs, mask=valid)
     tl.store(sources_ptr + offset, tl.where(walked, source, -1), mask=valid)
-    tl.store(targets_ptr + offset, tl.where(walked, cache_slot, -1), mask=valid)
+    target = tl.where(walked, cache_slot, -1)
+    tl.store(targets_ptr + offset, target, mask=valid)
+    node_target = tl.max(tl.where(on_path, target[:, None], -1), axis=0)
+    tl.store(node_targets_ptr + offset, node_target, mask=valid)
     # Proposal d is what the sample at depth d was taken for.
     chain = tl.where(q + 1 < steps, path_sampled, -1)
     tl.store(proposals_ptr + slot * num_proposals + q, chain, mask=q + 1 < queries)
@@ -154,7 +164,9 @@ def walk_tree_triton(
     """Launches `walk_tree`'s kernel."""
     num_rows, num_queries = sampled_RQ.shape
     device = slots_R.device
-    path, sampled, sources, targets = torch.empty(4, num_rows, num_queries, dtype=torch.int64, device=device)
+    path, sampled, sources, targets, node_targets = torch.empty(
+        5, num_rows, num_queries, dtype=torch.int64, device=device
+    )
     logprobs = torch.empty_like(logprobs_RQ)
     steps_R, proposed_R = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     _walk_kernel[(num_rows,)](
@@ -169,6 +181,7 @@ def walk_tree_triton(
         logprobs,
         sources,
         targets,
+        node_targets,
         steps_R,
         proposed_R,
         proposals_SK.shape[1],
@@ -176,7 +189,7 @@ def walk_tree_triton(
         BLOCK_Q=next_power_of_2(num_queries),
         **launch_options(num_warps=1),
     )
-    return TreeWalk(path, sampled, logprobs, sources, targets, steps_R, proposed_R)
+    return TreeWalk(path, sampled, logprobs, sources, targets, node_targets, steps_R, proposed_R)
 
 
 def walk_tree(

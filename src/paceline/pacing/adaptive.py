@@ -17,6 +17,7 @@ The *incumbent* is the strategy that was found best; a *trial* interrupts it for
 """
 
 import random
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from paceline.pacing.blocks import Block, BlockSummary, split_into_blocks
@@ -26,7 +27,7 @@ from paceline.pacing.guard import Guard, lost_seconds
 from paceline.pacing.rates import RateModel, Rates
 from paceline.pacing.settings import PacingSettings
 from paceline.pacing.situation import Situation, context_class, is_new_rollout, situation_of
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Strategy
+from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, StepTime, Strategy
 from paceline.pacing.trials import Outlook, Trial, TrialPlanner
 
 
@@ -76,6 +77,18 @@ class AdaptivePacer:
 
     def observe(self, observation: Observation) -> None:
         self._pending.append(observation)
+
+    def untimed(self) -> Sequence[Strategy]:
+        return () if self.cost.knows_times else (PLAIN, *self.settings.strategies)
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        steps = self.settings.tuning.timing_steps
+        for timed in times:
+            strategy = timed.strategy
+            self.cost.update_verify(timed.running, strategy.queries, 0.0, timed.verify_seconds, steps)
+            if strategy.count:
+                drafting = strategy.drafter, strategy.count, timed.running, timed.draft_seconds
+                self.cost.update_draft(*drafting, steps)
 
     def forget_times(self) -> None:
         """Forgets times and what is under way, which was measured in them; acceptance stays."""

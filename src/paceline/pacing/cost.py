@@ -78,6 +78,11 @@ class CostModel:
 
     # -- Queries ---------------------------------------------------------------------------------------------
 
+    @property
+    def knows_times(self) -> bool:
+        """Whether any step was timed."""
+        return self.verify_times.knows_times
+
     def is_measured(self, running: int, queries: int, context: float) -> bool:
         """Tells whether the policy's part was measured at this bucket, lately, and about this context."""
         return self.verify_times.is_measured(running, queries, context)

@@ -1,13 +1,16 @@
-"""`pacing.json`: what a pacer has learnt, kept with the run.
+"""`pacing.json`: what a pacer has learnt, kept with the run; and its times alone in the user's cache.
 
 Times are of one machine and one model; on another they are not believed. The file saves a resumed run some
 learning and nothing else: where it is damaged, or of a format that is not understood, the pacer starts
-without it.
+without it. A new run on the same machine, with the same model, finds the times of earlier ones in the cache
+(`$XDG_CACHE_HOME/paceline/pacing`, by default in `~/.cache`); acceptance is another run's and stays there.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -49,6 +52,42 @@ def load_pacing(path: Path, pacer: Pacer | None, machine: str, warn: Callable[[s
         )
         return False
     pacer.load_state(state)
+    return True
+
+
+def times_path(machine: str) -> Path:
+    """Returns where the user's cache keeps the times of a machine and a model."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "paceline" / "pacing" / f"{hashlib.sha256(machine.encode()).hexdigest()[:32]}.json"
+
+
+def save_times(pacer: Pacer | None, machine: str) -> None:
+    """Leaves an adaptive pacer's times in the user's cache; where that cannot be written, nowhere."""
+    if not isinstance(pacer, AdaptivePacer) or not pacer.cost.knows_times:
+        return
+    path = times_path(machine)
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"format": FORMAT, "machine": machine, "cost": pacer.cost.state()}))
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def load_times(pacer: Pacer | None, machine: str) -> bool:
+    """Loads the times that earlier runs have left in the user's cache; returns False if there are none."""
+    if not isinstance(pacer, AdaptivePacer) or pacer.cost.knows_times:
+        return False
+    try:
+        state = json.loads(times_path(machine).read_text())
+        if state["format"] != FORMAT or state["machine"] != machine:
+            return False
+        deepcopy(pacer.cost).load_state(state["cost"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        return False
+    pacer.cost.load_state(state["cost"])
     return True
 
 

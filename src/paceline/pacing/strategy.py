@@ -1,37 +1,58 @@
 """What a pacer sees and says: strategies, the moment to choose for, the decision, and what came of it."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 # More rows, or tokens per row, than any step has.
 UNLIMITED = 1 << 30
 # How a strategy's name says that it proposes trees.
 TREE = "tree"
+# What its name puts between the tokens of a row on average and at most, where rows share.
+SHARED = "~"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them."""
+    """Which drafter proposes how many tokens per step; `PLAIN`, without a drafter, is one of them.
+
+    `eagle:3` proposes three tokens for every row, `eagle:tree7` trees of seven nodes, and of `eagle:3~7` rows
+    share three tokens each by what they are expected to gain, so that one may get up to seven and another
+    none.
+    """
 
     drafter: str = ""
+    # Tokens a row, on average where rows share.
     count: int = 0
     # Whether the tokens are the nodes of a tree; otherwise they are a chain.
     tree: bool = False
+    # Tokens that one row may get, where rows share; 0: each gets `count`.
+    most: int = 0
 
     def __str__(self) -> str:
+        if not self.count:
+            return "plain"
         shape = TREE if self.tree else ""
-        return f"{self.drafter}:{shape}{self.count}" if self.count else "plain"
+        shared = f"{SHARED}{self.most}" if self.most else ""
+        return f"{self.drafter}:{shape}{self.count}{shared}"
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """Returns the strategy that `str` wrote as `text`."""
-        drafter, _, count = text.partition(":")
-        return cls(drafter, int(count.removeprefix(TREE)), count.startswith(TREE)) if count else PLAIN
+        drafter, _, tokens = text.partition(":")
+        if not tokens:
+            return PLAIN
+        count, _, most = tokens.removeprefix(TREE).partition(SHARED)
+        return cls(drafter, int(count), tokens.startswith(TREE), int(most or 0))
 
     @property
     def queries(self) -> int:
-        """Tokens of one row that the policy looks at in one step."""
+        """Tokens of one row, on average, that the policy looks at in one step."""
         return self.count + 1
+
+    def row_tokens(self, rows: int) -> int:
+        """Returns how many tokens are proposed for one of `rows` rows."""
+        return max(self.count, min(self.most, rows * self.count))
 
 
 PLAIN = Strategy()
@@ -94,8 +115,24 @@ class Observation:
         return self.draft_seconds + self.verify_seconds
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """What a strategy's step took while nothing was cached, of a batch that fills its bucket."""
+
+    running: int
+    strategy: Strategy
+    draft_seconds: float
+    verify_seconds: float
+
+
 class Pacer(Protocol):
     """Chooses a strategy for each step and learns from what came of it."""
+
+    def untimed(self) -> Sequence[Strategy]:
+        """Returns the strategies that it would like to have timed before the first step; often none."""
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        """Takes in what steps took before any request ran."""
 
     def choose(self, moment: Moment) -> Decision:
         """Begins the next step and returns its decision, nearly always the cached one of the step before."""
@@ -113,7 +150,8 @@ class Pacer(Protocol):
 class FixedPacer:
     """A pacer with one strategy while few rows run, and plain decoding above.
 
-    Verification is nearly free only while the machine has capacity left.
+    Verification is nearly free only while the machine has capacity left. Where rows share, they share what a
+    step may look at, each up to the strategy's tokens.
     """
 
     def __init__(self, strategy: Strategy, max_running: int = UNLIMITED) -> None:
@@ -122,10 +160,19 @@ class FixedPacer:
         self._moment: Moment | None = None
         self._decision = Decision(PLAIN)
 
+    def untimed(self) -> Sequence[Strategy]:
+        return ()
+
+    def take_times(self, times: Sequence[StepTime]) -> None:
+        pass
+
     def choose(self, moment: Moment) -> Decision:
         if moment is not self._moment:
-            fits = moment.running <= self.max_running and self.strategy.queries <= moment.max_queries
-            strategy = self.strategy if fits else PLAIN
+            strategy = self.strategy
+            if strategy.most:
+                strategy = replace(strategy, count=min(strategy.count, moment.max_queries - 1))
+            fits = moment.running <= self.max_running and strategy.queries <= moment.max_queries
+            strategy = strategy if fits and strategy.count else PLAIN
             self._moment = moment
             self._decision = Decision(strategy, moment.running, moment.context)
         return self._decision

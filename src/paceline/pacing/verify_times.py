@@ -105,6 +105,11 @@ class VerifyTimes:
 
     # -- Queries ---------------------------------------------------------------------------------------------
 
+    @property
+    def knows_times(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._estimates)
+
     def bucket(self, running: int) -> int:
         """Returns the batch size that a step of `running` rows is padded to."""
         return next((size for size in self.buckets if size >= running), self.buckets[-1])

@@ -24,6 +24,7 @@ from paceline.kernels.linear import linear
 from paceline.kernels.moe import run_experts
 from paceline.kernels.moe_routing import route
 from paceline.kernels.norm import rms_norm, rms_norm_quantised, rms_norm_residual, rms_norm_residual_quantised
+from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.query_tiles import QueryTiles, decode_tiles, prefill_tiles
@@ -74,8 +75,11 @@ class PagedForward:
         table_RB: torch.Tensor,
         context_R: torch.Tensor,
         tree: TreeKeys | None = None,
+        ragged: RaggedRows | None = None,
     ) -> tuple[torch.Tensor, Captured]:
         """Runs Q queries per row, one behind the other or, with `tree`, as its nodes.
+
+        With `ragged`, rows have more and less: what has R x Q numbers then has `[T, 1]`.
 
         `context_R` is the first query's position, negative for a row that is not active. Returns the final
         hidden states and those that entered each captured layer, `[R x Q, E]`.
@@ -89,7 +93,7 @@ class PagedForward:
             return self._layers(tokens_T, *places, self._attend_tiles(tiles))
 
         def attend(q_THD: torch.Tensor, layer: int) -> Activations:
-            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree
+            cache = *self.cache.layer(layer), table_RB, context_R, *self.cache.scales(layer), tree, ragged
             q_RQHD = q_THD.unflatten(0, (rows, queries))
             if self._in_fp8(self.policy.layers[layer].attention.output):
                 return paged_attention_quantised(q_RQHD, *cache)

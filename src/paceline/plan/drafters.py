@@ -36,6 +36,7 @@ def drafter_bytes(
     if speculation.verify == "rejection" and any(drafter.has_probabilities for drafter in drafters):
         probabilities_SKV = torch.zeros(*proposals_SK.shape, policy.config.vocab_size, device=META)
     parents_SK = torch.zeros_like(proposals_SK)
+    values_SK = proposals_SK.float()
     own = [] if probabilities_SKV is None else [probabilities_SKV]
     for drafter in drafters:
         drafter.bind(
@@ -44,6 +45,7 @@ def drafter_bytes(
                 rows.state,
                 proposals_SK,
                 parents_SK,
+                values_SK,
                 probabilities_SKV,
                 num_blocks=1,
                 deterministic=False,
@@ -51,7 +53,14 @@ def drafter_bytes(
             )
         )
         own += _tensors(drafter)
-    shared = [*vars(rows.state).values(), proposals_SK, parents_SK, *policy.parameters(), policy.rope_table]
+    shared = [
+        *vars(rows.state).values(),
+        proposals_SK,
+        parents_SK,
+        values_SK,
+        *policy.parameters(),
+        policy.rope_table,
+    ]
     shapes = tuple(drafter.shape for drafter in drafters if drafter.shape is not None)
     captured = {layer for drafter in drafters for layer in drafter.captured_layers}
     return DrafterBytes(

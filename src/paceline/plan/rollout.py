@@ -11,11 +11,13 @@ import torch
 
 from paceline.config import Config
 from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
+from paceline.engine.factory import shares_tokens
 from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
 from paceline.engine.rows import MAX_QUERY, Rows
 from paceline.engine.step_bytes import StepBytes, layer_token_bytes
+from paceline.engine.step_tokens import Proposals
 from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
 from paceline.paged.routing import routing_token_bytes
@@ -78,6 +80,7 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         bool(routing),
         drafter.shapes,
         config.rollout.speculation.shape == "tree",
+        shares_tokens(config.rollout.speculation),
     )
     memory = GraphMemory(
         needs,
@@ -86,10 +89,9 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         int(config.rollout.graph_memory_gb * 1e9),
         not config.rollout.deterministic,
     )
+    left_by_drafters = Proposals.empty(*proposals.shape, META)
     return RolloutBytes(
-        rows=total_bytes([*vars(rows.state).values(), proposals, torch.zeros_like(proposals)])
-        + table
-        + quantised,
+        rows=total_bytes([*vars(rows.state).values(), *vars(left_by_drafters).values()]) + table + quantised,
         drafter=drafter.fixed,
         graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
         workspace=max(

@@ -59,13 +59,14 @@ class WorkerProcess:
             descriptors = (theirs.fileno(),) if memory is None else (theirs.fileno(), memory)
             arguments = (str(theirs.fileno()), "" if memory is None else str(memory), launch.factory)
             command = [*launch.command, *arguments]
+            inherited = os.environ if launch.environment is None else launch.environment
             # A session of its own: Ctrl-C in the terminal is for the run, which then closes the worker.
             self.process = subprocess.Popen(
                 command,
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**(os.environ if launch.environment is None else launch.environment), **(environment or {})},
+                env={**inherited, **(environment or {})},
             )
         self.connection = Connection(ours)
         with contextlib.suppress(Disconnected):  # who waits for its hello finds out

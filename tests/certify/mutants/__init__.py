@@ -1,8 +1,8 @@
 """The planted bugs, layer by layer. Each names the check that must see it (`checks.py`)."""
 
-from tests.certify.mutants import engine, sampling, steps
+from tests.certify.mutants import engine, sampling, steps, trees
 
-MUTANTS = [*sampling.MUTANTS, *steps.MUTANTS, *engine.MUTANTS]
+MUTANTS = [*sampling.MUTANTS, *steps.MUTANTS, *trees.MUTANTS, *engine.MUTANTS]
 
 # What each key of `checks.CHECKS` runs, for the reader.
 WHAT = {
@@ -19,6 +19,9 @@ WHAT = {
     "experts": "every token, of a policy with experts",
     "rejection": "every token by rejection, draft model",
     "rejection, history": "every token by rejection, history drafter",
+    "trees": "every token, in trees of a draft model",
+    "shared chains": "every token, where rows share what is verified",
+    "shared trees": "every token, where rows share the nodes of their trees",
     "fp8": "the FP8 policy",
     "fp8, weights": "the FP8 policy, new weights in between",
     "reference": "every token of the reference backend",

@@ -1,0 +1,100 @@
+"""Launches what a pacer has decided for the running rows: a draft, and the step that verifies it."""
+
+from bisect import bisect_left
+from dataclasses import replace
+
+import numpy as np
+
+from paceline.engine.drafters import Drafters
+from paceline.engine.graphs import ProposalKind, StepRunner, buckets_up_to
+from paceline.engine.outcomes import Batch
+from paceline.engine.reservation import RESERVED_STEPS
+from paceline.engine.sampling import StepVariant
+from paceline.engine.settings import EngineSettings
+from paceline.engine.step import StepStatus
+from paceline.engine.step_timer import StepTimer
+from paceline.pacing.strategy import Moment, Strategy
+
+
+class Launcher:
+    """Says what a step would run on, and launches it."""
+
+    def __init__(
+        self, runner: StepRunner, drafters: Drafters, timer: StepTimer, settings: EngineSettings
+    ) -> None:
+        self.runner = runner
+        self.drafters = drafters
+        self.timer = timer
+        self.how_to_verify = settings.verify
+        self.step_tokens = settings.step_tokens
+        self.buckets = buckets_up_to(settings.max_running)
+        self._moment: Moment | None = None
+        # Steps that the moment stands for.
+        self._steps_left = 0
+
+    def bucket(self, rows: int) -> int:
+        """Returns the batch size that a step of so many rows is padded to."""
+        return self.buckets[bisect_left(self.buckets, rows)]
+
+    def note_change(self) -> None:
+        """Notes that the batch has changed."""
+        self._steps_left = 0
+
+    def moment(self, batch: Batch, length: np.ndarray) -> Moment:
+        """Returns what the pacer is told; made anew when the batch changes, and now and then.
+
+        `length` is the known length of every slot's row.
+        """
+        self._steps_left -= 1
+        if self._moment is None or self._steps_left < 0:
+            context = float(length[batch.slots].mean())
+            self._moment = Moment(len(batch), context, self.max_queries(self.bucket(len(batch))))
+            self._steps_left = RESERVED_STEPS - 1
+        return self._moment
+
+    def max_queries(self, bucket: int) -> int:
+        """Returns how many tokens per row a step of this batch size may look at."""
+        most = self.runner.memory.max_queries(bucket)
+        return min(most, max(1, self.step_tokens // bucket)) if self.step_tokens else most
+
+    def row_queries(self, strategy: Strategy, batch: Batch) -> int:
+        """Returns how many tokens of one row a step may look at."""
+        return strategy.row_tokens(self.bucket(len(batch))) + 1
+
+    def launch(self, batch: Batch, strategy: Strategy) -> StepStatus:
+        """Launches the draft and the step of a strategy; marks in `timer` say how long each takes."""
+        bucket = self.bucket(len(batch))
+        captures = self.runner.capture_seconds
+        self.timer.begin()
+        if strategy.count:
+            self.draft(bucket, strategy, batch.variant.truncates)
+            self.timer.note_drafted()
+        self.drafters.mark_behind(batch.slots, strategy.drafter)
+        status = self.verify(bucket, strategy, batch.variant)
+        if self.runner.capture_seconds != captures:
+            self.timer.note_disturbance()
+        return status
+
+    def draft(self, bucket: int, strategy: Strategy, truncates: bool) -> None:
+        """Launches a strategy's draft."""
+        tokens = strategy.row_tokens(bucket)
+        kind = ProposalKind.CHAIN
+        if strategy.tree:
+            kind = ProposalKind.TREE
+        elif tokens > strategy.count:
+            kind = ProposalKind.SCORED_CHAIN
+        self.runner.draft(bucket, self.drafters[strategy.drafter], tokens, truncates, kind)
+
+    def verify(self, bucket: int, strategy: Strategy, variant: StepVariant) -> StepStatus:
+        """Launches a strategy's step for the first `bucket` rows."""
+        tokens = strategy.row_tokens(bucket)
+        shares = tokens > strategy.count
+        verify = self.drafters.verification(strategy, self.how_to_verify)
+        return self.runner.run(
+            bucket,
+            tokens + 1,
+            variant if verify is variant.verify else replace(variant, verify=verify),
+            self.drafters[strategy.drafter] if strategy.tree or shares else None,
+            strategy.tree,
+            bucket * strategy.queries if shares else 0,
+        )
