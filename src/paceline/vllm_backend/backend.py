@@ -20,6 +20,7 @@ from torch import nn
 from paceline.backend import Backend
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import PLAIN, Decision, Observation, Pacer, Strategy
+from paceline.policy.states import TextStates
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import Completion, FinishReason, Precision, Request, Segment
 from paceline.vllm_backend.adapter import VllmEngine
@@ -251,11 +252,17 @@ class VllmSpeculation:
         """None: vLLM's modules are packed for inference."""
         return None
 
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the head that drafts; tensors have the names of an eagle head's folder."""
-        assert weights is not None, "the head lies in another process: its weights must be sent"
         self.engine.load_drafter(weights.items())
         self._published = dict(weights)
+
+    def record_states(self, max_bytes: int) -> None:
+        """Does nothing: the learner's own pass makes the states."""
+
+    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+        """Returns nothing; see `record_states`."""
+        return {}
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the head that was published last; nothing where none was."""

@@ -139,17 +139,16 @@ class VllmDrafting(RemoteSpeculation):
 
     @property
     def trainable_head(self) -> nn.Module | None:
-        """The head that a trainer writes into; None where vLLM drafts without one."""
+        """The head that a trainer copies; None where vLLM drafts without one."""
         return self.backend.head
 
-    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Sends the head; `weights` are copied into it first."""
+    def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights into the head that lies here and sends it."""
         head = self.backend.head
         assert head is not None, "vLLM's drafter has no head to publish to"
-        if weights is not None:
-            with torch.no_grad():
-                for name, parameter in head.named_parameters():
-                    parameter.copy_(weights[name])
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                parameter.copy_(weights[name])
         super().publish_drafter(version, head_tensors(head))
         self.backend.published(version)
 
@@ -163,9 +162,10 @@ class VllmDrafting(RemoteSpeculation):
     def load_drafter_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes a head over and publishes it."""
         own = {name.removeprefix(EAGLE): t for name, t in tensors.items() if name.startswith(EAGLE)}
-        if own and self.backend.head is not None:
-            self.backend.head.load_state_dict(own)
-            self.publish_drafter(0)
+        head = self.backend.head
+        if own and head is not None:
+            head.load_state_dict(own)
+            self.publish_drafter(0, dict(head.named_parameters()))
 
 
 def vllm_launch(settings: VllmSettings, python: str) -> Launch:
