@@ -87,9 +87,9 @@ class PagedForward:
         rows, queries = tokens_RQ.shape
         tokens_T, *places = (x.flatten() for x in (tokens_RQ, positions_RQ, slots_RQ))
         if not tokens_RQ.is_cuda:
-            if tokens_T.shape[0] == 1 and tree is None:
+            if tokens_T.shape[0] == 1 and tree is None and ragged is None:
                 return self._decode_alone(tokens_T, *places, table_RB, context_R)
-            tiles = decode_tiles(self._heads, BLOCK_SIZE, queries, table_RB, context_R, tree)
+            tiles = decode_tiles(self._heads, BLOCK_SIZE, queries, table_RB, context_R, tree, ragged)
             return self._layers(tokens_T, *places, self._attend_tiles(tiles))
 
         def attend(q_THD: torch.Tensor, layer: int) -> Activations:
