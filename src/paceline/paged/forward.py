@@ -128,7 +128,7 @@ class PagedForward:
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
             cache = *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer)
-            return prefill_attention(q_THD, *cache).flatten(1)
+            return prefill_attention(q_THD, *cache, deterministic=self.deterministic).flatten(1)
 
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
