@@ -12,6 +12,8 @@ from paceline.kernels.paged_attention import (
 from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import (
     FLAT_TILE,
+    QUERY_ROWS,
+    flat_tiles_pay,
     prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
@@ -114,7 +116,7 @@ def test_prefill_kernel(device, num_heads, num_kv_heads, head_dim):
     )
 
 
-@pytest.mark.parametrize("rows, tile", [(16, 32), (64, 16)])
+@pytest.mark.parametrize("rows, tile", [(16, 32), (64, 16), (QUERY_ROWS, FLAT_TILE)])
 def test_flat_prefill_kernel(device, rows, tile):
     """Chunks that begin inside a tile, at its start and behind many of them; a block table in any order."""
     if device == "cuda":
@@ -204,6 +206,21 @@ def test_gpu_long_context_in_bfloat16():
     for row in range(3):
         expected = brute_force(q[row, 2], k, v, table[row], int(context[row]) + 2)
         assert (out[row, 2].double() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(32, 8), (28, 4), (8, 8)])
+def test_gpu_fast_prefill_of_a_long_chunk_is_brute_force(num_heads, num_kv_heads):
+    """At the tiles that the engine's fast mode takes, behind a long context, query by query in float64."""
+    k, v, table = caches(num_kv_heads, 128, 1, 8192, dtype=torch.bfloat16)
+    q = torch.randn(1500, num_heads, 128, dtype=torch.bfloat16)
+    boundaries, context = torch.tensor([0, 1500]).int(), torch.tensor([6001]).int()
+    assert flat_tiles_pay(q.cuda(), 1)
+    moved = (t.cuda() for t in (q, k, v, table, boundaries, context))
+    out = prefill_attention(*moved, deterministic=False).cpu()
+    for j in (0, 1, 15, 127, 128, 700, 1499):
+        expected = brute_force(q[j], k, v, table[0], 6001 + j)
+        assert (out[j].double() - expected).norm() / expected.norm() < 1e-2, j
 
 
 @pytest.mark.gpu

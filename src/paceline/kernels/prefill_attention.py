@@ -329,19 +329,20 @@ def prefill_attention(
     """Returns the attention of packed `q [T, Hq, D]`, in the same shape.
 
     `block_table_SB` is int32, `cu_seqlens` int32 or int64 with S + 1 entries. Tokens past the last sequence
-    are padding: their output is undefined. Not `deterministic`: bits may depend on how prompts are chunked.
+    are padding: their output is undefined. Not `deterministic`: the bits of long chunks may depend on how
+    prompts are cut into them.
     """
     inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
     if not q_THD.is_cuda:
         return prefill_attention_reference(*inputs, k_scale_H, v_scale_H)
-    if deterministic or k_cache.dtype == E4M3:
+    if deterministic or k_cache.dtype == E4M3 or not flat_tiles_pay(q_THD, len(context_len_S)):
         return prefill_attention_triton(*inputs, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
-    return prefill_attention_triton(*inputs, tile=_flat_tile(q_THD, len(context_len_S)), flat=True)
+    return prefill_attention_triton(*inputs, tile=FLAT_TILE, flat=True)
 
 
-def _flat_tile(q_THD: torch.Tensor, sequences: int) -> int:
-    """The large tile where it fits shared memory and sequences are long, else the usual one."""
+def flat_tiles_pay(q_THD: torch.Tensor, sequences: int) -> bool:
+    """Returns whether chunks are long, and flat tiles fit shared memory with as many stages as others."""
     row_bytes = q_THD.shape[-1] * q_THD.itemsize
     limit = shared_memory(q_THD.device)
     stages = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, limit)
-    return FLAT_TILE if stages == STAGES and len(q_THD) >= FLAT_TOKENS * sequences else TILE
+    return stages == STAGES and len(q_THD) >= FLAT_TOKENS * sequences

@@ -127,12 +127,11 @@ class PagedForward:
         """Fills the cache for packed chunks of several sequences and returns the captured hidden states."""
         if not tokens_T.is_cuda:
             tiles = prefill_tiles(self._heads, BLOCK_SIZE, len(tokens_T), table_SB, boundaries_S1, context_S)
-            over_tiles = self._attend_tiles(tiles)
-            return self._layers(tokens_T, positions_T, slots_T, over_tiles, fill_only=True)[1]
+            return self._layers(tokens_T, positions_T, slots_T, self._attend_tiles(tiles), fill_only=True)[1]
 
         def attend(q_THD: torch.Tensor, layer: int) -> torch.Tensor:
             cache = *self.cache.layer(layer), table_SB, boundaries_S1, context_S, *self.cache.scales(layer)
-            return prefill_attention(q_THD, *cache).flatten(1)
+            return prefill_attention(q_THD, *cache, deterministic=self.deterministic).flatten(1)
 
         return self._layers(tokens_T, positions_T, slots_T, attend, fill_only=True)[1]
 
