@@ -45,8 +45,8 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
         if learner.ranks.count == 1:
             found[name] = tensor.clone()
             continue
-        parts = [torch.tensor(values) for values in learner.ranks.gather([tensor.double().flatten()])[0]]
-        found[name] = torch.cat(parts).to(tensor.dtype).view(-1, *tensor.shape[1:])
+        values = sum(learner.ranks.gather([tensor.double().flatten()])[0], start=[])
+        found[name] = torch.tensor(values, dtype=tensor.dtype).view(-1, *tensor.shape[1:])
     return found
 
 

@@ -196,7 +196,12 @@ def vetoed_on(group: RankGroup) -> tuple[str, bool, float]:
         learner.update(case.groups(0), veto)
     same = all(torch.equal(local(p), before[name]) for name, p in policy.named_parameters())
     assert bool(asked) == (group.rank == 0)
-    return raised.typename, same, learner.update(case.groups(0))["policy/gradient_norm"]
+    norm = learner.update(case.groups(0))["policy/gradient_norm"]
+    again = RankLearner(case.policy(), case.config(), group)
+    assert again.update(case.groups(0))["policy/gradient_norm"] == norm
+    repeated = zip(policy.parameters(), again.policy.parameters(), strict=True)
+    assert all(torch.equal(local(a), local(b)) for a, b in repeated), "the same inputs, the same weights"
+    return raised.typename, same, norm
 
 
 def test_a_veto_leaves_every_rank_as_it_was(tmp_path):

@@ -151,12 +151,12 @@ def _watch_micro_batch(learner: Learner, tokens: int) -> tuple[int, int]:
     if learner.reference is not None:
         known += [*learner.reference.parameters(), learner.reference.rope_table]
     with MemoryTracker(known) as memory:
-        logprobs_R, entropies_R = token_logprobs(policy, batch)
-        activations = memory.live
         reference_R = None
         if learner.reference is not None and not learner.algorithm.kl_in_reward:
             with torch.no_grad(), adapters_off(learner.reference):
                 reference_R = token_logprobs(learner.reference, batch)[0]
+        logprobs_R, entropies_R = token_logprobs(policy, batch)
+        activations = memory.live
         correction = learner.config.correction
         seen = apply_correction(
             correction, batch, compute_correction(correction, batch, logprobs_R), logprobs_R, mean_weight=1.0
