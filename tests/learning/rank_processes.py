@@ -35,34 +35,48 @@ def free_port() -> int:
 
 
 def start_ranks(
-    count: int, function: Callable[..., Any], folder: Path, *arguments: Any, timeout: float = TIMEOUT_SECONDS
+    count: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout: float = TIMEOUT_SECONDS,
+    served_port: int = 0,
 ) -> list[int]:
-    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids."""
-    port = free_port()
+    """Forks `count` processes that join and call `function(group, *arguments)`; returns their ids.
+
+    With `served_port` the caller serves their store there, after they have started.
+    """
+    port = served_port or free_port()
     folder.mkdir(parents=True, exist_ok=True)
     pids = []
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            _become(rank, count, port, function, folder, arguments, timeout)
+            _become(rank, count, port, function, folder, arguments, timeout, bool(served_port))
         pids.append(pid)
     return pids
 
 
-def end_ranks(pids: list[int], folder: Path, seconds: float = 300.0) -> list[Outcome]:
-    """Waits for the processes and returns what became of each; who does not end is killed, and that fails."""
+def end_ranks(
+    pids: list[int], folder: Path, hung: int | None = None, seconds: float = 300.0
+) -> list[Outcome]:
+    """Waits for the processes and returns what became of each; who does not end is killed, and that fails.
+
+    The rank `hung` is not waited for, but killed when the others have ended.
+    """
     deadline = time.monotonic() + seconds
     codes: dict[int, int] = {}
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in set(pids) - set(codes):
+    expected = {pid for rank, pid in enumerate(pids) if rank != hung}
+    while expected - set(codes) and time.monotonic() < deadline:
+        for pid in expected - set(codes):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
-    hanging = set(pids) - set(codes)
-    for pid in hanging:
+    hanging = expected - set(codes)
+    for pid in set(pids) - set(codes):
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert not hanging, f"ranks {[pids.index(pid) for pid in hanging]} did not end within {seconds:g} s"
     outcomes = []
     for rank, pid in enumerate(pids):
@@ -90,13 +104,14 @@ def _become(
     folder: Path,
     arguments: tuple,
     timeout: float,
+    served: bool,
 ) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
         outcome: tuple[Any, str] = (None, "")
         try:
-            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout)
+            group: RankGroup = join_ranks("127.0.0.1", port, rank, count, timeout=timeout, served=served)
             outcome = (function(group, *arguments), "")
             group.leave()
         except Exception as error:

@@ -60,12 +60,6 @@ class Learner:
         self.policy = policy
         self.config = config.learning
         self.max_tokens = config.rollout.max_tokens
-        exact = self.config.numerics == "exact"
-        if exact and policy.device.type == "cuda" and not config.rollout.deterministic:
-            raise ConfigError(
-                "learning.numerics = exact: on a GPU only rollout.deterministic=true computes what can be "
-                "computed again bit for bit; set it, or learning.numerics=fast"
-            )
         self.low_precision = config.rollout.precision is not Precision.BASE
         self.algorithm = make_algorithm(config.learning)
         self.token_budget = self.config.micro_batch_tokens
@@ -82,8 +76,14 @@ class Learner:
             self.reference = policy if has_adapters(policy) else copy.deepcopy(policy).requires_grad_(False)
         self.ranks = ranks
         self.cost = SequenceCost.of(policy.config)
+        exact = self.config.numerics == "exact"
         self.token_logprobs = exact_logprobs if exact else token_logprobs
         self.forward = ranks.shard(policy)
+        if exact and policy.device.type == "cuda" and not config.rollout.deterministic:
+            raise ConfigError(
+                "learning.numerics = exact: on a GPU only rollout.deterministic=true computes what can be "
+                "computed again bit for bit; set it, or learning.numerics=fast"
+            )
         self.reference_forward = self.forward
         if self.reference is not None and self.reference is not policy:
             self.reference_forward = ranks.shard(self.reference)

@@ -1,31 +1,37 @@
 """Who is missing when a collective fails.
 
-A collective that fails says little: a connection was closed, or nothing came. So a rank that raises leaves
-its reason in the store that all joined through, and closes its connections, which makes the others' fail at
-once; each of them answers a roll call there. Who has neither answered nor given a reason is gone or hangs.
+A collective that fails says little: a connection was closed, or nothing came in time. So every rank leaves
+two things in the store that all joined through: what it is doing, with a heartbeat from a thread of its own,
+and the reason, when it raises. Who meets a failed collective looks there.
 
-    rank 0   in a collective ── connection closed ──▶ present ── asks ──▶ RanksLost: rank 1 raised ValueError
-    rank 1   ValueError ──▶ reason
-    rank 2   (killed)                                            ──▶      ... and rank 2 does not answer
+    rank 0   an update ── connection closed ──▶ looks ──▶ RanksLost: rank 1 raised ValueError: ...;
+    rank 1   an update ── ValueError                                 rank 2 does not answer
+    rank 2   an update ── (killed: its heart has stopped)
 
-Nothing waits longer than the group's timeout and the roll call's own.
+A rank that is killed closes its connections, so the others know at once; one that hangs, or raised and lives
+on, keeps them waiting for the group's timeout and no longer. Where the first rank serves the store itself, it
+takes its own reason along.
 """
 
 import contextlib
+import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# How long ranks have for answering a roll call once one has noticed that something is wrong.
-ROLL_CALL_SECONDS = 5.0
-POLL_SECONDS = 0.05
+BEAT_SECONDS = 1.0
+# A heart that has not beaten for so long has stopped.
+SILENCE_SECONDS = 10.0
+POLL_SECONDS = 0.1
 LONGEST_REASON = 2000
+IDLE = "waiting for work"
 
 
 class RanksLost(RuntimeError):
-    """Ranks that raised, or that do not answer; the message names them."""
+    """Ranks that raised, that do not answer, or that do something else; the message names them."""
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -33,86 +39,151 @@ class RanksLost(RuntimeError):
 
 
 class RollCall:
-    """The store's record of which ranks came, raised, or answered."""
+    """The store's record of which ranks came, what they do, and why they raised."""
 
-    def __init__(self, store: dist.Store, rank: int, count: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        beat_store: dist.Store,
+        rank: int,
+        count: int,
+        timeout: float,
+        serves: bool = False,
+    ) -> None:
+        """`beat_store` is another connection to the same store: a wait on one would hold up the other.
+
+        `serves` says that the store ends with this process.
+        """
         self.store = store
+        self.beat_store = beat_store
         self.rank = rank
         self.count = count
         self.timeout = timeout
+        self.serves = serves
         # An error that all ranks raise alike, so that none is left behind.
         self.agreed: BaseException | None = None
-        self._watching = False
+        self.doing = IDLE
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name=f"heartbeat of rank {rank}", daemon=True)
+        self._heart.start()
 
     def all_present(self) -> None:
         """Waits for all ranks to come."""
         self.store.set(f"came/{self.rank}", b"1")
-        missing = self._missing("came", self.timeout)
-        if missing:
-            raise RanksLost(
-                f"{_ranks(missing)} of {self.count} did not come within {self.timeout:g} s: "
-                "look at their own output, and whether they reach the address of rank 0",
-                missing,
-            )
+        deadline = time.monotonic() + self.timeout
+        missing = tuple(range(self.count))
+        while missing := tuple(r for r in missing if not self.store.check([f"came/{r}"])):
+            if time.monotonic() > deadline:
+                raise RanksLost(
+                    f"{_ranks(missing)} of {self.count} did not come within {self.timeout:g} s: "
+                    "look at their own output, and whether they reach the address of rank 0",
+                    missing,
+                )
+            time.sleep(POLL_SECONDS)
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
         """Names the ranks at fault where a collective fails, and tells the others of one's own error."""
-        if self._watching:  # the outermost says what was going on
+        if self.doing != IDLE:  # the outermost says what is going on
             yield
             return
-        self._watching = True
+        self.doing = what
         try:
             yield
         except BaseException as error:
             if error is self.agreed:
                 raise
-            reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
-            own_fault = not _is_of_collective(error)
-            with contextlib.suppress(Exception):
-                self.store.set(f"{'raised' if own_fault else 'present'}/{self.rank}", reason.encode())
-            _close_connections()
-            if own_fault:
-                raise
-            raise self._lost(what, reason) from error
+            if _is_of_collective(error):
+                raise self._lost(error) from error
+            with contextlib.suppress(Exception):  # the store may be what failed
+                reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+                if isinstance(error, GeneratorExit):
+                    reason = f"an error elsewhere, and left {what} before its end"
+                self.store.set(f"raised/{self.rank}", reason.encode())
+            raise
         finally:
-            self._watching = False
+            self.doing = IDLE
 
     def close(self) -> None:
-        """Closes the connections to other ranks."""
-        _close_connections()
+        """Stops the heart and leaves the process group."""
+        self._ended.set()
+        self._heart.join()
+        with contextlib.suppress(Exception):  # of ranks that are gone
+            dist.destroy_process_group()
 
-    def _lost(self, what: str, reason: str) -> RanksLost:
-        """Holds the roll call and returns the error for its result."""
+    def _beat(self) -> None:
+        number = 0
+        with contextlib.suppress(Exception):  # the store went with the first rank
+            while not self._ended.wait(BEAT_SECONDS if number else 0):
+                number += 1
+                self.beat_store.set(f"beat/{self.rank}", json.dumps([number, self.doing]).encode())
+
+    def _lost(self, error: BaseException) -> RanksLost:
+        """Finds out who is at fault."""
         try:
-            silent = self._missing("present", ROLL_CALL_SECONDS, unless="raised")
-            raised = [rank for rank in range(self.count) if self.store.check([f"raised/{rank}"])]
-            reasons = [f"rank {rank} raised {self.store.get(f'raised/{rank}').decode()}" for rank in raised]
-        except (RuntimeError, OSError):  # the store went with the first rank
-            silent, raised, reasons = (0,), [], []
+            raised, silent, absent = self._look()
+        except (RuntimeError, OSError):
+            return RanksLost(
+                f"{self.doing}, on rank {self.rank}: rank 0 of {self.count} does not answer, or whoever else "
+                "serves the ranks' store: killed, hung, or ended by an error that its own output shows",
+                (0,),
+            )
+        found = [f"rank {rank} raised {reason}" for rank, reason in raised.items()]
         if silent:
-            reasons.append(f"{_ranks(silent)} of {self.count} does not answer: killed, hung or cut off")
-        if not reasons:
-            reasons.append(f"all {self.count} ranks answer, but a collective failed: {reason}")
-        return RanksLost(f"{what} on rank {self.rank}: " + "; ".join(reasons), (*raised, *silent))
+            found.append(f"{_ranks(silent)} of {self.count} does not answer: killed, hung or cut off")
+        if not found:
+            found = [f"rank {rank} did not come: {doing}" for rank, doing in absent.items()]
+        if not found:
+            found.append(f"all {self.count} ranks answer, but a collective failed: {error}")
+        at_fault = (*raised, *silent) or tuple(absent)
+        return RanksLost(f"{self.doing}, on rank {self.rank}: " + "; ".join(found), at_fault)
 
-    def _missing(self, kind: str, seconds: float, unless: str = "") -> tuple[int, ...]:
-        """Returns the ranks that have left no such word after so many seconds."""
-        kinds = [kind] + ([unless] if unless else [])
+    def _look(self) -> tuple[dict[int, str], tuple[int, ...], dict[int, str]]:
+        """Returns who raised, with the reason, who is silent, and who lives but did not come, with why."""
+        self.store.set(f"looking/{self.rank}", b"1")
+        others = [rank for rank in range(self.count) if rank != self.rank]
+        raised = {
+            rank: self.store.get(f"raised/{rank}").decode()
+            for rank in others
+            if self.store.check([f"raised/{rank}"])
+        }
+        before = {rank: self._heard(rank) for rank in others if rank not in raised}
+        living: dict[int, str] = {}
+        for _ in self._polls(SILENCE_SECONDS):
+            now = {rank: self._heard(rank) for rank in before}
+            living = {
+                rank: doing
+                for rank, (number, doing) in now.items()
+                if number != before[rank][0] or self.store.check([f"looking/{rank}"])
+            }
+            if len(living) == len(before):
+                break
+        silent = tuple(rank for rank in before if rank not in living)
+        absent = living
+        if not (raised or silent):  # those that wait in the same collective will look, too
+            absent = self._without(living, "looking")
+        self.store.set(f"looked/{self.rank}", b"1")
+        if self.serves:  # the store must not go before they have
+            self._without(living, "looked")
+        return raised, silent, absent
+
+    def _without(self, ranks: dict[int, str], word: str) -> dict[int, str]:
+        """Returns those that have left no such word, after some time for doing so."""
+        for _ in self._polls(SILENCE_SECONDS):
+            ranks = {rank: doing for rank, doing in ranks.items() if not self.store.check([f"{word}/{rank}"])}
+            if not ranks:
+                break
+        return ranks
+
+    def _polls(self, seconds: float) -> Iterator[None]:
         deadline = time.monotonic() + seconds
-        missing = tuple(range(self.count))
-        while True:
-            missing = tuple(r for r in missing if not any(self.store.check([f"{k}/{r}"]) for k in kinds))
-            if not missing or time.monotonic() > deadline:
-                return missing
+        while time.monotonic() < deadline:
+            yield
             time.sleep(POLL_SECONDS)
 
-
-def _close_connections() -> None:
-    if not dist.is_initialized():
-        return
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+    def _heard(self, rank: int) -> tuple[int, str]:
+        key = f"beat/{rank}"
+        return tuple(json.loads(self.store.get(key))) if self.store.check([key]) else (0, IDLE)
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -10,14 +10,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.learning.distributed.adapters import (
     merge_sharded_adapters,
     shard_bases,
     sharded_adapters_off,
 )
-from paceline.learning.distributed.faults import RollCall
+from paceline.learning.distributed.faults import RanksLost, RollCall
 from paceline.learning.distributed.sharding import local, rows_of, shard_policy
 from paceline.learning.ranks import Forward
 from paceline.policy.decoder import Decoder
@@ -138,26 +138,53 @@ def join_ranks(
     count: int,
     device: str | torch.device = "cpu",
     timeout: float = TIMEOUT_SECONDS,
+    served: bool = False,
 ) -> RankGroup:
     """Makes this process rank `rank` of `count`, and returns when all have come.
 
-    The first rank listens on `address:port`. On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
+    The first rank listens on `address:port`, unless `served` says that `serve_ranks` does so elsewhere.
+    On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
     over gloo. Where some do not come within `timeout` seconds, the error names them.
     """
     device = torch.device(device)
     wait = timedelta(seconds=timeout)
-    store = dist.TCPStore(
-        address, port, is_master=rank == 0, timeout=wait, wait_for_workers=False, use_libuv=True
-    )
-    roll_call = RollCall(store, rank, count, timeout)
+    serves = rank == 0 and not served
+    stores = _open_store(address, port, rank, count, wait, serves)
+    roll_call = RollCall(*stores, rank, count, timeout, serves)
     roll_call.all_present()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("collectives", store),
+        store=dist.PrefixStore("collectives", roll_call.store),
         rank=rank,
         world_size=count,
         timeout=wait,
     )
-    return RankGroup(rank, count, init_device_mesh(device.type, (count,)), roll_call)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    return RankGroup(rank, count, mesh, roll_call)
+
+
+def serve_ranks(port: int) -> dist.TCPStore:
+    """Serves the store that ranks join through, as long as the result is kept; for a process above them.
+
+    It outlives them, so that all of them can be asked why they ended.
+    """
+    return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+
+def _open_store(
+    address: str, port: int, rank: int, count: int, timeout: timedelta, serves: bool
+) -> tuple[dist.TCPStore, dist.TCPStore]:
+    """Returns two connections to the store."""
+    try:
+        store = dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+        return store, dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        if serves:
+            raise RanksLost(f"rank 0 of {count} cannot listen on port {port}: {error}", (0,)) from error
+        raise RanksLost(
+            f"rank {rank} of {count} does not reach the ranks' store at {address}:{port} within "
+            f"{timeout.total_seconds():g} s: {error}",
+            (0,),
+        ) from error

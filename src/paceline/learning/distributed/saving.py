@@ -87,16 +87,21 @@ def _write(files: Files, folder: Path, tokenizer_from: Path, group: RankGroup) -
     save_tensors(state, file)
     written.append(file)
     if group.rank == 0:
-        parameters = dict(optimiser.named)
-        rows = {
-            name: [
-                rows_of(parameters[name.partition(".")[2]], rank, group.count) for rank in range(group.count)
-            ]
-            for name in state
-        }
-        write_index(folder, rows)
+        write_index(folder, _rows_by_rank(optimiser, group.count))
         written.append(folder / "optimiser.json")
     return written
+
+
+def _rows_by_rank(optimiser: MasterAdamW, count: int) -> dict[str, list[range]]:
+    """Returns which rows of each tensor each rank holds."""
+    own = optimiser.rows()
+    if count == 1:
+        return {name: [rows] for name, rows in own.items()}
+    parameters = dict(optimiser.named)
+    return {
+        name: [rows_of(parameters[name.partition(".")[2]], rank, count) for rank in range(count)]
+        for name in own
+    }
 
 
 @torch.no_grad()
