@@ -28,7 +28,8 @@ from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
 from paceline.models.source import PolicySource, policy_dtype
-from paceline.plan.machine import gpu_at_hand
+from paceline.plan.cluster import cluster_refusal, make_cluster_plan
+from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.decoder import Decoder, not_finite
@@ -118,15 +119,18 @@ class Session:
 
     @contextmanager
     def _learning_memory(self, needed: bool) -> Iterator[None]:
-        apart = isinstance(self.backend, WorkerBackend | ReplicaPool)
-        if self.plan is None or not self.plan.sleeps or not needed or apart:
+        shared = self.plan is not None and self.plan.sleeps
+        if isinstance(self.backend, WorkerBackend | ReplicaPool):
+            shared = self.config.cluster.placement == "colocated"
+        if not shared or not needed:
             yield
             return
         self.backend.sleep()
         try:
             yield
         finally:
-            torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
             self.backend.wake()
 
     def close(self) -> None:
@@ -192,6 +196,20 @@ def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns:
     return plan
 
 
+def plan_replica(config: Config, source: PolicySource, device: torch.device) -> Plan | None:
+    """Plans the GPU of a replica, which may share it with a learner rank."""
+    machine = gpu_at_hand() if device.type == "cuda" else None
+    if machine is None or config.cluster.placement == "apart":
+        return plan_gpu(config, source, device, learns=False)
+    # The rank may hold part of its share already; the plan counts all of it.
+    whole = Machine(machine.name, machine.total_bytes)
+    dtype = policy_dtype(config.policy, device)
+    plan = make_cluster_plan(config, source.shape, dtype, whole, source.heads)
+    if plan.problem:
+        raise cluster_refusal(plan, config, source.shape, dtype, whole)
+    return plan.plans["learner and replica"]
+
+
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
     """Returns the generator that a recipe names."""
     if config.rollout.backend == "reference":
@@ -236,11 +254,11 @@ def hosted_rank(settings: str) -> "RankHost":
 
 
 def hosted_replica(settings: str) -> Backend:
-    """Returns the generator of a recipe on a device that learning does not share."""
+    """Returns the generator of a recipe beside learners that stand elsewhere, or on the same GPU."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
-    plan = plan_gpu(config, source, device, learns=False)
+    plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
     return make_backend(policy, load_tokenizer(source.folder), config, plan)
 
