@@ -168,16 +168,21 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
     ranks = None
-    if pooled:
-        launch = Launch("paceline.session:hosted_replica", dump_config(config))
-        rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
-        placed = start_processes(launch, rank_launch, config, device, policy_weights(policy), logger.warning)
-        backend: Backend = placed.pool
-        ranks = placed.ranks
-    elif in_worker:
-        backend = start_worker(policy, config, device)
-    else:
-        backend = make_backend(policy, tokenizer, config, plan)
+    try:
+        if pooled:
+            launch = Launch("paceline.session:hosted_replica", dump_config(config))
+            rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
+            weights = policy_weights(policy)
+            placed = start_processes(launch, rank_launch, config, device, weights, logger.warning)
+            backend: Backend = placed.pool
+            ranks = placed.ranks
+        elif in_worker:
+            backend = start_worker(policy, config, device)
+        else:
+            backend = make_backend(policy, tokenizer, config, plan)
+    except BaseException:
+        task.close()  # its processes would outlive a run that is started again
+        raise
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
         config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, ranks
