@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from paceline.config import ClusterConfig, ConfigError
+from paceline.config.extras import needs_package
 
 # Nothing of ours goes through Ray's object store; this is the least that it takes.
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -22,7 +23,6 @@ LOCAL_SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # a run starts the processes it needs
     "RAY_agent_register_timeout_ms": "120000",
 }
-INSTALL = "pip install 'paceline[cluster]' on every machine"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def ray_cluster(address: str, cluster: ClusterConfig, local_gpus: int = 0) -> It
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"cluster.runtime = 'ray' needs Ray: {INSTALL}") from None
+        raise ConfigError(f"cluster.runtime = 'ray' {needs_package('ray', 'cluster')}") from None
     if address:
         try:
             ray.init(address=address, log_to_driver=True)
