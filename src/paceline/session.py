@@ -30,7 +30,8 @@ from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
 from paceline.models.source import PolicySource, policy_dtype
-from paceline.plan.machine import gpu_at_hand
+from paceline.plan.cluster import cluster_refusal, make_cluster_plan
+from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.decoder import Decoder, not_finite
@@ -124,9 +125,10 @@ class Session:
     def _learning_memory(self, needed: bool) -> Iterator[None]:
         if isinstance(self.backend, WorkerBackend):
             sleeps = self.backend.gives_memory
+        elif isinstance(self.backend, ReplicaPool):
+            sleeps = self.config.cluster.placement == "colocated"
         else:
-            apart = isinstance(self.backend, ReplicaPool)
-            sleeps = self.plan is not None and self.plan.sleeps and not apart
+            sleeps = self.plan is not None and self.plan.sleeps
         if not sleeps or not needed:
             yield
             return
@@ -134,7 +136,8 @@ class Session:
         try:
             yield
         finally:
-            torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
             self.backend.wake()
 
     def drafting_head(self) -> nn.Module | None:
@@ -185,16 +188,21 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
     ranks = None
-    if pooled:
-        launch = Launch("paceline.session:hosted_replica", dump_config(config))
-        rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
-        placed = start_processes(launch, rank_launch, config, device, policy_weights(policy), logger.warning)
-        backend: Backend = placed.pool
-        ranks = placed.ranks
-    elif in_worker:
-        backend = start_worker(policy, config, device)
-    else:
-        backend = make_backend(policy, tokenizer, config, plan)
+    try:
+        if pooled:
+            launch = Launch("paceline.session:hosted_replica", dump_config(config))
+            rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
+            weights = policy_weights(policy)
+            placed = start_processes(launch, rank_launch, config, device, weights, logger.warning)
+            backend: Backend = placed.pool
+            ranks = placed.ranks
+        elif in_worker:
+            backend = start_worker(policy, config, device)
+        else:
+            backend = make_backend(policy, tokenizer, config, plan)
+    except BaseException:
+        task.close()  # its processes would outlive a run that is started again
+        raise
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
         config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, ranks
@@ -211,6 +219,20 @@ def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns:
     if plan.problem:
         raise refusal(plan, suggestions(*what))
     return plan
+
+
+def plan_replica(config: Config, source: PolicySource, device: torch.device) -> Plan | None:
+    """Plans the GPU of a replica, which may share it with a learner rank."""
+    machine = gpu_at_hand() if device.type == "cuda" else None
+    if machine is None or config.cluster.placement == "apart":
+        return plan_gpu(config, source, device, learns=False)
+    # The rank may hold part of its share already; the plan counts all of it.
+    whole = Machine(machine.name, machine.total_bytes)
+    dtype = policy_dtype(config.policy, device)
+    plan = make_cluster_plan(config, source.shape, dtype, whole, source.heads)
+    if plan.problem:
+        raise cluster_refusal(plan, config, source.shape, dtype, whole)
+    return plan.plans["learner and replica"]
 
 
 def make_backend(policy: Decoder, tokenizer: Tokenizer, config: Config, plan: Plan | None = None) -> Backend:
@@ -259,11 +281,11 @@ def hosted_rank(settings: str) -> "RankHost":
 
 
 def hosted_replica(settings: str) -> Backend:
-    """Returns the generator of a recipe on a device that learning does not share."""
+    """Returns the generator of a recipe beside learners that stand elsewhere, or on the same GPU."""
     config = parse_config(yaml.safe_load(settings))
     device = prepare_device(config)
     source = PolicySource.of(config.policy)
-    plan = plan_gpu(config, source, device, learns=False)
+    plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
     return make_backend(policy, load_tokenizer(source.folder), config, plan)
 

@@ -35,7 +35,8 @@ def tokens_of(run, step):
 def test_two_ranks_and_two_replicas_make_the_single_processs_step(policy, tmp_path):  # noqa: F811
     one_step = (*SMALL, "run.steps=1", "report.samples_per_step=4")
     train(tiny_config(policy, tmp_path, "alone", *one_step))
-    config = tiny_config(policy, tmp_path, "ranks", *one_step, *RANKS)
+    # Colocated: replicas sleep while the ranks learn, and wake for the next rollout.
+    config = tiny_config(policy, tmp_path, "ranks", *one_step, *RANKS, "cluster.placement=colocated")
     trainer = Trainer(config, "default", None, None, Console(quiet=True))
     processes = [
         *trainer.session.ranks.processes,

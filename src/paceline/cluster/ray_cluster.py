@@ -13,10 +13,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from paceline.config import ClusterConfig, ConfigError
+from paceline.config.extras import needs_package
 
 # Nothing of ours goes through Ray's object store; this is the least that it takes.
 OBJECT_STORE_BYTES = 80 * 2**20
-INSTALL = "pip install 'paceline[cluster]' on every machine"
+LOCAL_TRIES = 3
+LOCAL_SETTINGS = {
+    "RAY_worker_niceness": "0",  # Ray's own default lets workers wait for everything else on the machine
+    "RAY_prestart_worker_first_driver": "0",  # a run starts the processes it needs
+    "RAY_agent_register_timeout_ms": "120000",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ def ray_cluster(address: str, cluster: ClusterConfig, local_gpus: int = 0) -> It
     try:
         import ray
     except ImportError:
-        raise ConfigError(f"cluster.runtime = 'ray' needs Ray: {INSTALL}") from None
+        raise ConfigError(f"cluster.runtime = 'ray' {needs_package('ray', 'cluster')}") from None
     if address:
         try:
             ray.init(address=address, log_to_driver=True)
@@ -62,20 +68,38 @@ def ray_cluster(address: str, cluster: ClusterConfig, local_gpus: int = 0) -> It
                 "`ray start --head`, or leave --address out for a local one"
             ) from None
     else:
-        # Ray's own default lets workers wait for everything else on the machine.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # On one machine Ray's CPUs only count processes: what they compute on is the recipe's business.
-        ray.init(
-            address="local",
-            num_cpus=cluster.replicas + cluster.learners + 1,
-            num_gpus=local_gpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        _start_local(cluster, local_gpus)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _start_local(cluster: ClusterConfig, gpus: int) -> None:
+    """Starts a cluster on this machine; Ray gives its own processes half a minute, so it is tried again."""
+    import ray
+
+    for name, value in LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    problem: Exception | None = None
+    for _ in range(LOCAL_TRIES):
+        try:
+            # On one machine Ray's CPUs only count processes: what they compute on is the recipe's business.
+            ray.init(
+                address="local",
+                num_cpus=cluster.replicas + cluster.learners + 1,
+                num_gpus=gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+            return
+        except Exception as error:  # Ray raises nothing more particular
+            problem = error
+            ray.shutdown()
+    raise ConfigError(
+        f"a local Ray cluster did not start in {LOCAL_TRIES} tries ({problem}): the machine may be too busy; "
+        "start one with `ray start --head` and pass --address auto, or use `paceline train`, which needs none"
+    )
 
 
 def check_room(cluster: ClusterConfig, needs_gpus: bool) -> None:

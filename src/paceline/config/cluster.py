@@ -64,7 +64,8 @@ class ClusterConfig(Section):
                 f"cluster.learners = {self.learners} needs cluster.replicas of at least 1: with learners in "
                 "processes of their own nobody else has weights to generate with"
             )
-        for key in ("placement", "runtime", "transport", "retries", "restarts", "heartbeat_seconds"):
+        keys = [key for key in type(self).model_fields if key not in ("replicas", "learners")]
+        for key in keys:
             if not self.is_default(key):
                 raise ValueError(
                     f"cluster.{key} = {getattr(self, key)!r} does not apply: cluster.replicas is 0, "
