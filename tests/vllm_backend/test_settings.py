@@ -1,14 +1,15 @@
 """What a recipe may ask of vLLM, what its process is told, and which versions are known."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from paceline.config import ConfigError, load_config
 from paceline.session import open_session
-from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown
+from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown, speculative_options
 from paceline.vllm_backend.client import vllm_launch
-from paceline.vllm_backend.settings import VllmSettings
+from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
 from tests.vllm_backend.test_backend import SETTINGS
 
@@ -50,6 +51,14 @@ def test_options_pass_through_and_what_is_relied_upon_stays():
     arguments = engine_arguments(SETTINGS)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["max_model_len"] == 64
     assert arguments["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def test_speculation_stops_in_large_batches_where_the_recipe_says_so():
+    table = "num_speculative_tokens_per_batch_size"
+    draft = DraftSettings("ngram", "ngram", 3, max_running=4)
+    assert speculative_options(draft, 64)[table] == [(1, 4, 3), (5, 64, 0)]
+    assert table not in speculative_options(draft, 4)
+    assert table not in speculative_options(replace(draft, max_running=0), 64)
 
 
 def test_an_option_that_this_vllm_lacks_is_named():

@@ -175,7 +175,7 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.dummy_weights:
         arguments["load_format"] = "dummy"
     if settings.draft is not None:
-        arguments["speculative_config"] = speculative_options(settings.draft)
+        arguments["speculative_config"] = speculative_options(settings.draft, settings.max_running)
     relied_upon = {
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "paceline.vllm_backend.extension.WorkerExtension",
@@ -184,16 +184,15 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments | settings.engine | relied_upon
 
 
-def speculative_options(draft: DraftSettings) -> dict[str, Any]:
-    """Returns vLLM's `speculative_config`."""
+def speculative_options(draft: DraftSettings, max_running: int) -> dict[str, Any]:
+    """Returns vLLM's `speculative_config`; `max_running` is the largest batch that there can be."""
     options: dict[str, Any] = {"method": draft.method, "num_speculative_tokens": draft.tokens}
     if draft.folder:
         options["model"] = draft.folder
-    if draft.max_running:
-        most = 1 << 20
+    if 0 < draft.max_running < max_running:
         options["num_speculative_tokens_per_batch_size"] = [
             (1, draft.max_running, draft.tokens),
-            (draft.max_running + 1, most, 0),
+            (draft.max_running + 1, max_running, 0),
         ]
     return options | draft.options
 
