@@ -219,7 +219,7 @@ def test_the_gradient_is_clipped_and_scaled_by_itself(policy):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_learns_in_either_precision(folder, dtype):
     policy = load_policy(folder, dtype)
     head = EagleHead(config_for(policy.config), dtype)

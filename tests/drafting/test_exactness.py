@@ -14,7 +14,7 @@ from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams
 from tests.engine.test_engine import bits, grouped_requests
-from tests.oracles import FAMILIES, small_model
+from tests.oracles import EVERY_FAMILY, FAMILIES, small_model
 
 
 class ScriptedDrafter(Drafter):
@@ -101,7 +101,7 @@ def run(
     return engine, done
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("count", [1, 4, 15])
 def test_any_drafter_gives_the_same_bits(family, count, folders):
     requests = grouped_requests(prompts=4, samples=3, longest=50)

@@ -22,7 +22,7 @@ from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
 from tests.drafting.test_exactness import folders, run  # noqa: F401  (a fixture)
 from tests.engine.test_engine import bits, grouped_requests
-from tests.oracles import FAMILIES
+from tests.oracles import EVERY_FAMILY
 
 
 def make_eagle(policy: Decoder, draft_vocab: int = 0) -> EagleDrafter:
@@ -48,7 +48,7 @@ def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -
     return DraftModel(policy)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 def test_completions_are_the_same_bits(family, kind, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)

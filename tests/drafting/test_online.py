@@ -319,6 +319,7 @@ def test_a_new_head_can_be_made_in_the_run(tmp_path):
     assert head.config.draft_vocab == head.config.layer.vocab_size
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
     online_keys = (
         "rollout.speculation.online.when=always",

@@ -28,7 +28,7 @@ from tests.drafting.test_exactness import OracleDrafter, folders, run  # noqa: F
 from tests.drafting.test_model_drafters import make_drafter
 from tests.drafting.test_wrong_drafters import SHAPE
 from tests.engine.test_engine import bits, grouped_requests
-from tests.oracles import FAMILIES
+from tests.oracles import EVERY_FAMILY
 
 VOCABULARY = 97
 
@@ -87,7 +87,7 @@ def tree_run(folder, requests, drafter: Drafter, count: int, **settings):
     return run(folder, requests, [drafter], Strategy(drafter.name, count, tree=True), **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("count", [4, 15])
 def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=50)
@@ -99,7 +99,7 @@ def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
             assert engine.take_stats().drafts["branching"].accept_length > 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 @pytest.mark.parametrize(
     "count", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
@@ -294,8 +294,16 @@ def eagle_logits(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, path:
     return logits_V
 
 
-@pytest.mark.parametrize("kind", ["eagle", "draft_model"])
-@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(
+    "kind, truncated",
+    [
+        ("eagle", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("eagle", True), ("draft_model", False), ("draft_model", True))
+        ),
+    ],
+)
 def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, folders):  # noqa: F811
     """In float64, against a computation without caches: through shared prompts, chunks, preemption, and walks
     whose paths moved.
@@ -346,6 +354,7 @@ def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, folder
     assert branched > 10 and deep > 10
 
 
+@pytest.mark.slow
 def test_a_tree_gains_more_than_a_chain_of_as_many_tokens(folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=4, longest=60)
     gained = {}

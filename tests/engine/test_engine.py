@@ -13,7 +13,7 @@ from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import Completion, FinishReason, Request, SamplingParams, Segment
 from tests.engine.test_reference import make_requests, naive_sample
-from tests.oracles import FAMILIES, double_precision, small_model
+from tests.oracles import EVERY_FAMILY, FAMILIES, double_precision, small_model
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
@@ -74,7 +74,7 @@ def test_equals_naive_transformers_sampling_in_float64(family, folders):
             assert done[request.id].logprobs == pytest.approx(logprobs, abs=1e-9)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_bits_depend_on_nothing_but_the_request(family, folders):
     """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32
     bits.

@@ -43,8 +43,8 @@ def test_what_truncation_leaves_comes_first():
 
 
 def test_kernel_is_the_reference(device):
-    for vocab in (3, 97, 5000):
-        arguments = [tensor.to(device) for tensor in make(5, vocab)]
+    for vocab in (3, 97, 2500):
+        arguments = [tensor.to(device) for tensor in make(3, vocab)]
         arguments[0][1, : vocab - 1] = -torch.inf
         ours = candidates.best_candidates_triton(*arguments, 4)
         reference = candidates.best_candidates_reference(*arguments, 4)

@@ -118,7 +118,7 @@ def test_gradients_in_float64(family, lora, kept, kernel_path):
 @pytest.mark.parametrize(
     "family, lora",
     [
-        ("qwen3", None),
+        pytest.param("qwen3", None, marks=pytest.mark.slow),
         pytest.param("llama", LORA, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", None, marks=pytest.mark.slow),
     ],

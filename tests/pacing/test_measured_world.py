@@ -20,7 +20,7 @@ def test_the_world_is_what_was_measured():
         assert 1e3 * seconds == pytest.approx(ms, rel=0.05), (running, proposed)
 
 
-@pytest.fixture(scope="module", params=(0, 1, 3))
+@pytest.fixture(scope="module", params=(0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))))
 def rollouts(request) -> tuple[list[Outcome], list[float], list[float]]:
     """Three rollouts of one pacer, as RL runs them; beside each, seconds of the best fixed strategy and of
     knowing the world.

@@ -19,6 +19,7 @@ from paceline.tasks.order import ProblemOrder
 from paceline.tasks.running_sums import RunningSums
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import comparable_metrics, make_tiny_policy, tiny_config
+from tests.page_data import page_data
 
 PACED = (
     "rollout.speculation.pacing=adaptive",
@@ -124,5 +125,6 @@ def test_pacing_changes_nothing_that_is_learnt_and_is_kept_with_the_run(tmp_path
     from typer.testing import CliRunner
 
     result = CliRunner().invoke(app, ["report", str(paced), "--step", "2"], catch_exceptions=False)
-    page = (paced / "report.html").read_text()
-    assert result.exit_code == 0 and "step 2" in page and "accept length" in page.lower()
+    (tail,) = page_data((paced / "report.html").read_text())["tails"]
+    assert result.exit_code == 0 and tail["chosen"] == 2 and 2 in tail["steps"]
+    assert "tail-accept" in json.dumps(tail["views"])

@@ -142,13 +142,18 @@ def test_what_left_its_session_ends_with_a_killed_run(tmp_path):
         text=True,
     )
     assert process.stdout.readline() == "scored\n"
+    marker = f"sleep\0{SLEEP}1\0".encode()
+    assert _becomes(True, marker), "a score may come before what it has left behind"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 60  # looks are repeated until they find nothing new; a busy machine is slow
-    marker = f"sleep\0{SLEEP}1\0".encode()
-    while time.monotonic() < deadline and _running(marker):
+    assert _becomes(False, marker)
+
+
+def _becomes(running: bool, command: bytes) -> bool:
+    deadline = time.monotonic() + 60
+    while _running(command) != running and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _running(marker)
+    return _running(command) == running
 
 
 def _running(command: bytes) -> bool:

@@ -193,7 +193,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+            # `nn.Embedding` fills its weight, which on the meta device imports torch._dynamo: seconds.
+            self.embedding = nn.Embedding.from_pretrained(
+                torch.empty(config.vocab_size, config.hidden_size), freeze=False
+            )
             self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -19,10 +19,10 @@ MARK = "PACELINE_REWARD_WORKER"
 PROC = Path("/proc")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-# A process that starts others faster than they are found is given up on after so many looks.
-MAX_LOOKS = 50
+# Seconds after which a process that starts others faster than they are found is given up on.
+MAX_SECONDS = 5.0
 
-# Looks in a row that must find nothing new, and the seconds between two.
+# Looks in a row that must find nothing new and nothing that still runs, and the seconds between two.
 QUIET_LOOKS = 3
 LOOK_SECONDS = 0.005
 
@@ -61,18 +61,18 @@ def _end_started_by(worker: int, mark: str) -> None:
     """Stops everything first, until looks find nothing new: a process that forks cannot slip away.
 
     One look is not enough: the list of processes is no snapshot, and one that forks and ends while it is read
-    hides the other.
+    hides the other. Nor is a signal: on a busy machine it arrives when the process is next run, which may be
+    in the middle of a fork.
     """
     found: set[int] = set()
     quiet_looks = 0
-    for _ in range(MAX_LOOKS):
+    deadline = time.monotonic() + MAX_SECONDS
+    while quiet_looks < QUIET_LOOKS and time.monotonic() < deadline:
         new = _started_by(worker, mark) - found
         for pid in new:
             _send(pid, signal.SIGSTOP)
         found |= new
-        quiet_looks = 0 if new else quiet_looks + 1
-        if quiet_looks == QUIET_LOOKS:
-            break
+        quiet_looks = 0 if new or not all(map(_has_stopped, found)) else quiet_looks + 1
         time.sleep(LOOK_SECONDS)
     for pid in found:
         _send(pid, signal.SIGKILL)
@@ -92,10 +92,23 @@ def _living() -> list[Process]:
     processes = []
     for entry in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent, group, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, parent, group, session = _stat(entry)
             if state not in "ZX":
                 processes.append(Process(int(entry.name), int(parent), int(group), int(session)))
     return processes
+
+
+def _has_stopped(pid: int) -> bool:
+    """Whether a process runs no more: stopped, or dead."""
+    try:
+        return _stat(PROC / str(pid))[0] in "TtZX"
+    except (OSError, IndexError):
+        return True
+
+
+def _stat(entry: Path) -> list[str]:
+    """Returns state, parent, process group and session of a process."""
+    return (entry / "stat").read_text().rpartition(")")[2].split()[:4]
 
 
 def _has_mark(pid: int, mark: str) -> bool:
