@@ -63,9 +63,8 @@ speculation() { # NAME TOKENS OVERRIDE...
 chains() { speculation chains 3,7; }
 trees() { speculation trees 3,5,7,11,15 rollout.speculation.shape=tree; }
 shared() { # rows share what they get on average: history and heads, beside `trees` and `chains` of as many
-  speculation shared-chains 1,3,7 rollout.speculation.step_tokens=4096 rollout.speculation.tokens=15
-  speculation shared-trees 1,3,7 rollout.speculation.shape=tree rollout.speculation.step_tokens=4096 \
-    rollout.speculation.tokens=15
+  speculation shared-chains 1,3,7 rollout.speculation.step_tokens=4096
+  speculation shared-trees 1,3,7 rollout.speculation.shape=tree rollout.speculation.step_tokens=4096
 }
 paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then on those of the docs
   part paced-700 "$PYTHON" -m paceline bench pacing --model qwen3-8b --requests 192 \
