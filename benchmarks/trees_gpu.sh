@@ -3,7 +3,7 @@
 #
 #     benchmarks/trees_gpu.sh OUT [PART ...]
 #
-#     parts: kernels bits budgets certify eagle chains trees shared paced fp8 table
+#     parts: kernels bits budgets certify eagle chains trees shared paced real fp8 table
 #
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains` and those after it use the head in
@@ -63,16 +63,29 @@ speculation() { # NAME TOKENS OVERRIDE...
 chains() { speculation chains 3,7; }
 trees() { speculation trees 3,5,7,11,15 rollout.speculation.shape=tree; }
 shared() { # rows share what they get on average: history and heads, beside `trees` and `chains` of as many
-  speculation shared-chains 1,3,7 rollout.speculation.step_tokens=4096 rollout.speculation.tokens=15
-  speculation shared-trees 1,3,7 rollout.speculation.shape=tree rollout.speculation.step_tokens=4096 \
-    rollout.speculation.tokens=15
+  speculation shared-chains 1,3,7 rollout.speculation.step_tokens=4096
+  speculation shared-trees 1,3,7 rollout.speculation.shape=tree rollout.speculation.step_tokens=4096
 }
 paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then on those of the docs
   part paced-700 "$PYTHON" -m paceline bench pacing --model qwen3-8b --requests 192 \
-    --lengths lognormal:700,1.2,8,5000 --acceptance 0.62,0.5,0.4,0.3 --rollouts 2 --json "$OUT/paced-700.json"
+    --lengths lognormal:700,1.2,8,5000 --acceptance 0.62,0.5,0.4,0.3 --draft-megabytes 650 \
+    --tokens 1,2,3,7 --rollouts 2 --json "$OUT/paced-700.json"
   part paced-512 "$PYTHON" -m paceline bench pacing --model qwen3-8b --requests 256 \
-    --lengths lognormal:512,1.0,16,4096 --acceptance 0.8,0.78,0.76,0.74,0.7 --rollouts 2 \
+    --lengths lognormal:512,1.0,16,4096 --acceptance 0.8,0.78,0.76,0.74,0.7 --draft-megabytes 650 \
+    --tokens 1,2,3,7 --rollouts 2 \
     --json "$OUT/paced-512.json"
+}
+real() { # whole rollouts with the recipe's own drafters, pacer and lengths, plainly and in trees that share
+  for requests in 256 64; do
+    for precision in base fp8+kv; do
+      # shellcheck disable=SC2086
+      part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing chain-sum policy.path="$SMOLLM" \
+        policy.widen=8b run.device=cuda $SUMS rollout.precision="$precision" rollout.speculation.shape=tree \
+        'rollout.speculation.drafters=[history,eagle]' rollout.speculation.tokens=15 \
+        rollout.speculation.eagle_path="$EAGLE" --requests "$requests" --tokens 3,7 --rollouts 2 \
+        --json "$OUT/real-$requests-${precision/+/-}.json"
+    done
+  done
 }
 fp8() { speculation trees-fp8 7,15 rollout.speculation.shape=tree rollout.precision=fp8; }
 table() { # accept length, ratio to own plain decoding and share of drafting, chains beside trees
@@ -93,6 +106,6 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
         )
 END
 }
-for step in "${@:-kernels bits budgets certify eagle chains trees shared paced fp8 table}"; do
+for step in "${@:-kernels bits budgets certify eagle chains trees shared paced real fp8 table}"; do
   for name in $step; do "$name"; done
 done

@@ -20,6 +20,8 @@ from paceline.drafting.merged import (
 from paceline.drafting.tree import ROOT, Candidates, choose_nodes
 from paceline.models.source import PolicySource
 from paceline.pacing.strategy import Strategy
+from paceline.plan.rollout import rollout_bytes
+from paceline.policy.decoder import Decoder
 from paceline.types import Request, SamplingParams
 from tests.drafting.test_exactness import folders, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
@@ -135,3 +137,11 @@ def test_a_recipe_with_both_lets_them_draft_together(shape):
     policy = PolicySource.of(config.policy).load(torch.float32, CPU)
     names = [drafter.name for drafter in DrafterFactory(config.rollout.speculation).make_all(policy)]
     assert names == ["history", "eagle", *(["history+eagle"] if shape == "tree" else [])]
+
+
+def test_a_plan_counts_it_without_weights():
+    config = load_config(
+        None, ["rollout.speculation.drafters=[history,eagle]", "rollout.speculation.shape=tree"]
+    )
+    policy = Decoder(PolicySource.of(config.policy).shape, torch.bfloat16, torch.device("meta"))
+    assert rollout_bytes(policy, config).graphs > 0

@@ -10,7 +10,7 @@ differently at different sizes. Rejection samples the same distribution, not the
 and so the requests with long ones, are others. The recipe says in which precision everything runs, plain
 decoding included, whether proposals are chains or trees, and whether rows share what is verified
 (`rollout.speculation.step_tokens`): the numbers of tokens are then those of a row on average, as far as the
-step's tokens allow for them, and `rollout.speculation.tokens` is what one row may get.
+step's tokens allow for them.
 
 Before each of them drafters forget what they have seen: one that remembers responses would find these very
 ones.
@@ -27,6 +27,7 @@ from paceline.bench.setup import recipe_engine, recipe_requests
 from paceline.bench.spread import Spread
 from paceline.config import Config, ConfigError
 from paceline.engine.engine import Engine
+from paceline.engine.factory import most_of_a_row
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import PLAIN, FixedPacer, Observation, Strategy
 from paceline.policy.decoder import Decoder
@@ -98,9 +99,11 @@ def bench_recipe(
     candidates = recipe_requests(config, prompts, CANDIDATES * requests_for(max(batches), rounds))
     alone = recipe_engine(config, policy, candidates, max(batches))
     engines = [recipe_engine(config, policy, candidates, max(batches), drafter, rule) for rule in rules]
-    speculation = config.rollout.speculation
-    most = speculation.tokens if speculation.step_tokens else 0
-    strategies = [Strategy(drafter, count, tree, max(count, most) if most else 0) for count in counts]
+    most = dict.fromkeys(counts, 0)
+    if config.rollout.speculation.step_tokens:
+        proposer = engines[0].drafters[drafter]
+        most = {count: most_of_a_row(proposer, count, proposer.max_tokens) for count in counts}
+    strategies = [Strategy(drafter, count, tree, most[count]) for count in counts]
     yield from bench_speculation(alone, engines, candidates, batches, strategies, repeats, rounds)
 
 

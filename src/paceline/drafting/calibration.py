@@ -29,7 +29,7 @@ class Calibration:
     def lend(self, other: "Calibration", first: int) -> None:
         """Makes the cells from `first` on the other's, so that both learn from either's trees."""
         own = slice(first, first + len(other.prior_C))
-        assert torch.equal(self.prior_C[own], other.prior_C)
+        assert len(self.prior_C[own]) == len(other.prior_C)
         other.tried_C = self.tried_C[own]
         other.right_C = self.right_C[own]
 

@@ -127,6 +127,7 @@ class DeviceSide(Backend):
 
     @property
     def attention_observer(self) -> AttentionObserver | None:
+        """Sees q, k and v of the learner's forward passes, where KV scales are calibrated with them."""
         return self.rollout_precision.observer
 
     @property
@@ -155,4 +156,5 @@ class DeviceSide(Backend):
         self.drafters.load_state(tensors)
 
     def calibration_state(self) -> dict[str, torch.Tensor]:
+        """Returns the scales that a resumed run must sample with."""
         return self.rollout_precision.state()

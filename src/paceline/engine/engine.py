@@ -165,6 +165,7 @@ class Engine(DeviceSide):
         self.drafters.observe_weights(version)
 
     def fall_back_to_base_precision(self) -> None:
+        """Switches to `Precision.BASE` with the current weights."""
         self._preempt_all()
         self.rollout_precision.fall_back()
         self._rebuild_cache()
@@ -202,6 +203,7 @@ class Engine(DeviceSide):
         return self.stats
 
     def load_calibration_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `calibration_state` returned."""
         if self.rollout_precision.load_state(tensors):
             self._rebuild_cache()
 
