@@ -96,10 +96,16 @@ def check_cluster(config: "Config") -> None:
     if not cluster.replicas:
         return
     where = f"cluster.replicas = {cluster.replicas}"
+    if rollout.backend == "vllm":
+        raise ValueError(
+            f"{where}: with rollout.backend = 'vllm' one engine serves the run; use "
+            "rollout.vllm.tensor_parallel, or rollout.backend=native, or cluster.replicas=0"
+        )
     if rollout.precision.fp8_kv:
         raise ValueError(
-            f"{where}: with rollout.precision = 'fp8+kv' scales are measured in the learner's forward "
-            "passes, and generation runs in other processes; use rollout.precision=fp8, or cluster.replicas=0"
+            f"{where}: with rollout.precision = {rollout.precision.value!r} scales are measured in the "
+            "learner's forward passes, and generation runs in other processes; use rollout.precision=fp8, or "
+            "cluster.replicas=0"
         )
     if rollout.speculation.online.when != "never":
         raise ValueError(

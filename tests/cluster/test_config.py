@@ -1,0 +1,36 @@
+"""What the section `cluster` refuses, and with which way out."""
+
+import pytest
+
+from paceline.config import ConfigError, load_config
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["cluster.learners=2"], "cluster.learners = 2 needs cluster.replicas of at least 1"),
+        (["cluster.runtime=ray"], "cluster.runtime = 'ray' does not apply: cluster.replicas is 0"),
+        (["cluster.replicas=2", "cluster.placement=colocated"], "must equal the learners, 1"),
+        (["cluster.replicas=2", "rollout.backend=vllm"], "cluster.replicas = 2: with .* one engine serves"),
+        (["cluster.replicas=2", "rollout.precision=kv"], "precision = 'kv' scales are measured"),
+        (
+            [
+                "cluster.replicas=2",
+                "rollout.speculation.drafters=[eagle]",
+                "rollout.speculation.online.when=always",
+            ],
+            "online.when = 'always' trains the head",
+        ),
+        (
+            ["cluster.replicas=1", "cluster.placement=colocated", "rollout.mode=async"],
+            "use cluster.placement=apart, or rollout.mode=partial",
+        ),
+        (
+            ["cluster.replicas=2", "cluster.runtime=ray", "cluster.transport=ipc"],
+            "cluster.transport = 'ipc' reaches processes of one machine",
+        ),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
