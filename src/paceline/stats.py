@@ -21,6 +21,8 @@ class RolloutStats:
     prefill_tokens: int = 0
     # Filling the cache for prompts and entering their rows: on a GPU between marks in the stream.
     prefill_seconds: float = 0.0
+    # Timing steps before the first request, for a pacer that knows no times; captures for it included.
+    timing_seconds: float = 0.0
     # Waiting for rewards and tools while nothing was being generated; the sampler fills it in.
     reward_wait_seconds: float = 0.0
     # Capturing CUDA graphs; part of the decode steps that were captured.

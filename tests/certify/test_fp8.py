@@ -229,7 +229,7 @@ class Fixed:
             + by * torch.randn(self.logits_VV.shape, generator=torch.Generator().manual_seed(seed))
         )
 
-    def __call__(self, tokens_T, positions_T, attend, replay=None):
+    def __call__(self, tokens_T, positions_T, attend, capture=None, replay=None):
         return tokens_T
 
     def logits(self, tokens_T):
@@ -377,9 +377,9 @@ def test_speculation_that_verifies_in_another_precision_is_caught(policies, monk
 
 def wrong_key_scale(monkeypatch):
     """Attention reads keys with a scale 5% larger than they were written with."""
-    sound = paged_attention.paged_attention
+    sound = forward.attend_reference
     monkeypatch.setattr(
-        paged_attention, "paged_attention", lambda *case: sound(*case[:-2], 1.05 * case[-2], case[-1])
+        forward, "attend_reference", lambda *case: sound(*case[:-2], 1.05 * case[-2], case[-1])
     )
 
 

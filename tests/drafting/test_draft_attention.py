@@ -31,7 +31,8 @@ def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
             keys = torch.cat([k[visible], own_k[:, row]])
             values = torch.cat([v[visible], own_v[:, row]])
             weights = (torch.einsum("hd,khd->kh", q[row], keys) * HEAD_DIM**-0.5).softmax(0)
-            out.append(torch.einsum("kh,khd->hd", weights, values))
+            # Where there is no key, the result is zero: nobody uses it, but its gradient must be a number.
+            out.append(torch.einsum("kh,khd->hd", weights, values) if len(keys) else torch.zeros_like(q[row]))
             row += 1
         start += prompt + response
     result = torch.stack(out)

@@ -69,7 +69,7 @@ def test_logprobs_are_the_rollouts(family, lora, drafting):
 
 def test_the_plain_forward_pass_is_not_exact():
     """Or nothing above would show anything."""
-    policy = make_policy("qwen3", None, torch.float32)
+    policy = make_policy("qwen3", None, torch.bfloat16)
     completions = roll_out(policy, 20)
     with torch.no_grad():
         plain = token_logprobs(policy, pack([training_sequence(c) for c in completions], policy.device))[0]

@@ -89,7 +89,7 @@ def test_after_a_fall_back_times_are_measured_anew(tmp_path):
     LiveRollouts(session.sampler, order, 4, 4, session.train_sampling()).collect(1)
     pacer = session.backend.pacer
     accepted = pacer.state()["acceptance"]
-    assert pacer.state()["cost"]["verify"]["estimates"] and accepted["history"][0]["reached"][0] > 0
+    assert pacer.state()["cost"]["verify"]["estimates"]
     session.backend.fall_back_to_base_precision()
     assert not pacer.state()["cost"]["verify"]["estimates"] and pacer.state()["acceptance"] == accepted
     assert pacer.choose(Moment(4, 100.0)).strategy == PLAIN, "nothing is known that could be compared"

@@ -36,7 +36,7 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
     )
     forward, runner = engine.runner.forward, engine.runner
     planned = rollout_bytes(Decoder(policy.config, torch.float32, "meta"), config)
-    proposals = [runner.proposals_SK, runner.parents_SK]
+    proposals = vars(runner.proposals).values()
     assert planned.rows == sum(
         t.nbytes for t in [*vars(engine.rows.state).values(), *proposals, forward.cos_PC, forward.sin_PC]
     )

@@ -15,6 +15,7 @@ from paceline.bench.step_settings import PLAIN, Setting
 
 # Parts of a rollout and of a step, with the metric that each is.
 ROLLOUT_STAGES = {
+    "timing": "time/timing",
     "prefill": "time/prefill",
     "decode": "time/decode",
     "tail": "time/tail",
@@ -41,7 +42,7 @@ OTHER_FIGURES = {
 
 def stage_seconds(metrics: dict[str, float]) -> dict[str, float]:
     """Returns a step's seconds by stage, in the order of `STAGES`; they add up to `time/step`."""
-    rollout = {stage: metrics[key] for stage, key in ROLLOUT_STAGES.items()}
+    rollout = {stage: metrics.get(key, 0.0) for stage, key in ROLLOUT_STAGES.items()}
     others = {stage: metrics.get(key, 0.0) for stage, key in OTHER_STAGES.items()}
     return {
         **rollout,

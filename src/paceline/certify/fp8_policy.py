@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.policy.decoder import Attend, Attention, Decoder, ExpertFeedForward, RMSNorm
+from paceline.policy.decoder import Attend, Attention, Capture, Decoder, ExpertFeedForward, RMSNorm
 from paceline.policy.replay import RouterReplay
 from paceline.policy.rope import rotate
 
@@ -119,8 +119,10 @@ class Fp8Policy:
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
         attend: Attend,
+        capture: Capture | None = None,
         replay: RouterReplay | None = None,
     ) -> torch.Tensor:
+        assert capture is None, "nobody learns from the FP8 policy's states"
         assert replay is None, "the FP8 policy routes for itself"
         x_TE = self.policy.embedding(tokens_T).to(self.wide)
         for index, layer in enumerate(self.policy.layers):

@@ -22,6 +22,7 @@ OPTIONAL_PACKAGES: tuple[tuple[str, str, Extra], ...] = (
     ("pyarrow", "parquet files as tasks", "data"),
     ("tensorboard", "report.tensorboard=true", "tensorboard"),
     ("wandb", "report.wandb=true", "wandb"),
+    ("ray", "paceline launch", "cluster"),
 )
 
 

@@ -10,6 +10,7 @@ SUMMED = (
     "prefill_tokens",
     "capture_seconds",
     "prefill_seconds",
+    "timing_seconds",
     "draft_seconds",
     "verify_seconds",
     "requests_left_out",

@@ -210,6 +210,8 @@ class PrefixAndDiagonal(torch.autograd.Function):
         prefix_RHD, prefix_lse_RH = prefix.forward(q_RHD, k_THD, v_THD)
         own_SRH = (q_RHD * own_k_SRHD).sum(-1).to(prefix_lse_RH.dtype) * q_RHD.shape[-1] ** -0.5
         lse_RH = torch.logaddexp(prefix_lse_RH, own_SRH.logsumexp(0))
+        # Without any key the result is zero, not 0 / 0.
+        lse_RH = lse_RH.masked_fill(lse_RH == -torch.inf, 0.0)
         own_weights_SRH = (own_SRH - lse_RH).exp()
         share_RH1 = (prefix_lse_RH - lse_RH).exp().unsqueeze(-1)
         own_RHD = (own_weights_SRH.unsqueeze(-1) * own_v_SRHD).sum(0)

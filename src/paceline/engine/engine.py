@@ -271,8 +271,10 @@ class Engine(DeviceSide):
         if self.pacer is None or self.running or self.outcomes.unread or not seconds:
             return
         if strategies := self.pacer.untimed():
+            begun = time.perf_counter()
             self.pacer.take_times(time_steps(self.launcher, strategies, seconds))
             self._last_outcome = time.perf_counter()
+            self.stats.timing_seconds += self._last_outcome - begun
 
     def _launch(self) -> None:
         decision = PLAIN_DECISION

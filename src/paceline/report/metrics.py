@@ -45,6 +45,8 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         values["rollout/tail_steps"] = _mean(tail)
         values |= speculation_metrics(stats)
         values["time/prefill"] = stats.prefill_seconds
+        if stats.timing_seconds:
+            values["time/timing"] = stats.timing_seconds
         values["time/tail"] = sum(
             seconds for seconds, in_tail in zip(stats.step_seconds, tail, strict=True) if in_tail
         )

@@ -122,7 +122,7 @@ MUTANTS = [
         f"{TILES}:QueryTiles._some_pairs",
         "> self.position_NQ[tile_P].unsqueeze(2)",
         "> self.position_NQ[tile_P].unsqueeze(2)\n"
-        "        hidden_PQN |= (key_PN.unsqueeze(1) < 16) & (self.position_NQ[tile_P].unsqueeze(2) > 48)",
+        "    hidden_PQN |= (key_PN.unsqueeze(1) < 16) & (self.position_NQ[tile_P].unsqueeze(2) > 48)",
         "preempted",
     ),
     Mutant(

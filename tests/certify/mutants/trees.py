@@ -51,9 +51,9 @@ MUTANTS = [
     ),
     Mutant(
         "shared tokens see another row's cache",
-        "paceline.kernels.paged_attention:paged_attention_reference",
-        "row_T = ragged.row_T",
-        "row_T = ragged.row_T.flip(0)",
+        "paceline.kernels.query_tiles:_ragged_tiles",
+        "ragged.tokens_R, position_T, block_table_RB)",
+        "ragged.tokens_R, position_T, block_table_RB.flip(0))",
         "shared chains",
     ),
 ]

@@ -50,10 +50,15 @@ CURVES = (
 )
 
 
+# The parts of a step that are not the rollout's.
+AFTER_ROLLOUT = ("learning", "drafter", "sync")
+
+
 def stage_seconds(run: RunData) -> dict[str, np.ndarray]:
     """Returns the seconds of every part of a step, by step."""
     train = run.train
     parts = {
+        "timing steps": train["time/timing"],
         "prefill": train["time/prefill"],
         "decode": train["time/decode"],
         "tail": train["time/tail"],

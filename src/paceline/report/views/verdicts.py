@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.report.run_data import RunData
-from paceline.report.views.time import stage_seconds
+from paceline.report.views.time import AFTER_ROLLOUT, stage_seconds
 
 # Steps at either end of a run that are averaged where there is no evaluation, as a share and at least.
 END_SHARE = 0.1
@@ -82,8 +82,9 @@ def time_card(run: RunData) -> Card:
     whole = sum(parts.values())
     if not whole:
         return card(question, "No step yet", "There is no time to divide.", "warn")
-    rollout = sum(parts[name] for name in list(parts)[:5])
-    named = {"rollout": rollout, **{name: parts[name] for name in list(parts)[5:]}}
+    after = {name: parts[name] for name in AFTER_ROLLOUT}
+    rollout = whole - sum(after.values())
+    named = {"rollout": rollout, **after}
     largest = max(named, key=lambda name: named[name])
     shares = [
         [name, seconds / whole, i]
