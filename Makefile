@@ -57,7 +57,7 @@ test: $(VENV)/.test
 test-full: $(VENV)/.full
 	sh scripts/browser.sh
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
 
 soak: $(VENV)/.test

@@ -91,6 +91,7 @@ def test_the_longest_responses_are_chosen_and_most_are_not_looked_at():
     assert [len(text.loss_mask) for text in longest_texts(groups, 10**6)] == [300, 200, 100, 5]
 
 
+@pytest.mark.slow
 def test_the_head_follows_a_policy_that_moved(moved):
     policy, head = moved
     weights = {name: p.clone() for name, p in policy.named_parameters()}

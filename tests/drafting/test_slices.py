@@ -148,6 +148,7 @@ def saved_bytes(policy: Decoder, tokens: int, rows: int) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_tokens_take_memory_by_their_number_and_little_of_it(policy):
     """Of a token before the passage: its key, its value and what they are made of; no pairs of tokens."""
     rows = 64
@@ -161,6 +162,7 @@ def test_sixteen_thousand_tokens_take_memory_by_their_number_and_little_of_it(po
     assert sizes[4000] < 0.3 * whole, "what a row costs is paid for the passage alone"
 
 
+@pytest.mark.slow
 def test_the_late_part_of_a_response_teaches_what_the_beginning_cannot(policy):
     """The second half of a response uses other tokens, of which a head that was cut off knows nothing."""
 

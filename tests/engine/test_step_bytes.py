@@ -116,8 +116,7 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
     "kind",
     [
         "history",
-        "eagle",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle, 32000 tokens", "draft model")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle", "eagle, 32000 tokens", "draft model")),
     ],
 )
 def test_no_tree_holds_more_than_its_estimate(kind):
@@ -137,7 +136,7 @@ def test_no_tree_holds_more_than_its_estimate(kind):
             assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chain", "tree"])
 def test_no_shared_step_holds_more_than_its_estimate(tree):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
     drafter = make_drafter("eagle", shape)

@@ -42,6 +42,7 @@ def test_what_truncation_leaves_comes_first():
     assert all(len(set(row)) == 4 for row in tokens.tolist()), "what is cut follows"
 
 
+@pytest.mark.slow
 def test_kernel_is_the_reference(device):
     for vocab in (3, 97, 2500):
         arguments = [tensor.to(device) for tensor in make(3, vocab)]

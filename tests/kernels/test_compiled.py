@@ -21,6 +21,7 @@ def printed_by(*command: str) -> dict:
     [pytest.param(89, 101_376, id="RTX 4090"), pytest.param(90, 232_448, id="H200", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("which", ["largest", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_kernels_fit_a_gpus_shared_memory(capability, limit, which):
     """Fewer tiles are in flight where there is little of it, and all on the GPU they were tuned for."""
     results = printed_by("tests.kernels.compiled_sizes", str(capability), str(limit), which)
@@ -33,6 +34,7 @@ def test_kernels_fit_a_gpus_shared_memory(capability, limit, which):
     ), results
 
 
+@pytest.mark.slow
 def test_products_over_an_e4m3_cache_run_alike():
     """Decoding, verifying and prefilling deal a product's terms to the same instructions in the same order.
 

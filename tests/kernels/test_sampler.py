@@ -34,7 +34,7 @@ def test_reference_is_brute_force():
     torch.testing.assert_close(actual_logprobs.double(), logprobs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [130, 5001])
+@pytest.mark.parametrize("vocab_size", [130, pytest.param(5001, marks=pytest.mark.slow)])
 def test_kernel_gives_the_references_tokens(device, vocab_size):
     case = inputs(5, vocab_size)
     token, logprob = sample_triton(*(t.to(device) for t in case))
