@@ -21,7 +21,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the files that lie outside docs/."""
     paths = [ROOT / name for name in TAKEN]
     paths += [
-        path for path in (ROOT / "examples").iterdir() if path.suffix in (".md", ".py", ".yaml", ".jsonl")
+        path
+        for path in (ROOT / "examples").rglob("*")
+        if path.suffix in (".md", ".py", ".yaml", ".jsonl", ".sh")
     ]
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
