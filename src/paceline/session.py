@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from paceline.backend import Backend
-from paceline.cluster.placing import start_processes
+from paceline.cluster.placing import Processes, start_processes
 from paceline.cluster.pool import ReplicaPool
 from paceline.cluster.ranks import LearnerRanks, RankLaunch
 from paceline.config import Config, ConfigError, dump_config, parse_config
@@ -71,7 +71,12 @@ class Session:
     sampler: GroupSampler
     plan: Plan | None = None  # of a GPU's memory; None on a CPU
     schedule: Path | None = None  # of an earlier run, to repeat
-    ranks: LearnerRanks | None = None  # None: this process learns
+    processes: Processes | None = None  # None: this one, and a worker where generation never waits
+
+    @property
+    def ranks(self) -> LearnerRanks | None:
+        """The ranks that learn; None: this process does."""
+        return self.processes.ranks if self.processes is not None else None
 
     def train_sampling(self) -> SamplingParams:
         """Returns the sampling parameters of training responses."""
@@ -156,8 +161,8 @@ class Session:
         """Ends reward workers and drops what is outstanding."""
         self.sampler.close()
         self.backend.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        if self.processes is not None:
+            self.processes.close()
 
 
 def open_session(config: Config, learns: bool = False, schedule: Path | None = None) -> Session:
@@ -187,15 +192,14 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     task = make_task(config.task, tokenizer, source.folder)
     if not learns:  # a run has a log for it
         task.scoring.log_output(None)
-    ranks = None
+    processes = None
     try:
         if pooled:
             launch = Launch("paceline.session:hosted_replica", dump_config(config))
             rank_launch = RankLaunch("paceline.session:hosted_rank", dump_config(config))
             weights = policy_weights(policy)
-            placed = start_processes(launch, rank_launch, config, device, weights, logger.warning)
-            backend: Backend = placed.pool
-            ranks = placed.ranks
+            processes = start_processes(launch, rank_launch, config, device, weights, logger.warning)
+            backend: Backend = processes.pool
         elif in_worker:
             backend = start_worker(policy, config, device)
         else:
@@ -205,7 +209,7 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
         raise
     sampler = GroupSampler(backend, task, tokenizer, config.run.seed)
     return Session(
-        config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, ranks
+        config, device, source.folder, policy, tokenizer, task, backend, sampler, plan, schedule, processes
     )
 
 

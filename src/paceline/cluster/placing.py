@@ -23,6 +23,7 @@ class Places:
     replicas: list[Place]
     one_machine: bool
     host: str = "127.0.0.1"  # how the others reach this process
+    release: Callable[[], None] = lambda: None  # gives the places back, once nothing runs there
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Processes:
 
     pool: ReplicaPool
     ranks: LearnerRanks | None
+    places: Places
+
+    def close(self) -> None:
+        """Ends all of them and gives their places back."""
+        self.pool.close()
+        if self.ranks is not None:
+            self.ranks.close()
+        self.places.release()
 
 
 def start_processes(
@@ -46,9 +55,9 @@ def start_processes(
     places = find_places(cluster, device)
     transport = choose_transport(cluster.transport, device, places.one_machine)
     ranks = None
-    if cluster.learners:
-        ranks = LearnerRanks(rank_launch, places.learners, warn, cluster.heartbeat_seconds)
     try:
+        if cluster.learners:
+            ranks = LearnerRanks(rank_launch, places.learners, warn, cluster.heartbeat_seconds)
         pool = ReplicaPool(
             launch,
             places.replicas,
@@ -62,8 +71,9 @@ def start_processes(
     except BaseException:
         if ranks is not None:
             ranks.close()
+        places.release()
         raise
-    return Processes(pool, ranks)
+    return Processes(pool, ranks, places)
 
 
 def find_places(cluster: ClusterConfig, device: torch.device) -> Places:

@@ -119,6 +119,10 @@ class Bundles:
         """Returns the options of a replica's actor."""
         return self._options(number if self.share < 1 else self.cluster.learners + number)
 
+    def release(self) -> None:
+        """Gives the places back, for another run or this one's next attempt."""
+        ray.util.remove_placement_group(self.group)
+
     def _options(self, index: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
         return {"num_cpus": 1, "num_gpus": self.gpus * self.share, "scheduling_strategy": strategy}
@@ -127,7 +131,7 @@ class Bundles:
         deadline = time.monotonic() + START_SECONDS
         while not self.group.wait(5):
             if time.monotonic() > deadline:
-                ray.util.remove_placement_group(self.group)
+                self.release()
                 raise ConfigError(
                     f"the Ray cluster has had no room for cluster.replicas = {self.cluster.replicas} and "
                     f"cluster.learners = {self.cluster.learners} for {START_SECONDS:.0f} s; it has "
@@ -143,4 +147,5 @@ def ray_places(cluster: ClusterConfig, device: torch.device) -> Places:
         [partial(RayWorker, options=bundles.replica(number)) for number in range(cluster.replicas)],
         one_machine=len([node for node in ray.nodes() if node["Alive"]]) == 1,
         host=ray.util.get_node_ip_address(),
+        release=bundles.release,
     )
