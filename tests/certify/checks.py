@@ -49,7 +49,10 @@ def small_policy(kind: str = "dense") -> Decoder:
     # FP8 has a scale per 128 columns: two of them in the wide one.
     hidden, inner = (160, 144) if kind == "wide" else (32, 48)
     sizes = dict(vocab_size=48, hidden_size=hidden, intermediate_size=inner, num_layers=2, num_heads=4)
-    config = DecoderConfig(**sizes, num_kv_heads=2, head_dim=16, max_positions=176, eos_token_ids=(0,), **own)
+    positions = 720 if kind == "long" else 176  # 720: more than the CPU's attention takes at a time
+    config = DecoderConfig(
+        **sizes, num_kv_heads=2, head_dim=16, max_positions=positions, eos_token_ids=(0,), **own
+    )
     policy = Decoder(config).initialise(0)
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.parameters():
@@ -108,6 +111,7 @@ CHECKS: dict[str, Callable[[], Certificate]] = {
         name: (lambda name=name: run(native(), small_plan(name, samples=2)))
         for name in ("preempted", "chunks", "continued", "weights", "endings", "limit", "asleep", "aborted")
     },
+    "limit, long": lambda: run(native(kind="long"), small_plan("limit", samples=2)),
     "experts": lambda: run(native(kind="experts"), small_plan(samples=2)),
     "rejection": lambda: run(native("rejection"), small_plan(samples=5)),
     "rejection, history": lambda: run(native("rejection", "history"), small_plan(samples=4)),

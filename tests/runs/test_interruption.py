@@ -45,7 +45,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(number, whole, train, start
     "where",
     [
         pytest.param((checkpoint, "_save_tensors", 1), id="saving"),
-        pytest.param((checkpoint, "_sync", 3), id="syncing", marks=pytest.mark.slow),
+        pytest.param((checkpoint, "sync", 3), id="syncing", marks=pytest.mark.slow),
         pytest.param((checkpoint, "_remove", 1), id="removing", marks=pytest.mark.slow),
         pytest.param((evaluation, "summarise", 2), id="after evaluating", marks=pytest.mark.slow),
         pytest.param((evaluation, "SamplingParams", 2), id="before evaluating"),

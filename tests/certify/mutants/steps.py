@@ -130,7 +130,7 @@ MUTANTS = [
         f"{ATTENTION}:_fold",
         "total = total + weight_CNHM[chunk]",
         "total = total + 1.0",
-        "preempted",
+        "limit, long",
     ),
     Mutant(
         "rotary embedding with the sign turned",
