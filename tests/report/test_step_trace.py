@@ -97,7 +97,7 @@ def test_perfetto_gets_tracks_that_do_not_overlap(run, tmp_path):
     tracks = {}
     for event in sorted(slices, key=lambda e: e["ts"]):
         track = (event["pid"], event["tid"])
-        assert event["ts"] >= tracks.get(track, -1e9) - 1500, f"{event['name']} overlaps in {names[track]}"
+        assert event["ts"] >= tracks.get(track, -1e9) - 5000, f"{event['name']} overlaps in {names[track]}"
         tracks[track] = event["ts"] + event["dur"]
     waiting = [e for e in events if e["pid"] == WAITING and e["ph"] in "be"]
     assert len([e for e in waiting if e["ph"] == "b"]) == len([e for e in waiting if e["ph"] == "e"]) >= 16

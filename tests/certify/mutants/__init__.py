@@ -9,6 +9,7 @@ WHAT = {
     "tokens": "every token of every setting, plain and speculating",
     "kernels": "sampler, rejection, noise and seeds by themselves",
     "preempted": "requests preempted on purpose",
+    "limit, long": "requests that end at the last position, behind more keys than are attended to at once",
     "chunks": "prefill in small chunks",
     "continued": "sequences continued in turns",
     "weights": "new weights in between",
