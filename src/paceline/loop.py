@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
-from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
+from paceline.cluster.learning_home import OwnProcess
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.online import make_online
@@ -30,7 +30,6 @@ from paceline.learning.checkpoint import (
     replace_folder,
     whole_checkpoints,
 )
-from paceline.learning.learner import Learner
 from paceline.learning.mismatch import MismatchCheck
 from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
 from paceline.pacing.store import load_pacing, load_times, save_pacing, save_times
@@ -152,7 +151,7 @@ class Trainer:
         ):
             console.warn(note)
         self.clock = StageClock(self.session.device)
-        self.learner = self._make_learner()
+        self.learner = self.session.learning_home(console.warn)
         self.drafter = self._make_drafter()
         state = self._restore(resumed)
         self.sentinel = Sentinel(
@@ -384,15 +383,6 @@ class Trainer:
         return training_failed(reason, self.directory.path, checkpoints)
 
     # -- setup ------------------------------------------------------------------------------------
-
-    def _make_learner(self) -> LearningHome:
-        session = self.session
-        if session.ranks is not None:
-            return RankProcesses(session.ranks, session.policy, session.policy_folder)
-        learner = Learner(session.policy, self.config, self.console.warn)
-        if session.backend.low_precision is not None:
-            learner.observe_attention = session.backend.low_precision.attention_observer
-        return OwnProcess(learner, session.policy, session.policy_folder)
 
     def _make_drafter(self) -> RunDrafter | None:
         """Connects a head that learns with the passes that its states come from, and with idle time."""

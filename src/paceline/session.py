@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from paceline.backend import Backend
+from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
 from paceline.cluster.placing import Processes, start_processes
 from paceline.cluster.pool import ReplicaPool
 from paceline.cluster.ranks import LearnerRanks, RankLaunch
@@ -29,6 +30,7 @@ from paceline.drafting.factory import DrafterFactory
 from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
+from paceline.learning.learner import Learner
 from paceline.models.source import PolicySource, policy_dtype
 from paceline.plan.cluster import cluster_refusal, make_cluster_plan
 from paceline.plan.machine import Machine, gpu_at_hand
@@ -144,6 +146,15 @@ class Session:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
             self.backend.wake()
+
+    def learning_home(self, warn: Callable[[str], None]) -> LearningHome:
+        """Returns where the policy learns: in this process, or in ranks."""
+        if self.ranks is not None:
+            return RankProcesses(self.ranks, self.policy, self.policy_folder)
+        learner = Learner(self.policy, self.config, warn)
+        if self.backend.low_precision is not None:
+            learner.observe_attention = self.backend.low_precision.attention_observer
+        return OwnProcess(learner, self.policy, self.policy_folder)
 
     def drafting_head(self) -> nn.Module | None:
         """Returns the head that drafts, or one like it where it lies in another process; None: none does."""

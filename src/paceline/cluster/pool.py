@@ -207,14 +207,14 @@ class ReplicaPool(Backend):
             replica.client.fell_back = value
 
     @property
-    def drafter(self) -> dict[str, torch.Tensor]:
-        """The head that was published last."""
-        return self.live[0].client.drafter
+    def published(self) -> Message | None:
+        """What handed over the newest head."""
+        return self.live[0].client.published
 
-    @drafter.setter
-    def drafter(self, weights: dict[str, torch.Tensor]) -> None:
+    @published.setter
+    def published(self, message: Message | None) -> None:
         for replica in self.live:
-            replica.client.drafter = weights
+            replica.client.published = message
 
     def call(self, message: Message) -> Message:
         """Asks every replica that is there, and returns one of the answers."""

@@ -140,11 +140,6 @@ def checkpoint_bytes(
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def save_best(folder: Path, policy: Decoder, tokenizer_from: Path) -> None:
-    """Replaces `best/` by this policy, whose evaluation is the best so far."""
-    replace_folder(folder / "best", lambda path: save_policy(policy, path, tokenizer_from))
-
-
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Replaces the folder `final` as a whole by what `write` makes of an empty path.
 

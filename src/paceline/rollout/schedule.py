@@ -36,8 +36,10 @@ class ScheduleMismatch(RuntimeError):
     """A response is not the recorded one: recipe, weights or kernels differ."""
 
 
-def schedule_line(step: int, taken: Sequence[GroupUnderway], metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns what a repetition needs of a step."""
+def schedule_line(
+    step: int, taken: Sequence[GroupUnderway], handed_out: int, metrics: dict[str, float]
+) -> dict[str, Any]:
+    """Returns what a repetition needs of a step, before which `handed_out` problems went in."""
     groups = [
         {
             **asdict(group.identity),
@@ -47,7 +49,7 @@ def schedule_line(step: int, taken: Sequence[GroupUnderway], metrics: dict[str, 
         }
         for group in taken
     ]
-    return {"step": step, "groups": groups, "metrics": metrics}
+    return {"step": step, "handed_out": handed_out, "groups": groups, "metrics": metrics}
 
 
 def append_schedule(path: Path, line: dict[str, Any]) -> None:
@@ -130,6 +132,8 @@ class ScheduledRollouts(RolloutSource):
                 self._check(sample)
             with self.sampler.waiting_for_rewards():
                 groups.append(own.group())
+        # Groups that no step learned from are not repeated; their problems were handed out all the same.
+        self.order.position = max(self.order.position, line.get("handed_out", 0))
         keeps_cache = "rollout/stale_cache_tokens" in line["metrics"]
         self.metrics = line["metrics"] | lag_metrics(groups, version, keeps_cache)
         return groups

@@ -106,7 +106,7 @@ class StreamingRollouts(RolloutSource):
             self.sampler.idle_work(lambda: not all(group.scoring.done for group in self.taken))
             groups = [group.group() for group in self.taken]
         self.metrics = self._measure(groups, version, stragglers)
-        self.schedule = schedule_line(step, self.taken, self.metrics)
+        self.schedule = schedule_line(step, self.taken, self.order.position, self.metrics)
         return groups
 
     def take_stats(self) -> RolloutStats:

@@ -115,7 +115,7 @@ class VllmClient(WorkerBackend):
     def speculation(self) -> Speculation | None:
         return VllmDrafting(self) if self.settings.draft is not None else None
 
-    def published(self, version: int) -> None:
+    def note_published(self, version: int) -> None:
         """Notes that a head was handed over."""
         self._changed_since_drafts = f"the head of version {version}"
 
@@ -150,7 +150,7 @@ class VllmDrafting(RemoteSpeculation):
             for name, parameter in head.named_parameters():
                 parameter.copy_(weights[name])
         super().publish_drafter(version, head_tensors(head))
-        self.backend.published(version)
+        self.backend.note_published(version)
 
     def drafter_state(self) -> dict[str, torch.Tensor]:
         """Returns the head as the native engine's checkpoints have it."""

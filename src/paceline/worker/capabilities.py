@@ -18,7 +18,7 @@ class Caller(Protocol):
     """The client, as its capabilities see it."""
 
     description: dict
-    drafter: dict[str, torch.Tensor]  # the head that was published last, for a worker that takes over
+    published: Message | None  # what handed over the newest head, for a worker that takes over
     fell_back: bool
 
     def call(self, message: Message) -> Message:
@@ -45,8 +45,8 @@ class RemoteSpeculation:
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Sends a trained head to the worker; kept, for one that takes over."""
-        self.backend.drafter = dict(weights)
-        self.backend.call(publish_message(version, weights))
+        self.backend.published = publish_message(version, weights)
+        self.backend.call(self.backend.published)
 
     def record_states(self, max_bytes: int) -> None:
         """Does nothing: states are too large to send, and the learner's own pass makes them."""

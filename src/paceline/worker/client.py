@@ -23,7 +23,7 @@ from paceline.backend import Backend, LowPrecision, Speculation, WeightsNotFinit
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
-from paceline.worker.codec import publish_message, read_completion, read_stats, submit_message
+from paceline.worker.codec import read_completion, read_stats, submit_message
 from paceline.worker.owner import Owner, Patience
 from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
 from paceline.worker.readers import TransferInterrupted, Weights
@@ -76,7 +76,7 @@ class WorkerBackend(Backend):
         self._last_answer = time.monotonic()
         self.fell_back = False
         self.asleep = False
-        self.drafter: dict[str, torch.Tensor] = {}
+        self.published: Message | None = None
         self.description: dict = {}
         self.pacing: dict | None = None  # what all replicas have learnt, for a worker that takes over
         self._owns_memory = memory is None
@@ -278,8 +278,8 @@ class WorkerBackend(Backend):
         messages = [Message("fall_back")] if self.fell_back else []
         if self.weights.version is not None:
             messages.append(self._weights_message())
-        if self.drafter:
-            messages.append(publish_message(self.weights.version or 0, self.drafter))
+        if self.published is not None:
+            messages.append(self.published)
         if self.pacing is not None:
             messages.append(Message("load_pacing", {"state": self.pacing}))
         if self.outstanding:
