@@ -2,7 +2,7 @@
 #
 #   make train       trains the built-in policy; ARGS="run.steps=5" or any other recipe and overrides
 #   make test        the core suite: everything not marked slow (8 minutes on two ARM cores)
-#   make test-full   what is marked slow, with every optional package, vLLM in an environment of its own, and chromium
+#   make test-full   what is marked slow, with every optional package, chromium, and vLLM in an environment of its own
 #   make soak        disturbs runs by random seed for SECONDS and says how many; SEED=n is the first case
 #   make test-gpu    what is marked gpu; PART=1, PART=2, ... PART=$(PARTS) are shares of under eight minutes.
 #                    PYTEST="python -m pytest" runs it in an environment that exists and installs nothing.

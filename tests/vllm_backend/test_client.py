@@ -10,6 +10,7 @@ from paceline.models.source import BUILTIN_POLICY
 from paceline.policy.huggingface import load_policy
 from paceline.vllm_backend import client as client_module
 from paceline.vllm_backend.client import Probe, VllmClient
+from paceline.worker.codec import read_tensors
 from paceline.worker.process import Launch, WorkerFailed
 from tests.vllm_backend.test_backend import SETTINGS
 
@@ -60,14 +61,23 @@ def test_a_drafter_that_is_never_accepted_is_reported_once(start, accepted, warn
     assert len(warnings) == int(warned)
 
 
+def kept_head(client):
+    return read_tensors(client.published.fields["tensors"], client.published.arrays)
+
+
 def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_worker(start):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     head = load_eagle(BUILTIN_EAGLE, policy, torch.float32)
     client, _, _ = start(head=head)
     changed = {name: parameter + 1 for name, parameter in head.named_parameters()}
     client.speculation.publish_drafter(2, changed)
-    assert set(client.drafter) == set(head_tensors(head))
-    assert torch.equal(client.drafter["fc.weight"], changed["fc.weight"].detach())
+    assert client.published.fields["version"] == 2
+    kept = kept_head(client)
+    assert set(kept) == set(head_tensors(head))
+    assert torch.equal(kept["fc.weight"], changed["fc.weight"].detach())
+    with torch.no_grad():
+        head.fc.weight.zero_()  # it learns on; the next worker gets what was published
+    assert torch.equal(kept_head(client)["fc.weight"], changed["fc.weight"].detach())
     assert client.speculation.trainable_head is head
 
 
@@ -79,4 +89,4 @@ def test_a_checkpoints_head_is_the_native_engines(start):
     assert "eagle.fc.weight" in state
     client.speculation.load_drafter_state(state)
     assert torch.equal(head.fc.weight.detach(), state["eagle.fc.weight"])
-    assert torch.equal(client.drafter["fc.weight"], state["eagle.fc.weight"])
+    assert torch.equal(kept_head(client)["fc.weight"], state["eagle.fc.weight"])

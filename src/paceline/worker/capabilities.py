@@ -44,8 +44,9 @@ class RemoteSpeculation:
         return None
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Sends a trained head to the worker; kept, for one that takes over."""
-        self.backend.published = publish_message(version, weights)
+        """Sends a trained head to the worker; a copy is kept, for one that takes over."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        self.backend.published = publish_message(version, copies)
         self.backend.call(self.backend.published)
 
     def record_states(self, max_bytes: int) -> None:
