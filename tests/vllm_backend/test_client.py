@@ -75,9 +75,6 @@ def test_a_published_head_is_sent_under_its_folders_names_and_kept_for_the_next_
     kept = kept_head(client)
     assert set(kept) == set(head_tensors(head))
     assert torch.equal(kept["fc.weight"], changed["fc.weight"].detach())
-    with torch.no_grad():
-        head.fc.weight.zero_()  # it learns on; the next worker gets what was published
-    assert torch.equal(kept_head(client)["fc.weight"], changed["fc.weight"].detach())
     assert client.speculation.trainable_head is head
 
 
