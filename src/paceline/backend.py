@@ -90,16 +90,31 @@ class LowPrecision(Protocol):
 
 
 class SliceTrainer(Protocol):
-    """A generator that can train its drafter in time that nobody needs, in slices that end at once."""
+    """A generator that can train its drafter in time that nobody needs, in slices that end at once.
+
+    It trains a copy: what drafts changes by `publish_drafter` alone.
+    """
+
+    tokens: float  # learned from in this term
+    updates: int  # of the optimiser, in this term
 
     def begin(self, term: int) -> None:
-        """Begins a period of training, from the drafter that is in use."""
+        """Begins a term from the weights that were published last, or goes on with the one at hand."""
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
         """Trains until `should_stop`, which is to be asked every few milliseconds; False: nothing is left."""
 
-    def result(self) -> tuple[dict[str, torch.Tensor], float]:
-        """Ends the period; returns the weights that it came to and the tokens that they rest on, 0: none."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights that the term came to."""
+
+    def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes what was published, which the next term begins from."""
+
+    def note_weights(self, version: int) -> None:
+        """Hears that the policy is about to get other weights."""
+
+    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
+        """Returns how well a drafter of these weights does along the newest texts; None: there are none."""
 
 
 class Backend(ABC):

@@ -9,7 +9,7 @@ have computed; `runs/` keeps out a second process and hears signals.
 """
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from paceline.certify.closing_check import check_speculation
 from paceline.cluster.learning_home import OwnProcess
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
-from paceline.drafting.online import make_online
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
@@ -310,7 +311,8 @@ class Trainer:
     # -- the parts of a step ----------------------------------------------------------------------
 
     def _roll_out(self) -> list[Group]:
-        with self.clock("rollout"):
+        idle_time = nullcontext() if self.drafter is None else self.drafter.online.while_generating()
+        with self.clock("rollout"), idle_time:
             groups = self.source.collect(self.step_number)
             return punish_overlong(
                 groups, self.config.rollout.max_tokens, self.config.learning.overlong_share
@@ -323,7 +325,7 @@ class Trainer:
             return self.learner.update(groups, inspect)
 
     def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:
-        with self.clock("drafter"), self.session.learning(needs_memory=drafter.online.due):
+        with self.clock("drafter"), self.session.learning(needs_memory=drafter.online.needs_memory):
             return drafter.follow(self.step_number, step_seconds)
 
     def _hand_over_weights(self) -> None:
@@ -390,15 +392,21 @@ class Trainer:
         speculation = session.backend.speculation
         if self.config.rollout.speculation.online.when == "never":
             return None
-        online = make_online(
-            session.policy, session.drafting_head(), self.config, self.console.warn, speculation
+        follower = make_follower(
+            session.policy,
+            session.drafting_head(),
+            self.config,
+            self.console.warn,
+            speculation,
+            session.idle_training,
         )
-        if online is None or speculation is None or not isinstance(self.learner, OwnProcess):
+        if speculation is None:
             return None
-        self.learner.learner.capture_states = online.tap.watch
-        drafter = RunDrafter(online, speculation, self.config, self.console.warn)
-        if session.plan is None or not session.plan.sleeps:  # else the KV pool has the memory meanwhile
-            session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
+        drafter = RunDrafter(follower, speculation, self.config, self.console.warn)
+        if isinstance(follower, OnlineDrafter) and isinstance(self.learner, OwnProcess):
+            self.learner.learner.capture_states = follower.tap.watch
+            if session.plan is None or not session.plan.sleeps:  # else the KV pool has the memory meanwhile
+                session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
         return drafter
 
     def _restore(self, run: RunRecords | None) -> TrainingState:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from paceline.backend import Backend
+from paceline.cluster.idle_training import IdleTraining
 from paceline.cluster.learning_home import LearningHome, OwnProcess, RankProcesses
 from paceline.cluster.placing import Processes, start_processes
 from paceline.cluster.pool import ReplicaPool
@@ -26,7 +27,10 @@ from paceline.cluster.ranks import LearnerRanks, RankLaunch
 from paceline.config import Config, ConfigError, dump_config, parse_config
 from paceline.device import learning_threads, prepare_device
 from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.replica_trainer import ReplicaTrainer
+from paceline.engine.engine import Engine
 from paceline.engine.factory import cpu_kv_tokens, make_engine
 from paceline.engine.lengths import Lengths
 from paceline.engine.reference import ReferenceBackend
@@ -155,6 +159,11 @@ class Session:
         if self.backend.low_precision is not None:
             learner.observe_attention = self.backend.low_precision.attention_observer
         return OwnProcess(learner, self.policy, self.policy_folder)
+
+    @property
+    def idle_training(self) -> IdleTraining | None:
+        """The replicas that can train their head in idle time; None: there are none."""
+        return self.backend.idle_training if isinstance(self.backend, ReplicaPool) else None
 
     def drafting_head(self) -> nn.Module | None:
         """Returns the head that drafts, or one like it where it lies in another process; None: none does."""
@@ -302,7 +311,12 @@ def hosted_replica(settings: str) -> Backend:
     source = PolicySource.of(config.policy)
     plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
-    return make_backend(policy, load_tokenizer(source.folder), config, plan)
+    backend = make_backend(policy, load_tokenizer(source.folder), config, plan)
+    if config.rollout.speculation.online.when != "never" and isinstance(backend, Engine):
+        head = backend.trainable_head
+        if isinstance(head, EagleHead):  # else the run itself refuses
+            backend.slice_trainer = ReplicaTrainer(policy, head, config, backend, logger.warning)
+    return backend
 
 
 def hosted_backend(settings: str) -> Backend:

@@ -99,6 +99,7 @@ class ReplicaStats:
     restarts: int  # of processes that died, hung or ran out of memory
     retried_requests: int  # that ran again because of it
     idle_share: float  # of their time while anything was outstanding, since the last `take_stats`
+    unused_share: float  # of it: neither was anything generated nor a drafter trained
 
 
 @dataclass

@@ -128,7 +128,7 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     assert 8 * 2.5 - 1 <= sum(spent) <= 8 * 2.5 + 1, spent
     answers = iter([True] * 5 + [False] * 100)
     drafter.learn_while(lambda: next(answers))
-    metrics = drafter._take_metrics()
+    metrics = drafter.take_metrics()
     assert metrics["time/drafter_idle"] > 0 and metrics["time/drafter_displaced"] == 1, (
         "the slice that was running when waiting ended"
     )

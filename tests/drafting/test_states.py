@@ -190,7 +190,7 @@ def test_a_preempted_row_leaves_nothing(policy, head):
 def test_evaluations_are_not_recorded(policy):
     from paceline.types import Purpose
 
-    shape = RecorderShape((1,), 2, 16, 4, torch.float32)
+    shape = RecorderShape((1,), 2, 16, 4, torch.float32, finished_bytes=1 << 20)
     recorder = StateRecorder(shape, 4, torch.device("cpu"))
     request = Request("a", (1, 2, 3), 1, SamplingParams(max_tokens=5), purpose=Purpose.EVAL)
     recorder.enter(0, request, torch.zeros(1, 2, 4))

@@ -1,4 +1,4 @@
-"""How much of their time replicas had nothing to do."""
+"""How much of their time replicas had nothing to do, and how much of that they used."""
 
 import time
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ class Activity:
     ready: list[bool]
     busy: list[bool]
     waiting: bool  # whether requests wait for a replica
+    changes: int  # how often anything has changed until then
 
     @property
     def generates(self) -> bool:
@@ -24,7 +25,7 @@ class IdleClock:
     def __init__(self) -> None:
         self._since = time.monotonic()
         self._state = (0, 0, False)
-        self._idle = self._whole = 0.0
+        self._idle = self._whole = self._trained = 0.0
 
     def note(self, replicas: int, busy: int, outstanding: bool) -> None:
         """Takes in what has held since the last call, and what holds from now on."""
@@ -36,8 +37,13 @@ class IdleClock:
         self._since = now
         self._state = (replicas, busy, outstanding)
 
-    def take_idle_share(self) -> float:
-        """Returns the share since the last call."""
-        share = self._idle / self._whole if self._whole else 0.0
-        self._idle = self._whole = 0.0
-        return share
+    def note_trained(self, seconds: float) -> None:
+        """Takes in how much of its idle time a replica has trained for."""
+        self._trained += seconds
+
+    def take_shares(self) -> tuple[float, float]:
+        """Returns the share since the last call, and what is left of it without training."""
+        whole = self._whole or 1.0
+        shares = self._idle / whole, max(0.0, self._idle - self._trained) / whole
+        self._idle = self._whole = self._trained = 0.0
+        return shares

@@ -32,6 +32,8 @@ def merge_stats(parts: Sequence[tuple[int, RolloutStats]], replicas: ReplicaStat
         merged.precision = stats.precision or merged.precision
         if stats.graph_pool_bytes is not None:
             merged.graph_pool_bytes = max(stats.graph_pool_bytes, merged.graph_pool_bytes or 0)
+    versions = [stats.drafter_version for _, stats in parts if stats.drafter_version is not None]
+    merged.drafter_version = min(versions, default=None)  # a replica may have missed the newest
     return merged
 
 

@@ -72,6 +72,8 @@ class ReplicaPool(Backend):
         self.failure: WorkerFailed | None = None
         self.memory = memory or SharedWeights()
         self._clock = IdleClock()
+        self._changes = 0
+        self.idle_training: IdleTraining | None = None  # where replicas can train their drafter
         self.replicas = [Replica(number, self, capacity) for number in range(len(places))]
         self._callers = ThreadPoolExecutor(len(places))
         patience = patience or Patience()
@@ -84,7 +86,8 @@ class ReplicaPool(Backend):
             self.close()
             raise problems[0]
         if self.description["trains"]:
-            IdleTraining(self, warn).start()
+            self.idle_training = IdleTraining(self)
+            self.idle_training.start()
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -140,8 +143,8 @@ class ReplicaPool(Backend):
         parts = [(replica.number, read_stats(answer.fields["stats"])) for replica, answer in answers]
         with self.changed:
             self._tick()
-            idle = self._clock.take_idle_share()
-            replicas = ReplicaStats(len(self.live), self.restarts, self.num_retried, idle)
+            shares = self._clock.take_shares()
+            replicas = ReplicaStats(len(self.live), self.restarts, self.num_retried, *shares)
         return merge_stats(parts, replicas)
 
     def sleep(self) -> None:
@@ -326,17 +329,25 @@ class ReplicaPool(Backend):
                 f"replica {replica.number} is given up ({failure}); {left} of {len(self.replicas)} are left"
             )
 
-    def activity(self, seconds: float) -> Activity | None:
-        """Returns what replicas do as soon as it changes, or after so long; None: the pool is closed."""
+    def activity(self, seconds: float, seen: int) -> Activity | None:
+        """Returns what replicas do once it is not what was seen, or after so long; None: it is closed."""
         with self.changed:
-            self.changed.wait(seconds)
+            self.changed.wait_for(
+                lambda: self._changes != seen or self.closed or self.failure is not None, seconds
+            )
             if self.closed or self.failure is not None:
                 return None
             return Activity(
                 [replica.is_ready for replica in self.replicas],
                 [bool(replica.outstanding) for replica in self.replicas],
                 waiting=bool(self.queue),
+                changes=self._changes,
             )
+
+    def note_trained(self, seconds: float) -> None:
+        """Hears that a replica used so much of its idle time."""
+        with self.changed:
+            self._clock.note_trained(seconds)
 
     # -- bookkeeping, under the lock --------------------------------------------------------------
 
@@ -364,6 +375,7 @@ class ReplicaPool(Backend):
         """Accounts for the time since the last change, and wakes whoever waits."""
         busy = sum(bool(replica.outstanding) for replica in self.live)
         self._clock.note(len(self.live), busy, bool(self._num_outstanding))
+        self._changes += 1
         self.changed.notify_all()
 
     def _check(self) -> None:

@@ -107,10 +107,12 @@ def check_cluster(config: "Config") -> None:
             "learner's forward passes, and generation runs in other processes; use rollout.precision=fp8, or "
             "cluster.replicas=0"
         )
-    if rollout.speculation.online.when != "never":
+    online = rollout.speculation.online
+    if online.when != "never" and rollout.backend != "native":
         raise ValueError(
-            f"{where}: rollout.speculation.online.when = {rollout.speculation.online.when!r} trains the head "
-            "that drafts, which lies in other processes; use online.when=never, or cluster.replicas=0"
+            f"{where}: rollout.speculation.online.when = {online.when!r} lets replicas without work train "
+            f"the head, and those of rollout.backend = {rollout.backend!r} cannot; use "
+            "rollout.backend=native, or online.when=never"
         )
     if rollout.mode == "async" and cluster.placement == "colocated":
         raise ValueError(

@@ -73,6 +73,10 @@ class ExampleBuffer:
         while self.examples and excess > 0:
             excess -= self.examples.pop().bytes
 
+    def drop_without_states(self) -> None:
+        """Lets go of examples whose states would have to be computed."""
+        self.examples = [example for example in self.examples if example.states is not None]
+
     def longest(self, tokens: int) -> list[Example]:
         """Returns the longest examples within `tokens` sampled tokens, and at least one that has any."""
         chosen: list[Example] = []

@@ -10,7 +10,6 @@ noise nothing of it can change a completion, gradients end at the head, and the 
 `publish_drafter` alone. `when.py` says when it learns, `slices.py` how, `publishing.py` what is handed over.
 """
 
-import copy
 import random
 import statistics
 import time
@@ -21,14 +20,14 @@ import torch
 from torch import nn
 
 from paceline.config import Config, ConfigError, OnlineDrafterConfig
-from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.examples import Example, ExampleBuffer, passages
-from paceline.drafting.publishing import Drafting, HeadPublisher, restore
+from paceline.drafting.follower import HeadFollower
+from paceline.drafting.publishing import Drafting
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import AutoMonitor, DriftMonitor, TimeBudget
+from paceline.drafting.when import TimeBudget
 from paceline.learning.batch import TrainingSequence, training_sequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -46,10 +45,8 @@ class Spent:
     displaced: float = 0.0  # that the step got longer by
 
 
-class OnlineDrafter:
+class OnlineDrafter(HeadFollower):
     """Trains a copy of the drafting head during a run, and publishes it."""
-
-    name = EagleDrafter.name
 
     def __init__(
         self,
@@ -60,23 +57,16 @@ class OnlineDrafter:
         warn: Callable[[str], None],
         drafting: Drafting | None = None,
     ) -> None:
-        self.policy = policy
-        self.config = config
+        super().__init__(policy, head, config, warn, drafting)
         self.seed = seed
-        self.warn = warn
-        self.head = copy.deepcopy(head)
         training = HeadTraining(
             lr=config.lr, schedule="constant", unroll=config.unroll, batch_sequences=config.batch
         )
         self.trainer = HeadTrainer(policy, self.head, training)
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
-        self.publisher = HeadPublisher(self.head, drafting, warn)
         self.tap = StateTap(self.head.config.captured_layers)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
-        self.drift = DriftMonitor()
-        self.auto = AutoMonitor()
         self.budget = TimeBudget(config.budget)
-        self.due = config.when in ("always", "auto")
         self.spent = Spent()
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
@@ -84,20 +74,15 @@ class OnlineDrafter:
 
     # -- the order of a step ----------------------------------------------------------------------
 
-    def observe(self, share: float, drafts: int) -> None:
-        """Takes in the share of a rollout's drafts whose first token was accepted; nothing without drafts."""
-        if not drafts:
-            return
-        self.publisher.observe(share, drafts)
-        if self.config.when == "drift":
-            self.due = self.drift.update(share, drafts)
-        if self.config.when == "auto":
-            self.due = self.auto.update(share, drafts)
-
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
         self._texts = longest_texts(groups, self.config.tokens)
         self.tap.choose(self._texts if self.due else [])
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether `follow` will learn."""
+        return self.due
 
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
@@ -115,17 +100,17 @@ class OnlineDrafter:
         with_states = sum(example.states is not None for example in examples)
         self._texts = []
         self.buffer.add(step, examples)
-        if self.publisher.settle(step, self._quality):
+        if self.publisher.settle(step, self.quality):
             self.trainer.restart()
         elif self.due:
-            self._plan(step)
+            self.plan(str(step), self.buffer.longest(self.config.tokens), self.config.tokens)
             self.budget.grant(step_seconds)
             within_budget = self.config.when == "auto"
             self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
         self.buffer.shrink()
         if self._reports:
             self.publisher.publish(step)
-        return self._take_metrics() | {
+        return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
@@ -142,7 +127,7 @@ class OnlineDrafter:
         """
         if not self.has_work:
             return
-        for _ in self._slices(should_stop, idle=True):
+        for _ in self.slices(should_stop, idle=True):
             yield
 
     def learn_while(self, waiting: Callable[[], bool]) -> None:
@@ -160,12 +145,11 @@ class OnlineDrafter:
 
     # -- learning ---------------------------------------------------------------------------------
 
-    def _plan(self, step: int) -> None:
-        """Plans this step's work: passages of the longest texts, in a new order."""
-        rows = self.learning.slice_rows
-        chosen = [p for e in self.buffer.longest(self.config.tokens) for p in passages(e, rows)]
-        random.Random(f"{self.seed}/{step}").shuffle(chosen)
-        kept, tokens = [], self.config.tokens
+    def plan(self, order: str, examples: Sequence[Example], tokens: int) -> None:
+        """Plans work of so many response tokens: passages of these texts, in an order of their own."""
+        chosen = [p for e in examples for p in passages(e, self.learning.slice_rows)]
+        random.Random(f"{self.seed}/{order}").shuffle(chosen)
+        kept = []
         for passage in chosen:  # one text alone may be longer than what a step learns from
             if tokens <= 0:
                 break
@@ -174,10 +158,14 @@ class OnlineDrafter:
         self.learning.plan(kept)
 
     def _learn(self, should_stop: Callable[[], bool], idle: bool) -> None:
-        for _ in self._slices(should_stop, idle):
+        for _ in self.slices(should_stop, idle):
             pass
 
-    def _slices(self, should_stop: Callable[[], bool], idle: bool) -> Iterator[None]:
+    def slices(self, should_stop: Callable[[], bool], idle: bool) -> Iterator[HeadStep | None]:
+        """Does the planned work slice by slice; yields what an optimiser step saw after the one that made it.
+
+        `idle`: in time that nobody needs. Out of memory, the rest is left out.
+        """
         out_of_memory = False
         slices = self.learning.slices(should_stop)
         while True:
@@ -190,7 +178,7 @@ class OnlineDrafter:
             if report is self:
                 break
             self._note(report, time.perf_counter() - start, idle)
-            yield
+            yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.
             self._halve_budget()
@@ -217,7 +205,7 @@ class OnlineDrafter:
         )
 
     @torch.no_grad()
-    def _quality(self, head: EagleHead) -> float:
+    def quality(self, head: EagleHead) -> float:
         """Returns the mean overlap of drafts' first tokens with the policy, along the newest texts."""
         rows = self.learning.slice_rows
         newest = [e for e in self.buffer if e.states is not None]
@@ -225,7 +213,7 @@ class OnlineDrafter:
         overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
         return statistics.mean(overlaps) if overlaps else 0.0
 
-    def _take_metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Returns what learning did since the last call, and begins to count anew."""
         reports, self._reports = self._reports, []
         tokens, self._learned_tokens = self._learned_tokens, 0
@@ -250,10 +238,9 @@ class OnlineDrafter:
         return metrics
 
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Goes on from these weights, and publishes them."""
-        restore(self.head, weights)
+        """Goes on from these weights with a new optimiser, and publishes them."""
+        super().take_head(weights, version)
         self.trainer.restart()
-        self.publisher.publish(version)
 
 
 def make_online(

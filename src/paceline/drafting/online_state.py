@@ -5,47 +5,56 @@ from dataclasses import asdict
 
 import torch
 
+from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.when import AutoMonitor, DriftMonitor
 
 PREFIX = "online."
 
 
-def online_state(online: OnlineDrafter) -> dict[str, torch.Tensor]:
-    """Returns what is trainable and what it is trained on; a resumed run goes on as it would have."""
-    counters = {
-        "steps": online.trainer.optimiser.steps,
+def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
+    """Returns what is trainable and what it is trained on; a resumed run goes on as it would have.
+
+    Of a head that learns elsewhere: the head, and when it is due.
+    """
+    counters: dict[str, float] = {
         "due": online.due,
-        "slice_rows": online.learning.slice_rows,
-        "token_budget": online.learning.token_budget,
         "version": online.publisher.current.version,
         **_flat(asdict(online.drift), "drift."),
         **_flat(asdict(online.auto), "auto."),
     }
-    own = {
-        **{f"head.{name}": p.detach() for name, p in online.head.named_parameters()},
-        **online.trainer.optimiser.state(),
-        **online.buffer.state(),
-        **{f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()},
-    }
+    own = {f"head.{name}": p.detach() for name, p in online.head.named_parameters()}
+    if isinstance(online, OnlineDrafter):
+        counters |= {
+            "steps": online.trainer.optimiser.steps,
+            "slice_rows": online.learning.slice_rows,
+            "token_budget": online.learning.token_budget,
+        }
+        own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
+    own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
 
 
-def load_online_state(online: OnlineDrafter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Restores what `online_state` returned, and publishes the head."""
+def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Restores what `online_state` returned, wherever the head learned then, and publishes the head."""
     own = _below(tensors, PREFIX)
     counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
     online.take_head(_below(own, "head."), int(counters["version"]))
-    online.trainer.optimiser.load_state(own, int(counters["steps"]))
     online.due = bool(counters["due"])
-    online.learning.slice_rows = int(counters["slice_rows"])
-    online.learning.token_budget = int(counters["token_budget"])
     online.drift = _drift(_below(counters, "drift."))
     online.auto = _auto(_below(counters, "auto."))
+    if not isinstance(online, OnlineDrafter):
+        return
+    if "steps" not in counters:
+        online.warn("the eagle head learned in replicas: its optimiser and its examples begin anew")
+        return
+    online.trainer.optimiser.load_state(own, int(counters["steps"]))
+    online.learning.slice_rows = int(counters["slice_rows"])
+    online.learning.token_budget = int(counters["token_budget"])
     online.buffer.load_state(own)
 
 
-def load_early_state(online: OnlineDrafter, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_early_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
     """Takes over the head of a checkpoint that has no state of its training, or one of an earlier layout."""
     head = _below(tensors, "eagle.")
     if head:

@@ -2,7 +2,7 @@
 
     prefill   prompt but its last token ──▶ handed over when the row enters
     step      position p of a row       ──▶ record[row, p], written again while the token there is not final
-    leave     a finished response       ──▶ states of its tokens, on the host
+    leave     a finished response       ──▶ states of its tokens, on the host, the longest within a limit
 
 A step writes its queries by their positions. Those behind the last kept sample hold states of tokens
 that were not kept, and the row's next step begins there, so it overwrites them: what a finished row has at p
@@ -23,6 +23,8 @@ from paceline.types import Purpose, Request
 
 # Rows that are recorded at most.
 MAX_ROWS = 32
+# Host bytes of finished responses that nobody has taken, for each byte that was granted of the device.
+HOST_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class RecorderShape:
     length: int  # tokens of a row at most
     hidden_size: int
     dtype: torch.dtype
+    finished_bytes: int  # of the host, for responses that nobody has taken
 
     @classmethod
     def within(
@@ -42,7 +45,7 @@ class RecorderShape:
         """Returns the largest one within so many bytes; without a row where not even one fits."""
         row_bytes = (len(layers) + 1) * length * hidden_size * dtype.itemsize
         rows = min(MAX_ROWS, max(0, max_bytes // row_bytes - 1))  # less the line that nobody reads
-        return cls(layers, rows, length, hidden_size, dtype)
+        return cls(layers, rows, length, hidden_size, dtype, HOST_FACTOR * max_bytes)
 
     @property
     def bytes(self) -> int:
@@ -112,6 +115,14 @@ class StateRecorder:
         if finished and len(tokens_T) > len(request.prompt):
             states_CTE = to_host(self.record_CNLE[:, row, : len(tokens_T) - 1])
             self.finished.append(Finished(to_host(tokens_T), len(request.prompt), states_CTE))
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Lets go of finished responses, shortest first, until the others fit."""
+        excess = sum(text.states_CTE.nbytes for text in self.finished) - self.shape.finished_bytes
+        while excess > 0:
+            shortest = min(range(len(self.finished)), key=lambda place: len(self.finished[place].tokens_T))
+            excess -= self.finished.pop(shortest).states_CTE.nbytes
 
     def take(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states of the responses that finished since the last call, by their tokens."""

@@ -12,6 +12,7 @@ import torch
 
 from paceline.config import FRESH, Config
 from paceline.drafting.eagle_folder import eagle_folder, head_for
+from paceline.drafting.follower import HeadFollower
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
@@ -52,7 +53,7 @@ class RunDrafter:
     """An online drafter, its place in the run's folder and its time."""
 
     def __init__(
-        self, online: OnlineDrafter, recording: Recording, config: Config, warn: Callable[[str], None]
+        self, online: HeadFollower, recording: Recording, config: Config, warn: Callable[[str], None]
     ) -> None:
         self.online = online
         self.recording = recording
@@ -102,7 +103,7 @@ class RunDrafter:
         """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`."""
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
-        self.saver.save(step, self.online.head, online_state(self.online), kept)
+        self.saver.save(step, self.online.head_to_keep(), online_state(self.online), kept)
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -113,11 +114,13 @@ class RunDrafter:
         self, context: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[Callable[[], bool]], None]:
         """Returns what learns, within a context, as long as what it is given returns True."""
+        online = self.online
+        assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
 
         def work(waiting: Callable[[], bool]) -> None:
-            if waiting() and self.online.has_work:
+            if waiting() and online.has_work:
                 with context():
-                    self.online.learn_while(waiting)
+                    online.learn_while(waiting)
 
         return work
 
@@ -144,7 +147,7 @@ class RunDrafter:
         self.warn(f"the eagle head's folder says {expected}; the first rollout gives {came}: {verdict}")
 
 
-def expected_acceptance(config: Config, online: OnlineDrafter) -> MeasuredAcceptance | None:
+def expected_acceptance(config: Config, online: HeadFollower) -> MeasuredAcceptance | None:
     """Returns what the starting head's folder says was accepted of it; None where it says nothing."""
     path = config.rollout.speculation.eagle_path
     if path == FRESH:
@@ -154,5 +157,6 @@ def expected_acceptance(config: Config, online: OnlineDrafter) -> MeasuredAccept
 
 
 def record_bytes(config: Config) -> int:
-    """Returns the bytes of the device that recorded states may take."""
-    return int(RECORD_SHARE * config.rollout.speculation.online.buffer_gb * 1e9)
+    """Returns the bytes of a device that recorded states may take; replicas share what the recipe grants."""
+    share = RECORD_SHARE / max(1, config.cluster.replicas)
+    return int(share * config.rollout.speculation.online.buffer_gb * 1e9)

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from paceline.backend import Backend, LowPrecision, Speculation
+from paceline.backend import Backend, LowPrecision, SliceTrainer, Speculation
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.engine.blocks import BlockPool
 from paceline.engine.drafters import Drafters
@@ -31,6 +31,7 @@ class DeviceSide(Backend):
     """What of an engine lives on the device; who runs there is `Engine`'s to decide."""
 
     pacer: Pacer | None
+    slice_trainer: SliceTrainer | None = None  # set by whoever has idle time
 
     def __init__(
         self,

@@ -122,6 +122,17 @@ class MasterAdamW:
                 tensors[f"master.{name}"] = state.master
         return tensors
 
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's share of the weights in their masters' types, by name."""
+        return {name: state.master for (name, _), state in zip(self.named, self.states, strict=True)}
+
+    @torch.no_grad()
+    def load_masters(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from other weights, as `masters` returns them, with the moments that there are."""
+        for (name, _), parameter, state in zip(self.named, self.local, self.states, strict=True):
+            parameter.copy_(weights[name])
+            state.master.copy_(weights[name])  # the parameter itself where that is wide enough
+
     def rows(self) -> dict[str, range]:
         """Returns which rows of the whole each tensor of `state` has; on one rank all of them."""
         first = {name: self.ranks.rows(parameter).start for name, parameter in self.named}

@@ -57,6 +57,7 @@ def rollout_metrics(groups: Sequence[Group], stats: RolloutStats) -> dict[str, f
         values["cluster/restarts"] = stats.replicas.restarts
         values["cluster/retried_requests"] = stats.replicas.retried_requests
         values["time/idle_share"] = stats.replicas.idle_share
+        values["time/unused_share"] = stats.replicas.unused_share
     if stats.precision is not None:
         values["time/quantise"] = stats.precision.quantise_seconds
         values["precision/kv_error"] = stats.precision.kv_error

@@ -10,7 +10,9 @@ client that hands in faster than this end takes has to wait.
 
 import os
 import threading
+import time
 from collections import deque
+from dataclasses import asdict
 
 from paceline.backend import Backend, WeightsNotFinite
 from paceline.pacing.sharing import load_pacing_state, pacing_state
@@ -24,6 +26,7 @@ from paceline.worker.codec import (
 )
 from paceline.worker.readers import TransferInterrupted
 from paceline.worker.receive import WeightsReceiver
+from paceline.worker.training_time import TrainingTime
 from paceline.worker.wire import Connection, Disconnected, Message
 
 MAX_INBOX = 64
@@ -40,6 +43,8 @@ class Host:
         self.changed = threading.Condition()
         self.outstanding = 0
         self.training = False  # there is time that nobody needs
+        self.training_time = TrainingTime()
+        self._came = 0.0  # when the first message in the inbox did
 
     def serve(self) -> None:
         """Generates what the client asks for; returns when it asks to close."""
@@ -52,12 +57,18 @@ class Host:
                     return
                 self._handle(message)
             if self.training:
-                assert self.backend.slice_trainer is not None
-                self.training = self.backend.slice_trainer.slice(lambda: bool(self.inbox))
+                self._train()
                 continue
             for completion in self.backend.completions():
                 self.outstanding -= 1
                 self.connection.send(completion_message(completion))
+
+    def _train(self) -> None:
+        """Trains until there is a message or nothing left to learn; work comes first."""
+        assert self.backend.slice_trainer is not None
+        began = time.monotonic()
+        self.training = self.backend.slice_trainer.slice(lambda: bool(self.inbox))
+        self.training_time.note(began, time.monotonic(), self._came if self.inbox else None)
 
     def _listen(self) -> None:
         """Puts messages into the inbox; without a client there is nothing left to do."""
@@ -66,6 +77,7 @@ class Host:
                 message = self.connection.receive()
                 with self.changed:
                     self.changed.wait_for(lambda: len(self.inbox) < MAX_INBOX)
+                    self._came = self._came if self.inbox else time.monotonic()
                     self.inbox.append(message)
                     self.backend.pause()
                     self.changed.notify_all()
@@ -108,24 +120,35 @@ class Host:
             case "abort":
                 backend.abort(fields["ids"])
             case "update_weights":
+                if backend.slice_trainer is not None:
+                    backend.slice_trainer.note_weights(fields["version"])
                 backend.update_weights(fields["version"], self.weights.read(fields))
                 return self._description("done")
             case "publish_drafter":
                 tensors = read_tensors(fields["tensors"], message.arrays)
                 backend.speculation.publish_drafter(fields["version"], tensors)
+                if backend.slice_trainer is not None:
+                    backend.slice_trainer.take_head(tensors)
             case "load_drafter_state":
                 backend.speculation.load_drafter_state(read_tensors(fields["tensors"], message.arrays))
             case "drafter_state":
                 names, arrays = tensor_arrays(backend.speculation.drafter_state())
                 return Message("done", {"tensors": names}, arrays)
             case "train":
+                self.training_time = TrainingTime()
                 backend.slice_trainer.begin(fields["term"])
                 self.training = not self.outstanding
             case "stop_training":
                 self.training = False
-                tensors, tokens = backend.slice_trainer.result()
-                names, arrays = tensor_arrays(tensors)
-                return Message("done", {"tensors": names, "tokens": tokens}, arrays)
+                trainer = backend.slice_trainer
+                learned = {"tokens": trainer.tokens, "updates": trainer.updates}
+                return Message("done", learned | asdict(self.training_time))
+            case "trained_drafter":
+                names, arrays = tensor_arrays(backend.slice_trainer.weights())
+                return Message("done", {"tensors": names}, arrays)
+            case "judge_drafter":
+                tensors = read_tensors(fields["tensors"], message.arrays)
+                return Message("done", {"overlap": backend.slice_trainer.quality(tensors)})
             case "pacing":
                 return Message("done", {"state": pacing_state(self._pacer)})
             case "load_pacing":

@@ -1,0 +1,84 @@
+"""A head that follows the policy, wherever it learns: its own copy, when it is due, what is published of it.
+
+`online.py` learns in the run's own process, `remote_online.py` takes over what other processes learned.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from paceline.config import OnlineDrafterConfig
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.publishing import Drafting, HeadPublisher, restore
+from paceline.drafting.when import AutoMonitor, DriftMonitor
+from paceline.policy.decoder import Decoder
+from paceline.policy.states import TextStates
+from paceline.types import Group
+
+
+class HeadFollower(ABC):
+    """A copy of the drafting head that is to follow the policy, and its publisher."""
+
+    name = EagleDrafter.name
+
+    def __init__(
+        self,
+        policy: Decoder,
+        head: EagleHead,
+        config: OnlineDrafterConfig,
+        warn: Callable[[str], None],
+        drafting: Drafting | None = None,
+    ) -> None:
+        self.policy = policy
+        self.config = config
+        self.warn = warn
+        self.head = copy.deepcopy(head)
+        self.publisher = HeadPublisher(self.head, drafting, warn)
+        self.drift = DriftMonitor()
+        self.auto = AutoMonitor()
+        self.due = config.when in ("always", "auto")
+
+    def observe(self, share: float, drafts: int) -> None:
+        """Takes in the share of a rollout's drafts whose first token was accepted; nothing without drafts."""
+        if not drafts:
+            return
+        self.publisher.observe(share, drafts)
+        if self.config.when == "drift":
+            self.due = self.drift.update(share, drafts)
+        if self.config.when == "auto":
+            self.due = self.auto.update(share, drafts)
+
+    def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Goes on from these weights, and publishes them."""
+        restore(self.head, weights)
+        self.publisher.publish(version)
+
+    def head_to_keep(self) -> EagleHead:
+        """Returns the head in the policy's own type, for a folder."""
+        dtype = self.policy.dtype
+        return self.head if self.head.fc.weight.dtype == dtype else copy.deepcopy(self.head).to(dtype)
+
+    # -- the order of a step ----------------------------------------------------------------------
+
+    def while_generating(self) -> AbstractContextManager[None]:
+        """Returns a context for the rollout, in which others may learn."""
+        return nullcontext()
+
+    @abstractmethod
+    def expect(self, groups: Sequence[Group]) -> None:
+        """Looks at the responses that the policy is about to learn from."""
+
+    @property
+    @abstractmethod
+    def needs_memory(self) -> bool:
+        """Whether `follow` will compute where the policy learns."""
+
+    @abstractmethod
+    def follow(
+        self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
+    ) -> dict[str, float]:
+        """Learns, or takes over what was learned, after the policy's update; returns metrics."""

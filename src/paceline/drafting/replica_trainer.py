@@ -1,0 +1,124 @@
+"""A replica's eagle head in time that the replica does not need: what `backend.SliceTrainer` asks for.
+
+    the engine's own steps ──states of accepted tokens──▶ buffer ──▶ slices ──▶ a copy of the head
+                                                                                    │ weights()
+    the head that drafts ◀──publish── the run's process ◀──mean over replicas───────┘
+
+The states are those that this replica's verification and prefill computed anyway; a text without them is not
+learned from, since a pass of the policy is no matter of milliseconds. A *term* is one rollout of the run: all
+replicas begin it from the weights that were published last, each with its own optimiser's moments. Weights
+travel in the masters' type: what a term teaches may be less than bf16 can hold.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from paceline.config import Config
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.examples import Example
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.publishing import restore, snapshot
+from paceline.drafting.run_drafter import Recording, record_bytes
+from paceline.learning.batch import TrainingSequence
+from paceline.policy.decoder import Decoder
+from paceline.policy.states import TextStates
+
+
+class ReplicaTrainer:
+    """Trains a copy of the head that drafts in this process; never that one itself."""
+
+    def __init__(
+        self,
+        policy: Decoder,
+        head: EagleHead,
+        config: Config,
+        recording: Recording,
+        warn: Callable[[str], None],
+    ) -> None:
+        """Lets `recording`, the engine's speculation, keep states; before anything is generated."""
+        own = config.rollout.speculation.online
+        own = own.model_copy(update={"buffer_gb": own.buffer_gb / config.cluster.replicas})
+        self.online = OnlineDrafter(policy, head, own, config.run.seed, warn)
+        self.temperature = config.rollout.temperature or 1.0  # as `training_sequence` has it
+        self.recording = recording
+        recording.record_states(record_bytes(config))
+        self.tokens = 0.0  # learned from in this term
+        self.updates = 0
+        self._start: Mapping[str, torch.Tensor] = snapshot(head)
+        self._term: int | None = None
+        self._version = 0  # of the policy's weights
+        self._planned = False
+
+    def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes the weights that were published, to begin the next term from."""
+        self._start = dict(weights)
+
+    def note_weights(self, version: int) -> None:
+        """Takes in what was recorded so far: states that come later are those of new weights."""
+        self._take_in()
+        self._version = version
+
+    def begin(self, term: int) -> None:
+        """Begins to train, or goes on where the same term was stopped."""
+        if term != self._term:
+            self._term = term
+            self.tokens, self.updates = 0.0, 0
+            self.online.learning.abandon()
+            self.online.trainer.optimiser.load_masters(self._start)
+            self.online.take_metrics()
+        self._planned = bool(self.online.learning.work)
+
+    def slice(self, should_stop: Callable[[], bool]) -> bool:
+        """Trains until `should_stop`, asked before every slice; returns whether anything is left."""
+        if not self._planned:
+            self._plan()
+        for report in self.online.slices(should_stop, idle=True):
+            if report is not None:
+                self.tokens += report.tokens
+                self.updates += 1
+        return bool(self.online.learning.work)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the weights that this term came to, on the host."""
+        masters = self.online.trainer.optimiser.masters()
+        return {name: master.detach().to("cpu", copy=True) for name, master in masters.items()}
+
+    def quality(self, weights: Mapping[str, torch.Tensor]) -> float | None:
+        """Returns how well a head of these weights drafts along this replica's texts; None: it has none."""
+        if not len(self.online.buffer):
+            return None
+        present = snapshot(self.online.head)
+        restore(self.online.head, weights)
+        overlap = self.online.quality(self.online.head)
+        restore(self.online.head, present)
+        return overlap
+
+    def _plan(self) -> None:
+        """Plans the term's work: of a term that went on, only what has come since."""
+        fresh = self._take_in()
+        tokens = self.online.config.tokens - int(self.tokens)
+        kept = {id(example) for example in self.online.buffer}
+        examples = [e for e in fresh if id(e) in kept] if self.updates else self.online.buffer.longest(tokens)
+        self.online.plan(f"{self._term}/{self.updates}", examples, tokens)
+        self._planned = True
+
+    def _take_in(self) -> list[Example]:
+        """Moves what the engine has recorded into the buffer; returns it as examples."""
+        fresh = [self._example(text, states) for text, states in self.recording.take_states().items()]
+        buffer = self.online.buffer
+        buffer.add(self._version, [*(e for e in buffer if e.step == self._version), *fresh])
+        buffer.drop_without_states()
+        return fresh
+
+    def _example(self, text: tuple[int, ...], states: TextStates) -> Example:
+        response = len(states.hidden_RE)
+        sequence = TrainingSequence(
+            text,
+            len(text) - response,
+            (True,) * response,  # a turn's observations are another request's prompt
+            (0.0,) * response,
+            advantage=0.0,
+            temperature=self.temperature,
+        )
+        return Example(sequence, self._version, self._version, states)

@@ -1,0 +1,20 @@
+"""How long a worker trained, and how long messages waited because it did."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TrainingTime:
+    """Seconds since training began last."""
+
+    seconds: float = 0.0
+    waited: float = 0.0  # that messages waited for a slice to end
+    longest_wait: float = 0.0
+
+    def note(self, began: float, ended: float, came: float | None) -> None:
+        """Takes in a stretch of training that ended because a message `came`; None: by itself."""
+        self.seconds += ended - began
+        if came is not None:
+            wait = ended - max(began, came)
+            self.waited += wait
+            self.longest_wait = max(self.longest_wait, wait)
