@@ -40,6 +40,7 @@ class ReplicaTrainer:
         own = config.rollout.speculation.online
         own = own.model_copy(update={"buffer_gb": own.buffer_gb / config.cluster.replicas})
         self.online = OnlineDrafter(policy, head, own, config.run.seed, warn)
+        self.online.learning.gives_up = True
         self.temperature = config.rollout.temperature or 1.0  # as `training_sequence` has it
         self.recording = recording
         recording.record_states(record_bytes(config))
@@ -70,7 +71,7 @@ class ReplicaTrainer:
         self._planned = bool(self.online.learning.work)
 
     def slice(self, should_stop: Callable[[], bool]) -> bool:
-        """Trains until `should_stop`, asked before every slice; returns whether anything is left."""
+        """Trains until `should_stop`, asked every few launches; returns whether anything is left."""
         if not self._planned:
             self._plan()
         for report in self.online.slices(should_stop, idle=True):

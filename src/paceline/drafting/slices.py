@@ -4,7 +4,8 @@
                                                           │ one at a time, by whoever has time
                      gradients add up over slices ◀───────┘ the last slice of a step updates the head
 
-Stopped between two slices nothing is lost: the next one goes on where the last one ended.
+Stopped between two slices nothing is lost: the next one goes on where the last one ended. Where that takes too
+long, a slice may also be given up midway; then it is made again.
 """
 
 from collections import deque
@@ -42,6 +43,7 @@ class SlicedLearning:
         self.batch = batch
         self.slice_rows = SLICE_ROWS[policy.device.type]
         self.token_budget = SLICE_TOKENS[policy.device.type]
+        self.gives_up = False  # a slice that is to stop midway is made again, and the next one later
         self.work: deque[Slice] = deque()
         self.rebuilt = 0  # texts whose states had to be computed
 
@@ -88,7 +90,8 @@ class SlicedLearning:
                 self._compute_states(missing)
                 report = None
             else:
-                self._accumulate(part.passages)
+                if not self._accumulate(part.passages, should_stop):
+                    return
                 self.work.popleft()
                 report = self.trainer.update() if part.ends_step else None
             if self.policy.device.type == "cuda":  # who waits for the device waits for this slice alone
@@ -100,8 +103,11 @@ class SlicedLearning:
         self.trainer.discard()
         self.work.clear()
 
-    def _accumulate(self, passages: list[Passage]) -> None:
+    def _accumulate(self, passages: list[Passage], should_stop: Callable[[], bool]) -> bool:
+        if self.gives_up:
+            return self.trainer.try_rows(*self.inputs(passages), should_stop)
         self.trainer.accumulate_rows(*self.inputs(passages))
+        return True
 
     def inputs(self, passages: list[Passage]) -> tuple:
         """Returns the packed batch of passages, whose states are there, and those states."""

@@ -80,6 +80,10 @@ class HeadStep:
     tokens: float = 0.0  # that a draft's first step learned from
 
 
+class _Stopped(Exception):
+    """Ends a pass that somebody else needs the time of."""
+
+
 class HeadTrainer:
     """Trains a head: `accumulate` adds up gradients, any number of times, and `update` uses them."""
 
@@ -99,11 +103,22 @@ class HeadTrainer:
         self.accumulate_rows(batch, hidden_TE[batch.predictors_R], captured)
 
     def accumulate_rows(
-        self, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
+        self,
+        batch: MicroBatch,
+        hidden_RE: torch.Tensor,
+        captured: list[torch.Tensor],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Adds the gradients of a micro-batch, of whose last states there are those that predict."""
+        """Adds the gradients of a micro-batch, of whose last states there are those that predict.
+
+        `check` is called every few launches, forward and backward; what it raises ends the pass midway.
+        """
         self.accumulated = True
-        states = list(unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll))
+        states = []
+        for x_RE in unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll):
+            check()
+            x_RE.register_hook(lambda gradient: check())
+            states.append(x_RE)
         # Logits fill the memory, so each chunk of rows goes back as far as the states before the next one.
         leaves = [x_RE.detach().requires_grad_() for x_RE in states]
         # The unused are computed for nothing: they are few, and counting them would wait for the device.
@@ -119,10 +134,43 @@ class HeadTrainer:
                     torch.where(used, values_R, 0.0).sum() for values_R in compared
                 )
                 (self.settings.step_decay**step * cross_entropy).backward()
+                check()
                 divergence = cross_entropy.detach() - teacher_entropy
                 sums[step] = sums[step] + torch.stack((used.sum().to(overlap.dtype), divergence, overlap))
         torch.autograd.backward(states, [leaf_RE.grad for leaf_RE in leaves])
         self.sums_U3 = self.sums_U3 + torch.stack(sums)
+
+    def try_rows(
+        self,
+        batch: MicroBatch,
+        hidden_RE: torch.Tensor,
+        captured: list[torch.Tensor],
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """Does as `accumulate_rows`, or nothing at all: False where it gave up because `should_stop` said so.
+
+        Meanwhile there are two sets of gradients: those from before, and the micro-batch's.
+        """
+
+        def check() -> None:
+            if should_stop():
+                raise _Stopped
+
+        parameters = [parameter for _, parameter in self.optimiser.named]
+        before = [parameter.grad for parameter in parameters]
+        accumulated, sums_U3 = self.accumulated, self.sums_U3
+        self.optimiser.discard_gradients()
+        try:
+            self.accumulate_rows(batch, hidden_RE, captured, check)
+        except _Stopped:
+            self.accumulated, self.sums_U3 = accumulated, sums_U3
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            return False
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return True
 
     def update(self) -> HeadStep:
         """Makes one optimiser step with the mean over starts of what was accumulated."""
