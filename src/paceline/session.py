@@ -233,12 +233,14 @@ def open_session(config: Config, learns: bool = False, schedule: Path | None = N
     )
 
 
-def plan_gpu(config: Config, source: PolicySource, device: torch.device, learns: bool) -> Plan | None:
+def plan_gpu(
+    config: Config, source: PolicySource, device: torch.device, learns: bool, replica: bool = False
+) -> Plan | None:
     """Plans a GPU's memory before anything is loaded; raises, with what would fit, where the run does not."""
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None:
         return None
-    what = config, source.shape, policy_dtype(config.policy, device), machine, learns, source.heads
+    what = config, source.shape, policy_dtype(config.policy, device), machine, learns, source.heads, replica
     plan = make_plan(*what)
     if plan.problem:
         raise refusal(plan, suggestions(*what))
@@ -249,7 +251,7 @@ def plan_replica(config: Config, source: PolicySource, device: torch.device) -> 
     """Plans the GPU of a replica, which may share it with a learner rank."""
     machine = gpu_at_hand() if device.type == "cuda" else None
     if machine is None or config.cluster.placement == "apart":
-        return plan_gpu(config, source, device, learns=False)
+        return plan_gpu(config, source, device, learns=False, replica=True)
     # The rank may hold part of its share already; the plan counts all of it.
     whole = Machine(machine.name, machine.total_bytes)
     dtype = policy_dtype(config.policy, device)

@@ -16,10 +16,22 @@ from paceline.config import ConfigError, load_config
         (
             [
                 "cluster.replicas=2",
+                "rollout.backend=reference",
                 "rollout.speculation.drafters=[eagle]",
                 "rollout.speculation.online.when=always",
             ],
-            "online.when = 'always' trains the head",
+            "online.when = 'always' lets replicas .*'reference' cannot; use rollout.backend=native, or online",
+        ),
+        (
+            ["cluster.replicas=2", "rollout.speculation.drafters=[history]"]
+            + ["rollout.speculation.online.when=always"],
+            "online.when = 'always' does not apply: .*lacks 'eagle'",
+        ),
+        (
+            ["cluster.replicas=2", "rollout.backend=vllm", "rollout.speculation.drafters=[eagle]"]
+            + ["rollout.speculation.pacing=fixed", "rollout.speculation.verify=rejection"]
+            + ["rollout.speculation.online.when=always"],
+            "cluster.replicas = 2: with rollout.backend = 'vllm' one engine serves",
         ),
         (
             ["cluster.replicas=1", "cluster.placement=colocated", "rollout.mode=async"],
@@ -34,3 +46,10 @@ from paceline.config import ConfigError, load_config
 def test_what_several_processes_cannot_do_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize("when", ["drift", "always", "auto"])
+def test_a_head_may_learn_in_replicas(when):
+    keys = ["cluster.replicas=2", "rollout.speculation.drafters=[eagle]"]
+    config = load_config(None, [*keys, f"rollout.speculation.online.when={when}"])
+    assert config.rollout.speculation.online.when == when

@@ -1,16 +1,22 @@
-"""Replicas without work train while others finish, stop for work at once, and publish one mean."""
+"""Replicas without work train while others finish, stop for work at once, and what they learned is one mean."""
 
 import json
+import os
 import time
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from paceline.cluster.idle_training import weighted_mean
+from paceline.cluster.idle import Activity, IdleClock
+from paceline.cluster.idle_training import IdleTraining, weighted_mean
 from paceline.cluster.pool import ReplicaPool
 from paceline.types import Request, SamplingParams
-from paceline.worker.process import Launch, WorkerProcess
-from tests.cluster.test_pool import QUICK, wait_until_ready
+from paceline.worker.codec import tensor_arrays
+from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from paceline.worker.training_time import TrainingTime
+from paceline.worker.wire import Message
+from tests.cluster.test_pool import QUICK, is_running, pids, wait_until_ready
 
 
 def request(name: str, tokens: int) -> Request:
@@ -26,39 +32,223 @@ def test_a_mean_counts_by_tokens_and_keeps_types():
     assert mean.tolist() == [3.0, 5.0] and mean.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-def test_idle_replicas_train_stop_for_work_and_publish_once(tmp_path):
-    notes = tmp_path / "published"
-    settings = json.dumps({"seconds": 0.005, "notes": str(notes)})
-    pool = ReplicaPool(
+def test_only_the_end_of_a_slice_is_waited_for():
+    times = TrainingTime()
+    times.note(began=10.0, ended=12.0, came=None)
+    times.note(began=12.0, ended=15.0, came=14.5)
+    times.note(began=15.0, ended=15.25, came=14.0)  # it was there before this stretch began
+    assert (times.seconds, times.waited, times.longest_wait) == (5.25, 0.75, 0.5)
+
+
+def test_idle_time_that_was_used_is_told_apart(monkeypatch):
+    clock = iter([0.0, 0.0, 10.0, 20.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    idle = IdleClock()
+    idle.note(2, 2, True)
+    idle.note(2, 1, True)
+    idle.note(2, 0, False)
+    idle.note_trained(6.0)
+    assert idle.take_shares() == (10 / 40, 4 / 40)
+    assert idle.take_shares() == (0.0, 0.0)
+
+
+# -- without processes ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Client:
+    """A worker's client that answers at once; `gone`: not at all, `failed`: it was given up."""
+
+    value: float
+    tokens: float = 100.0
+    gone: bool = False
+    failed: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    def ask(self, message: Message) -> Message | None:
+        self.asked.append(message.kind)
+        if self.failed:
+            raise WorkerFailed("given up")
+        if self.gone:
+            return None
+        if message.kind == "trained_drafter":
+            names, arrays = tensor_arrays({"w": torch.tensor([self.value])})
+            return Message("done", {"tensors": names}, arrays)
+        times = {"seconds": 2.0, "waited": 0.25, "longest_wait": 0.125}
+        return Message("done", {"tokens": self.tokens, "updates": 3, **times})
+
+
+@dataclass
+class Replica:
+    """A replica of nothing but its client."""
+
+    client: Client
+
+
+class Pool:
+    """A pool whose replicas do what the test says."""
+
+    def __init__(self, *clients: Client) -> None:
+        self.replicas = [Replica(client) for client in clients]
+        self.trained = 0.0
+
+    def changed_state(self) -> None:
+        pass
+
+    def note_trained(self, seconds: float) -> None:
+        self.trained += seconds
+
+
+def look(training: IdleTraining, *busy: bool, ready: tuple[bool, ...] = (), waiting: bool = False) -> None:
+    training.look(Activity(list(ready or (True,) * len(busy)), list(busy), waiting, 0))
+
+
+def test_who_is_free_trains_who_gets_work_stops_and_the_mean_is_taken_once():
+    first, second, third = clients = Client(1.0), Client(4.0, tokens=300.0), Client(9.0)
+    pool = Pool(*clients)
+    training = IdleTraining(pool)
+    look(training, True, False, False)
+    assert not first.asked + second.asked + third.asked, "an evaluation: nobody trains"
+    training.begin_rollout()
+    look(training, False, False, False)
+    assert not first.asked + second.asked, "nor before there is work"
+    look(training, True, True, True)
+    look(training, False, False, True, waiting=True)
+    assert not first.asked + second.asked, "work waits that they could take"
+    look(training, False, False, True)
+    assert first.asked == second.asked == ["train"] and not third.asked
+    look(training, True, False, True)
+    assert first.asked == ["train", "stop_training"], "without its weights: it generates"
+    assert training.take(0.0) is None, "the rollout goes on"
+    training.end_rollout()
+    assert training.take(0.0) is None, "and its end is not known yet"
+    look(training, False, False, False)
+    learned = training.take(0.0)
+    assert first.asked[2:] == ["trained_drafter"]
+    assert second.asked == ["train", "stop_training", "trained_drafter"] and not third.asked
+    assert learned.weights["w"].item() == pytest.approx((1.0 * 100 + 4.0 * 300) / 400)
+    assert (learned.tokens, learned.updates, learned.replicas) == (400.0, 6, 2)
+    assert (learned.seconds, learned.waited, learned.longest_wait) == (4.0, 0.5, 0.125)
+    assert pool.trained == 4.0
+    assert training.take(0.0) is None, "once"
+    look(training, True, False, False)
+    assert second.asked[-1] == "trained_drafter", "the rollout is over"
+
+
+@pytest.mark.parametrize("how", ["gone", "failed"])
+@pytest.mark.parametrize("when", ["training", "answered"])
+def test_who_is_lost_takes_along_what_it_learned_and_no_more(how, when):
+    lost, other, busy = clients = Client(1.0), Client(4.0), Client(0.0)
+    training = IdleTraining(Pool(*clients))
+    training.begin_rollout()
+    look(training, True, True, True)
+    look(training, False, False, True)
+    if when == "answered":
+        look(training, True, False, True)
+        assert lost.asked == ["train", "stop_training"]
+    setattr(lost, how, True)
+    training.end_rollout()
+    look(training, False, False, False)
+    learned = training.take(0.0)
+    assert learned.weights["w"].item() == 4.0 and learned.replicas == 1 and learned.tokens == 100.0
+    assert busy.asked == []
+    training.begin_rollout()
+    look(training, True, False, True, ready=(True, False, True))
+    training.end_rollout()
+    look(training, False, False, False, ready=(True, False, True))
+    assert training.take(0.0).weights == {}, "nobody trained"
+
+
+def test_a_rollout_that_begins_anew_starts_from_nothing():
+    """Where low precision failed, a step is rolled out again before anything was taken."""
+    client, busy = Client(1.0), Client(0.0)
+    training = IdleTraining(Pool(client, busy))
+    for _ in range(2):
+        training.begin_rollout()
+        look(training, True, True)
+        look(training, False, True)
+        training.end_rollout()
+    training.begin_rollout()  # the thread saw neither the end nor that this is another one
+    look(training, False, True)
+    training.end_rollout()
+    look(training, False, False)
+    assert training.take(0.0).seconds == 2.0
+
+
+# -- with processes ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(tmp_path):
+    notes, die = tmp_path / "published", tmp_path / "die"
+    settings = json.dumps({"seconds": 0.005, "notes": str(notes), "die_training": str(die)})
+    made = ReplicaPool(
         Launch("tests.cluster.training_backend:make", settings),
         [WorkerProcess] * 2,
         8,
         lambda: [("w", torch.tensor([0.0]))],
         patience=QUICK,
     )
-    try:
-        pool.update_weights(1)
-        for step in (1, 2):
-            pool.submit([request(f"long{step}", 300), request(f"short{step}", 2)])
-            first = next(iter(pool.completions()))
-            assert first.request.id == f"short{step}"
-            time.sleep(0.5)  # the replica that is free trains
-            free = next(replica for replica in pool.replicas if not replica.outstanding)
-            began = time.monotonic()
-            pool.submit([request(f"late{step}", 1)])
-            late = next(iter(pool.completions()))
-            seconds = time.monotonic() - began
-            assert late.request.id == f"late{step}" and seconds < 0.5, "work waited for training"
-            assert free.client.restarts == 0
-            assert [c.request.id for c in pool.completions()] == [f"long{step}"]
-            deadline = time.monotonic() + 30
-            while not notes.exists() or len(notes.read_text().splitlines()) < 2 * step:
-                assert time.monotonic() < deadline, "what was learned was not published"
-                time.sleep(0.02)
-        wait_until_ready(pool)
-        published = [json.loads(line) for line in notes.read_text().splitlines()]
-        # Every replica is told once per step, and training goes on from what was published.
-        assert [entry["head"] for entry in published] == [[1.0, 1.0]] * 2 + [[2.0, 2.0]] * 2
-    finally:
-        pool.close()
+    made.notes, made.die = notes, die
+    made.update_weights(1)
+    yield made
+    workers = pids(made)
+    made.close()
+    assert not any(is_running(pid) for pid in workers)
+
+
+def train_beside_a_long_one(pool: ReplicaPool, step: int) -> None:
+    """Submits a long and a short request, and returns when the replica that is free has trained."""
+    pool.submit([request(f"long{step}", 300), request(f"short{step}", 2)])
+    first = next(iter(pool.completions()))
+    assert first.request.id == f"short{step}"
+    time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_idle_replicas_train_stop_for_work_and_are_averaged_once(pool):
+    training = pool.idle_training
+    for step in (1, 2):
+        training.begin_rollout()
+        train_beside_a_long_one(pool, step)
+        free = next(replica for replica in pool.replicas if not replica.outstanding)
+        began = time.monotonic()
+        pool.submit([request(f"late{step}", 1)])
+        late = next(iter(pool.completions()))
+        seconds = time.monotonic() - began
+        assert late.request.id == f"late{step}" and seconds < 0.5, "work waited for training"
+        assert free.client.restarts == 0
+        assert [c.request.id for c in pool.completions()] == [f"long{step}"]
+        training.end_rollout()
+        learned = training.take(30.0)
+        assert learned.tokens > 0 and learned.replicas == 1 and 0 < learned.seconds < 30
+        assert 0 < learned.longest_wait < 0.5
+        pool.speculation.publish_drafter(step, learned.weights)
+        shares = pool.take_stats().replicas
+        assert 0 <= shares.unused_share < shares.idle_share < 1
+    wait_until_ready(pool)
+    assert training.quality({"head": torch.ones(2)}) == 2.0
+    published = [json.loads(line) for line in pool.notes.read_text().splitlines()]
+    # Every replica is told once per step, and training goes on from what was published.
+    assert [entry["head"] for entry in published] == [[1.0, 1.0]] * 2 + [[2.0, 2.0]] * 2
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_it_trains_costs_what_it_learned_and_nothing_else(pool):
+    training = pool.idle_training
+    training.begin_rollout()
+    train_beside_a_long_one(pool, 1)
+    before = set(pids(pool))
+    pool.die.touch()
+    assert [c.request.id for c in pool.completions()] == ["long1"]
+    training.end_rollout()
+    learned = training.take(60.0)
+    assert learned is not None and learned.weights == {}
+    wait_until_ready(pool)
+    assert pool.restarts == 1 and len(set(pids(pool)) - before) == 1 and os.getpid() not in pids(pool)
+    assert not pool.num_retried, "it had no request"
+    training.begin_rollout()
+    train_beside_a_long_one(pool, 2)
+    assert [c.request.id for c in pool.completions()] == ["long2"]
+    training.end_rollout()
+    assert training.take(60.0).tokens > 0, "and goes on with the next rollout"

@@ -1,6 +1,7 @@
 """The slow generator with a drafter that "learns": it counts what it has trained."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,12 +11,18 @@ from tests.worker.slow_backend import SlowBackend
 
 
 class TrainingBackend(SlowBackend):
-    """Its slices ask every millisecond whether to stop, and never run out of something to learn."""
+    """Its slices ask every millisecond whether to stop, and never run out of something to learn.
 
-    def __init__(self, seconds: float, notes: str) -> None:
+    With `die_training`, the file of that name makes who trains next end its process, once.
+    """
+
+    def __init__(self, seconds: float, notes: str, die_training: str = "") -> None:
         super().__init__(seconds, "")
         self.notes = Path(notes)
-        self.count = 0
+        self.die_training = Path(die_training) if die_training else None
+        self.tokens = 0.0
+        self.updates = 0
+        self.term = 0
         self.head = torch.zeros(2)
         self.pacer = None
         self.keeps_tokens = True
@@ -30,19 +37,30 @@ class TrainingBackend(SlowBackend):
         return self
 
     def begin(self, term):
-        self.count = 0
+        if term != self.term:
+            self.term, self.tokens, self.updates = term, 0.0, 0
 
     def slice(self, should_stop):
         while not should_stop():
             time.sleep(0.001)
-            self.count += 1
+            self.tokens += 1.0
+            self.updates += 1
+            if self.die_training is not None and self.die_training.exists():
+                self.die_training.unlink()
+                os._exit(5)
         return True
 
-    def result(self):
-        return {"head": self.head + 1}, float(self.count)
+    def weights(self):
+        return {"head": self.head + 1}
 
-    def submit(self, requests):
-        super().submit(requests)
+    def take_head(self, weights):
+        assert torch.equal(self.head, weights["head"])
+
+    def note_weights(self, version):
+        pass
+
+    def quality(self, weights):
+        return None if self.term == 0 else float(weights["head"].sum())
 
     def publish_drafter(self, version, weights=None):
         self.head = weights["head"]

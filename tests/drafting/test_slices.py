@@ -57,7 +57,7 @@ def gradients(learning: SlicedLearning, parts: list[list[Passage]]) -> list[torc
     """The sums over these slices, without an update."""
     for part in parts:
         learning._compute_states([p.example for p in part])
-        learning._accumulate(part)
+        learning._accumulate(part, lambda: False)
     found = [p.grad.clone() for p in learning.trainer.head.parameters()]
     learning.trainer.discard()
     return found
@@ -144,7 +144,7 @@ def saved_bytes(policy: Decoder, tokens: int, rows: int) -> int:
 
     part = [Passage(Example(sequence, 1, 0, states), 0, rows)]
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        learning._accumulate(part)
+        learning._accumulate(part, lambda: False)
     return sum(kept.values())
 
 
@@ -256,3 +256,34 @@ def test_states_that_are_missing_are_computed_once(policy):
     batch = pack([texts[0].sequence], policy.device)
     hidden_TE = policy(batch.tokens_T, batch.attention.positions_T, batch.attention)
     torch.testing.assert_close(texts[0].states.hidden_RE, hidden_TE[batch.predictors_R], rtol=0, atol=1e-5)
+
+
+def test_a_slice_given_up_midway_leaves_no_trace(policy):
+    """Work that arrives in the middle of a slice, at every point where it is looked for."""
+    texts = [example(text(5, 60)), example(text(9, 60, seed=1))]
+
+    def learn(stop_at: int) -> tuple[int, list[torch.Tensor], list]:
+        """Stops at the n-th question and goes on: returns the questions, the head, and what steps saw."""
+        learning = learning_of(policy, unroll=3, batch=2, lr=1e-2)
+        learning.gives_up = True
+        learning.slice_rows = 20  # two slices to a step of the optimiser
+        learning.plan([p for e in texts for p in passages(e, 20)])
+        asked, reports = 0, []
+
+        def should_stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked == stop_at
+
+        while learning.work:
+            reports += [report for report in learning.slices(should_stop) if report is not None]
+        return asked, [p.detach().clone() for p in learning.trainer.head.parameters()], reports
+
+    questions, expected, reports = learn(stop_at=0)
+    # Asked before each of six slices, and within it at three steps forward, three comparisons and three steps
+    # backward.
+    assert questions >= 6 * 10 and len(reports) == 3
+    for stop_at in range(1, questions, 7):
+        _, found, again = learn(stop_at)
+        assert again == reports, stop_at
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stop_at

@@ -42,6 +42,25 @@ def test_a_replica_apart_plans_like_a_gpu_that_only_generates():
     )
 
 
+def test_a_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
+    never = "rollout.speculation.drafters=[eagle]", "rollout.speculation.eagle_path=fresh"
+    online = (*never, "rollout.speculation.online.when=always", "cluster.replicas=2", "cluster.learners=2")
+    apart = plan_of(*online).plans["replica"]
+    colocated = plan_of(*online, "cluster.placement=colocated").plans["learner and replica"]
+    for plan in (apart, colocated):
+        training = [part for part in plan.parts if part.name == "drafter's training"]
+        assert [part.phase for part in training] == ["rollout"], (
+            "while nothing is generated, beside the cache"
+        )
+        # A slice's gradients, those from before it, and what its pass holds.
+        assert training[0].num_bytes > 2 * plan.bytes_of("drafter's optimiser") / 8
+    single = make_plan(
+        config_of(*never, "rollout.speculation.online.when=always"), SMALL, torch.bfloat16, named_gpu("H200")
+    )
+    copies = apart.bytes_of("drafter's optimiser"), single.bytes_of("drafter's optimiser")
+    assert copies[0] < copies[1], "the same head and optimiser, and a share of the recorded states"
+
+
 def test_one_gpu_with_both_holds_both():
     plans = plan_of("cluster.replicas=2", "cluster.learners=2", "cluster.placement=colocated").plans
     both = plans["learner and replica"]

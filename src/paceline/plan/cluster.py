@@ -15,6 +15,7 @@ from paceline.drafting.factory import FolderHeads, HeadSource
 from paceline.engine.lengths import Lengths
 from paceline.plan.learning import PolicyBytes, learner_bytes, meta_policy, policy_bytes
 from paceline.plan.machine import CONTEXT_BYTES, LIBRARY_BYTES, Machine
+from paceline.plan.online import online_bytes
 from paceline.plan.plan import Part, Plan, make_plan, too_large, usable_bytes, with_pool
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.config import DecoderConfig
@@ -50,7 +51,7 @@ def make_cluster_plan(
 ) -> ClusterPlan:
     """Returns the plan of every kind of GPU that a run with `cluster.replicas` has."""
     cluster = config.cluster
-    replica = make_plan(config, shape, dtype, machine, learns=False, heads=heads)
+    replica = make_plan(config, shape, dtype, machine, learns=False, heads=heads, replica=True)
     ranks = max(1, cluster.learners)
     if cluster.placement == "apart":
         learner = _learner_plan(config, shape, dtype, machine, ranks)
@@ -99,12 +100,16 @@ def _colocated_plan(
     policy = meta_policy(shape, config, dtype)
     held = policy_bytes(policy)
     parts, recompute = _learner_parts(policy, config, two_processes, ranks)
-    rollout = rollout_bytes(meta_policy(shape, config, dtype), config, heads)
+    generating = meta_policy(shape, config, dtype)
+    rollout = rollout_bytes(generating, config, heads)
+    online = online_bytes(generating, config, heads)
     parts += [
         Part("replica's weights", held.weights, "always", "policy.path"),
         Part("resident rows", rollout.rows, "always", "rollout.max_running"),
         Part("drafter", rollout.drafter, "always", "rollout.speculation.drafters"),
+        Part("drafter's optimiser", online.optimiser, "always", "rollout.speculation.online.when"),
         Part("graphs", rollout.graphs, "always", "rollout.max_running"),
+        Part("drafter's training", online.training, "rollout", "rollout.speculation.online.when"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     parts = [part for part in parts if part.num_bytes]

@@ -1,7 +1,8 @@
 """What a drafter that learns online takes: its optimiser always, one of its passes while learning.
 
 As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there.
-It runs when the policy's update is over, so only what goes beyond that one's needs counts.
+It runs when the policy's update is over, so only what goes beyond that one's needs counts; in a replica it runs
+while nothing is generated, beside the cache.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
     online = make_online(policy, head, config, lambda message: None)
     optimiser, parameters = online.trainer.optimiser, list(online.head.parameters())
     copies = total_bytes(parameters)
-    gradients = total_bytes(parameters)
+    # A replica adds up a slice's own gradients beside those from before: it may have to give it up.
+    gradients = total_bytes(parameters) * (2 if config.cluster.replicas else 1)
     masters, moments, _ = optimiser_bytes(optimiser, parameters)
     length = Lengths.of(config, policy.config).request
     return OnlineBytes(

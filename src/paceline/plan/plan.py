@@ -91,13 +91,17 @@ def make_plan(
     machine: Machine,
     learns: bool = True,
     heads: HeadSource = FolderHeads(),
+    replica: bool = False,
 ) -> Plan:
-    """Returns the plan of a run; `learns=False`: generation alone, as `paceline eval` and `rollout` do it."""
+    """Returns the plan of a run; `learns=False`: generation alone, as `paceline eval` and `rollout` do it.
+
+    A `replica` of a run generates, and in idle time trains the drafter if the recipe asks for it.
+    """
     lengths = Lengths.of(config, shape)
     policy = meta_policy(shape, config, dtype)
     held = policy_bytes(policy)
     rollout = rollout_bytes(policy, config, heads)
-    online = online_bytes(policy, config, heads) if learns else OnlineBytes()
+    online = online_bytes(policy, config, heads) if learns or replica else OnlineBytes()
     always = held.weights + held.base_copies + held.adapters
     always += rollout.rows + rollout.drafter + rollout.graphs + online.optimiser
     learner = LearnerBytes()
@@ -105,6 +109,7 @@ def make_plan(
         learner = learner_bytes(policy, config, lengths.micro_batch, usable_bytes(machine) - always)
     # The step comes when activations are gone: only what goes beyond those counts.
     update = max(learner.backward, learner.staging - learner.activations)
+    phase: Phase = "rollout" if replica else "learning"
     beyond = max(0, online.training - learner.gradients - learner.activations - update)
     parts = [
         Part("weights", held.weights, "always", "policy.path"),
@@ -120,7 +125,7 @@ def make_plan(
         Part("gradients", learner.gradients, "learning", "policy.lora.rank"),
         Part("activations", learner.activations, "learning", "learning.micro_batch_tokens"),
         Part("backward pass", update, "learning", "learning.micro_batch_tokens"),
-        Part("drafter's training", beyond, "learning", "rollout.speculation.online.when"),
+        Part("drafter's training", beyond, phase, "rollout.speculation.online.when"),
         Part("prefill", rollout.workspace, "rollout", "rollout.prefill_tokens"),
     ]
     parts = [part for part in parts if part.num_bytes]

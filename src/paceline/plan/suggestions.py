@@ -35,13 +35,14 @@ def suggestions(
     machine: Machine,
     learns: bool = True,
     heads: HeadSource = FolderHeads(),
+    replica: bool = False,
 ) -> list[Suggestion]:
     """Returns changes with which the run would fit, smallest first, each of them planned."""
     found: list[Suggestion] = []
     for changes in _candidates(config, shape, learns):
         if any(set(smaller.changes) <= set(changes) for smaller in found):
             continue
-        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns, heads)
+        plan = make_plan(_changed(config, changes), shape, dtype, machine, learns, heads, replica)
         if not plan.problem:
             found.append(Suggestion(changes, plan))
     return found

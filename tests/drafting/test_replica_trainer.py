@@ -1,0 +1,185 @@
+"""A replica's head in idle time: from the engine's own states, on a copy, term by term."""
+
+import copy
+
+import pytest
+import torch
+
+from paceline.config import load_config
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import load_eagle
+from paceline.drafting.publishing import snapshot
+from paceline.drafting.recorder import StateRecorder
+from paceline.drafting.replica_trainer import ReplicaTrainer
+from paceline.drafting.run_drafter import record_bytes
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.models.source import BUILTIN_POLICY
+from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.policy.huggingface import load_policy
+from paceline.types import Request, SamplingParams
+from tests.drafting.test_states import assert_aligned
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(BUILTIN_POLICY, torch.float32)
+
+
+@pytest.fixture
+def head(policy):
+    return load_eagle("builtin-eagle", policy, torch.float32)
+
+
+def config_of(*overrides: str):
+    keys = ["when=always", "unroll=2", "batch=2", "lr=1e-2"]
+    return load_config(
+        None,
+        ["cluster.replicas=2", "rollout.speculation.drafters=[eagle]"]
+        + [f"rollout.speculation.online.{key}" for key in keys]
+        + list(overrides),
+    )
+
+
+def replica(policy, head, *overrides: str) -> tuple[Engine, ReplicaTrainer]:
+    settings = EngineSettings(max_running=4, kv_tokens=2048, request_tokens=96, max_proposal=3)
+    engine = Engine(
+        policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3), 4)
+    )
+    return engine, ReplicaTrainer(policy, head, config_of(*overrides), engine, print)
+
+
+def generate(engine: Engine, count: int = 4, tokens: int = 30, first: int = 0) -> list:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    engine.submit([Request(str(i), (3 + i % 9, 9, 4, 8), i, sampling) for i in range(first, first + count)])
+    return list(engine.completions())
+
+
+def same(ours, theirs) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def never() -> bool:
+    return False
+
+
+def test_it_teaches_a_copy_from_states_that_the_engine_computed_anyway(policy, head):
+    engine, trainer = replica(policy, head)
+    drafting = snapshot(head)
+    tokens = {completion.request.id: completion.tokens for completion in generate(engine)}
+    trainer.begin(1)
+    assert not trainer.slice(never), "all of it"
+    assert trainer.tokens == sum(map(len, tokens.values())) and trainer.updates == 2
+    assert trainer.online.learning.rebuilt == 0, "no pass of the policy"
+    assert same(snapshot(head), drafting), "what drafts is as it was"
+    learned = trainer.weights()
+    assert not same(learned, drafting)
+    layers = head.config.captured_layers
+    for example in trainer.online.buffer:
+        assert_aligned(policy, layers, example.sequence, example.states)
+    engine.publish_drafter(1, learned)
+    assert same(snapshot(head), learned)
+    again = {completion.request.id: completion.tokens for completion in generate(engine)}
+    assert again == tokens, "whatever drafts"
+
+
+def test_a_term_that_was_stopped_goes_on_and_the_next_begins_from_what_was_published(policy, head):
+    engine, trainer = replica(policy, head)
+    generate(engine)
+    trainer.begin(1)
+    asked = []
+    # Enough for the first optimiser step, not for all.
+    assert trainer.slice(lambda: trainer.updates == 1 or asked.append(1) is not None), "there is more"
+    halfway, tokens = trainer.weights(), trainer.tokens
+    assert trainer.updates == 1
+    trainer.begin(1)
+    assert same(trainer.weights(), halfway), "work came in between: it goes on"
+    assert not trainer.slice(never) and trainer.updates == 2 and trainer.tokens > tokens
+    steps = trainer.online.trainer.optimiser.steps
+    trainer.begin(1)
+    assert not trainer.slice(never) and trainer.updates == 2, "no text twice in a term"
+    generate(engine, count=2, first=4)
+    trainer.begin(1)
+    assert not trainer.slice(never) and trainer.updates == 3, "what has come since"
+    published = {name: tensor + 1 for name, tensor in snapshot(head).items()}
+    trainer.take_head(published)
+    trainer.begin(2)
+    assert (trainer.tokens, trainer.updates) == (0.0, 0) and same(trainer.weights(), published)
+    optimiser = trainer.online.trainer.optimiser
+    assert optimiser.steps == steps + 1 and optimiser.states[0].first.any(), "its moments stay"
+
+
+def test_small_steps_of_several_terms_add_up_in_bf16():
+    """Rounded to bf16 after every term they would be lost: weights travel as masters."""
+    policy = load_policy(BUILTIN_POLICY, torch.bfloat16)
+    head = load_eagle("builtin-eagle", policy, torch.bfloat16)
+    _, trainer = replica(policy, head)
+    name, parameter = next(iter(trainer.online.head.named_parameters()))
+    begun = trainer.weights()[name]
+    assert parameter.dtype == torch.bfloat16 and begun.dtype == torch.float32
+    for term in range(1, 9):
+        trainer.begin(term)
+        trainer.online.trainer.optimiser.masters()[name].add_(begun.abs() * 2.0**-11)  # an eighth of a step
+        trainer.take_head(trainer.weights())
+    trainer.begin(9)
+    moved = (trainer.weights()[name] - begun).abs().sum() / begun.abs().sum()
+    assert 8 * 2.0**-11 == pytest.approx(float(moved), rel=1e-3)
+    assert not torch.equal(trainer.online.head.get_parameter(name).float(), begun), "and reach what drafts"
+
+
+def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
+    engine, trainer = replica(policy, head, "rollout.speculation.online.buffer_gb=0.0004")
+    assert record_bytes(config_of("rollout.speculation.online.buffer_gb=0.0004")) == 50_000
+    recorder = engine.drafters["eagle"].recorder
+    assert recorder is None, "not one row of 96 tokens fits 50 KB"
+    engine, trainer = replica(policy, head, "rollout.speculation.online.buffer_gb=0.004")
+    recorder = engine.drafters["eagle"].recorder
+    assert isinstance(recorder, StateRecorder) and recorder.shape.bytes <= 500_000
+    assert recorder.shape.finished_bytes == trainer.online.buffer.max_bytes == 2_000_000
+    generate(engine)
+    trainer.note_weights(1)
+    assert not recorder.finished and 0 < trainer.online.buffer.bytes <= 2_000_000
+    assert {example.step for example in trainer.online.buffer} == {0}
+    generate(engine, first=4)
+    trainer.note_weights(2)
+    assert {example.step for example in trainer.online.buffer} == {0, 1}, "these weights and the last"
+    generate(engine, first=8)
+    trainer.begin(1)
+    trainer.slice(lambda: True)
+    assert {example.step for example in trainer.online.buffer} == {1, 2}
+
+
+def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head):
+    engine, trainer = replica(policy, head)
+    good = snapshot(head)
+    assert trainer.quality(good) is None, "no text"
+    generate(engine)
+    trainer.begin(1)
+    trainer.slice(never)
+    trained = trainer.weights()
+    ruined = {name: torch.zeros_like(tensor) for name, tensor in good.items()}
+    assert trainer.quality(ruined) < 0.5 * trainer.quality(good)
+    assert same(trainer.weights(), trained) and same(snapshot(head), good)
+
+
+def test_work_is_looked_for_all_the_time(policy, head):
+    """The longest that a message waits is the time between two questions."""
+    engine, trainer = replica(policy, head, "rollout.speculation.online.unroll=5")
+    generate(engine)
+    trainer.begin(1)
+    trainer.slice(lambda: True)
+    questions = []
+    trainer.slice(lambda: questions.append(1) is not None)
+    slices = 2
+    assert len(questions) >= slices * (1 + 3 * 5), "every step of a draft, there and back"
+
+
+def test_two_replicas_do_not_share_anything(policy, head):
+    engine, trainer = replica(policy, head)
+    other_engine, other = replica(policy, copy.deepcopy(head))
+    generate(engine)
+    generate(other_engine)
+    trainer.begin(1)
+    other.begin(1)
+    trainer.slice(never)
+    other.slice(never)
+    assert same(trainer.weights(), other.weights()), "the same texts teach the same"
