@@ -1,4 +1,4 @@
-"""Replicas without work train while others finish, stop for work at once, and what they learned is one mean."""
+"""Replicas without work train while others finish, stop for work at once, and are averaged once."""
 
 import json
 import os
