@@ -1,6 +1,6 @@
 """What replicas do with their idle time: shares with and without drafter training, and what it delayed.
 
-    python benchmarks/idle_training.py OUT [--steps 12] [overrides ...]
+    python benchmarks/idle_training.py OUT [--steps 24] [overrides ...]
 
 Makes the same run twice, on two CPU replicas with the built-in policy and its eagle head: `online.when=never`
 and `always`. Both sample the same tokens. The delay is counted, not compared: seconds that messages to a
@@ -22,8 +22,8 @@ WORKLOAD = [
     "eval.problems=4",
     "report.closing_pairs=0",
     "checkpoint.every=1000",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
     "rollout.speculation.drafters=[eagle]",
     "rollout.speculation.pacing=fixed",
     "rollout.speculation.tokens=5",
@@ -35,7 +35,7 @@ def main() -> None:
     """Makes both runs and prints one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     print(

@@ -4,8 +4,8 @@
                                                           │ one at a time, by whoever has time
                      gradients add up over slices ◀───────┘ the last slice of a step updates the head
 
-Stopped between two slices nothing is lost: the next one goes on where the last one ended. Where that takes too
-long, a slice may also be given up midway; then it is made again.
+Stopped between two slices nothing is lost: the next one goes on where the last one ended. Where that takes
+too long, a slice may also be given up midway; then it is made again.
 """
 
 from collections import deque

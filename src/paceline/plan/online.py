@@ -1,8 +1,8 @@
 """What a drafter that learns online takes: its optimiser always, one of its passes while learning.
 
 As in `learning.py`: the run's own objects on the meta device, and a pass of the largest size watched there.
-It runs when the policy's update is over, so only what goes beyond that one's needs counts; in a replica it runs
-while nothing is generated, beside the cache.
+It runs when the policy's update is over, so only what goes beyond that one's needs counts; in a replica it
+runs while nothing is generated, beside the cache.
 """
 
 from dataclasses import dataclass, replace
