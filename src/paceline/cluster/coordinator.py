@@ -8,8 +8,8 @@
 
 A replica that ran out of work while others finish their tail is released, and a released one trains until
 work arrives or the rollout is over. When all who trained have answered or are lost, their results are
-collected once: one message publishes the mean. The leader is the trainer with the lowest number; its
-optimiser's state goes on, and where it is lost the next one leads.
+collected once. The leader is the trainer with the lowest number: the mean is laid out as its tensors are, and
+where it is lost the next one leads. Optimisers stay where they are.
 
 Nothing here waits, sends or looks at a clock: events go in with their time, commands come out. So every order
 of events can be tried (`tests/cluster/test_coordinator.py`). A *term* numbers the periods of training: an
@@ -49,7 +49,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Collect:
-    """Takes the mean of what these replicas learned, publishes it, and lets the leader's optimiser go on."""
+    """Takes the mean of what these replicas learned, the leader's first."""
 
     replicas: tuple[int, ...]
     leader: int

@@ -24,7 +24,7 @@ class OnlineDrafterConfig(Section):
         8192,
         ge=1,
         description="response tokens to learn from per step, taken from this step's and the previous "
-        "step's responses, longest first",
+        "step's responses, longest first; with cluster.replicas, of each replica that trains",
     )
     batch: int = Field(16, ge=1, description="passages of responses per optimiser step")
     unroll: int = Field(

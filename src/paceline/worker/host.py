@@ -14,6 +14,8 @@ import time
 from collections import deque
 from dataclasses import asdict
 
+import torch
+
 from paceline.backend import Backend, WeightsNotFinite
 from paceline.pacing.sharing import load_pacing_state, pacing_state
 from paceline.pacing.strategy import Pacer
@@ -161,7 +163,10 @@ class Host:
             case "text_logprobs":
                 return Message("done", {"logprobs": backend.text_logprobs(fields["tokens"])})
             case "sleep":
+                self.training = False
                 backend.sleep()
+                if torch.cuda.is_initialized():  # what training and prefill used is somebody else's now
+                    torch.cuda.empty_cache()
             case "wake":
                 backend.wake()
             case "ping":

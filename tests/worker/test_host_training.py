@@ -1,0 +1,155 @@
+"""The worker's end of drafter training: work comes first, and what waited for it is counted."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.types import Request, SamplingParams
+from paceline.worker.codec import publish_message, read_tensors, submit_message, tensor_arrays
+from paceline.worker.host import Host
+from paceline.worker.wire import Message
+from tests.worker.slow_backend import SlowBackend
+
+
+class Line:
+    """A connection to a client in the same process."""
+
+    def __init__(self) -> None:
+        self.inbound: queue.Queue[Message] = queue.Queue()
+        self.outbound: queue.Queue[Message] = queue.Queue()
+
+    def receive(self) -> Message:
+        return self.inbound.get()
+
+    def send(self, message: Message) -> None:
+        self.outbound.put(message)
+
+    def ask(self, message: Message) -> Message:
+        self.inbound.put(Message(message.kind, message.fields, message.arrays, call=1))
+        while (answer := self.outbound.get(timeout=20)).call != 1:
+            pass
+        return answer
+
+
+class Weights:
+    """Weights that are there already."""
+
+    def read(self, fields):
+        return [("w", torch.tensor([1.0]))]
+
+
+class Learner(SlowBackend):
+    """A generator whose slices take 20 ms, or end at once if they are told to; it notes what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, "")
+        self.heard: list[str] = []
+        self.tokens, self.updates = 0.0, 0
+        self.slices = 0
+        self.pacer, self.keeps_tokens = None, True
+        self.slice_trainer = self.speculation = self
+
+    slice_trainer = speculation = None
+
+    def begin(self, term: int) -> None:
+        self.heard.append(f"begin {term}")
+
+    def slice(self, should_stop) -> bool:
+        self.slices += 1
+        for _ in range(20):
+            if should_stop():
+                return True
+            time.sleep(0.001)
+        self.tokens += 64.0
+        self.updates += 1
+        return True
+
+    def weights(self):
+        return {"head": torch.full((2,), 3.0)}
+
+    def take_head(self, weights) -> None:
+        self.heard.append("take_head")
+
+    def note_weights(self, version: int) -> None:
+        self.heard.append(f"note {version} before {self.version}")
+
+    def quality(self, weights) -> float:
+        return float(weights["head"].sum())
+
+    def publish_drafter(self, version, weights) -> None:
+        self.heard.append(f"publish {version}")
+
+    def sleep(self) -> None:
+        self.heard.append("sleep")
+
+
+@pytest.fixture
+def hosted():
+    line, learner = Line(), Learner()
+    host = Host(learner, line, Weights())
+    thread = threading.Thread(target=host.serve, daemon=True)
+    thread.start()
+    assert line.outbound.get(timeout=20).fields["trains"]
+    yield line, learner, host
+    line.inbound.put(Message("close"))
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def train(line: Line, learner: Learner) -> None:
+    """Lets it train until it has made some slices."""
+    line.ask(Message("train", {"term": 4}))
+    while learner.updates < 2:
+        time.sleep(0.005)
+
+
+def test_work_that_arrives_in_the_middle_of_a_slice_is_done_first(hosted):
+    line, learner, host = hosted
+    train(line, learner)
+    line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=3))]))
+    while line.outbound.get(timeout=20).kind != "completion":
+        pass
+    slices = learner.slices
+    time.sleep(0.1)
+    assert learner.slices == slices, "it does not go on by itself: the next word is the head's"
+    answer = line.ask(Message("stop_training"))
+    assert answer.fields["tokens"] == learner.tokens and answer.fields["updates"] == learner.updates
+    assert 0.04 < answer.fields["seconds"] < 20 and not answer.arrays, "its weights only when asked for"
+    assert 0 < answer.fields["longest_wait"] <= answer.fields["waited"] < answer.fields["seconds"]
+    sent = line.ask(Message("trained_drafter"))
+    assert read_tensors(sent.fields["tensors"], sent.arrays)["head"].tolist() == [3.0, 3.0]
+
+
+def test_a_ping_only_interrupts(hosted):
+    line, learner, host = hosted
+    train(line, learner)
+    slices = learner.slices
+    line.ask(Message("ping"))
+    while learner.slices < slices + 3:
+        time.sleep(0.005)
+    line.ask(Message("sleep"))
+    slices = learner.slices
+    time.sleep(0.1)
+    assert learner.slices == slices and learner.heard[-1] == "sleep", "where others have the memory"
+
+
+def test_who_has_work_does_not_train(hosted):
+    line, learner, host = hosted
+    learner.seconds = 0.05
+    line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=4))]))
+    line.ask(Message("train", {"term": 1}))
+    while line.outbound.get(timeout=20).kind != "completion":
+        pass
+    assert learner.slices == 0 and learner.heard == ["begin 1"]
+
+
+def test_the_trainer_hears_of_new_weights_and_of_what_is_published(hosted):
+    line, learner, host = hosted
+    line.ask(Message("update_weights", {"version": 9}))
+    line.ask(publish_message(2, {"head": torch.ones(2)}))
+    assert learner.heard == ["note 9 before 0", "publish 2", "take_head"] and learner.version == 9
+    names, arrays = tensor_arrays({"head": torch.ones(2)})
+    assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] == 2.0
