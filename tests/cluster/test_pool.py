@@ -77,6 +77,16 @@ def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
     assert 0.0 <= stats.replicas.idle_share < 1.0
 
 
+def test_a_change_between_two_looks_is_seen_at_once(pool):
+    """Who watches and was busy when something changed does not sleep over it."""
+    seen = pool.activity(0.0, -1).changes
+    began = time.monotonic()
+    assert pool.activity(0.2, seen).changes == seen and time.monotonic() - began >= 0.2, "nothing changed"
+    pool.changed_state()
+    began = time.monotonic()
+    assert pool.activity(20.0, seen).changes == seen + 1 and time.monotonic() - began < 5.0
+
+
 def test_work_is_shared_and_never_beyond_a_replicas_capacity(pool):
     pool.update_weights(2)
     most = [0, 0]
