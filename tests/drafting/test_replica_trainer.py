@@ -148,6 +148,16 @@ def test_what_it_keeps_is_bounded_and_of_the_newest_weights(policy, head):
     assert {example.step for example in trainer.online.buffer} == {1, 2}
 
 
+def test_a_text_without_states_is_not_run_through_the_policy(policy, head):
+    engine, trainer = replica(policy, head)
+    trainer.online.buffer.max_bytes = 150_000  # for the states of two of four texts
+    generate(engine)
+    trainer.begin(1)
+    trainer.slice(never)
+    assert 0 < len(trainer.online.buffer) < 4 and trainer.tokens == 30 * len(trainer.online.buffer)
+    assert trainer.online.learning.rebuilt == 0
+
+
 def test_a_ruined_head_is_judged_worse_and_judging_changes_nothing(policy, head):
     engine, trainer = replica(policy, head)
     good = snapshot(head)
