@@ -205,11 +205,11 @@ class OnlineDrafter(HeadFollower):
         )
 
     @torch.no_grad()
-    def quality(self, head: EagleHead) -> float:
-        """Returns the mean overlap of drafts' first tokens with the policy, along the newest texts."""
+    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float:
+        """Returns the mean overlap of drafts' first tokens with the policy, in `count` new passages."""
         rows = self.learning.slice_rows
         newest = [e for e in self.buffer if e.states is not None]
-        chosen = [p for e in newest for p in passages(e, rows)][:COMPARED_PASSAGES]
+        chosen = [p for e in newest for p in passages(e, rows)][:count]
         overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
         return statistics.mean(overlaps) if overlaps else 0.0
 

@@ -17,7 +17,7 @@ import torch
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.examples import Example
-from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.online import COMPARED_PASSAGES, OnlineDrafter
 from paceline.drafting.publishing import restore, snapshot
 from paceline.drafting.run_drafter import Recording, record_bytes
 from paceline.learning.batch import TrainingSequence
@@ -46,6 +46,7 @@ class ReplicaTrainer:
         recording.record_states(record_bytes(config))
         self.tokens = 0.0  # learned from in this term
         self.updates = 0
+        self._compared = -(-COMPARED_PASSAGES // config.cluster.replicas)  # its share
         self._start: Mapping[str, torch.Tensor] = snapshot(head)
         self._term: int | None = None
         self._version = 0  # of the policy's weights
@@ -91,7 +92,7 @@ class ReplicaTrainer:
             return None
         present = snapshot(self.online.head)
         restore(self.online.head, weights)
-        overlap = self.online.quality(self.online.head)
+        overlap = self.online.quality(self.online.head, self._compared)
         restore(self.online.head, present)
         return overlap
 
