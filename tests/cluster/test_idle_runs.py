@@ -36,7 +36,7 @@ SMALL = [
     "rollout.speculation.tokens=3",
     "cluster.replicas=2",
 ]
-ONLINE = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=4", "lr=1e-3")]
+ONLINE = [f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=2", "batch=4")]
 # What depends on which requests ran together, and on how well was drafted.
 OWN = ("drafter/", "speculation/", "cluster/", "rollout/decode_steps", "rollout/tail_steps")
 
@@ -85,6 +85,13 @@ def assert_same_run(ours, theirs) -> None:
         assert file.read_text() == (ours / "samples" / file.name).read_text()
 
 
+def accepted(steps: list[dict]) -> tuple[float, float]:
+    """Returns the accepted tokens of a draft of three over these steps, and the number of drafts."""
+    proposed = [step["speculation/proposed"] for step in steps]
+    found = sum(step["speculation/accepted"] * n for step, n in zip(steps, proposed, strict=True))
+    return 3 * found / sum(proposed), sum(proposed) / 3
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain"), "plain")
@@ -101,8 +108,9 @@ def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
     versions = [step["drafter/drafting_version"] for step in after]
     assert versions == sorted(versions) and versions[0] == 0 < versions[-1]
     assert sum(step["drafter/tokens"] for step in after) > 0 and after[-1]["drafter/version"] > 1
-    later = [[step["speculation/eagle/accept_length"] for step in steps[2:]] for steps in (before, after)]
-    assert sum(later[1]) > 0.98 * sum(later[0]), "it does not draft worse"
+    (untaught, drafts), (followed, again) = accepted(before[2:]), accepted(after[2:])
+    # A draft of three has a deviation of 1.5 at most; a ruined head accepts next to nothing.
+    assert followed > untaught - 3 * 1.5 * (1 / drafts + 1 / again) ** 0.5, "it does not draft worse"
     for step in after:
         assert 0 <= step["time/unused_share"] <= step["time/idle_share"]
     assert sum(s["time/unused_share"] for s in after) < sum(s["time/idle_share"] for s in after)
