@@ -242,6 +242,21 @@ def test_where_nothing_is_left_of_p_the_row_ends_in_another_token(device, vocab_
     assert torch.equal(tokens_RQ[rejected_R, 0], expected_RQ[rejected_R, 0])
 
 
+def test_chunks_of_which_q_left_nothing_wait_for_those_with_something(device, monkeypatch):
+    """q covers p where p is large; what is left lies in another chunk."""
+    monkeypatch.setattr(rejection_launch, "CHUNK", 8)
+    rows = 4
+    logits = torch.full((rows, 2, 20), -torch.inf, device=device)
+    logits[:, :, [0, 1, 9]] = torch.tensor([3.0, 3.0, 0.0], device=device)
+    q = torch.full((rows, 1, 20), 0.0, device=device)
+    q[:, :, :3] = 0.6
+    every_R = torch.arange(rows, device=device)
+    seed = every_R.unsqueeze(1).expand(-1, 2).contiguous()
+    proposals = torch.full((rows, 1), 2, device=device)  # which the policy never draws
+    args = logits, torch.ones(rows, 2, device=device), seed, seed, proposals, q, every_R
+    assert verify_by_rejection_triton(*args)[0][:, 0].tolist() == [9] * rows
+
+
 def test_a_certain_token_is_accepted_whatever_q_says(device):
     """Else there would be nothing to draw in its place. q is above 1 by rounding."""
     rows = 8

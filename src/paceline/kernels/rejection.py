@@ -71,7 +71,20 @@ def keep_distribution(
 ) -> None:
     """Writes what rows draw their proposal of a column from to their slots."""
     if logits_RV.is_cuda and truncation is None:
-        return keep_distribution_triton(logits_RV, temperature_R, probabilities_SKV, slots_R, column)
+        keep_distribution_triton(logits_RV, temperature_R, probabilities_SKV, slots_R, column)
+    else:
+        keep_distribution_torch(logits_RV, temperature_R, truncation, probabilities_SKV, slots_R, column)
+
+
+def keep_distribution_torch(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    truncation: Truncation | None,
+    probabilities_SKV: torch.Tensor,
+    slots_R: torch.Tensor,
+    column: int,
+) -> None:
+    """Keeps `sampled_distribution` of a few rows at a time."""
     for first in range(0, len(slots_R), sampler.WIDE_ROWS):
         few = slice(first, first + sampler.WIDE_ROWS)
         cut = None if truncation is None else truncation.of_rows(few)
@@ -100,6 +113,21 @@ def verify_by_rejection(
     facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
     if logits_RQV.is_cuda and truncation is None:
         return verify_by_rejection_triton(*facts, proposals_RK, probabilities_SKV, slots_R)
+    return verify_by_rejection_torch(*facts, truncation, proposals_RK, probabilities_SKV, slots_R)
+
+
+def verify_by_rejection_torch(
+    logits_RQV: torch.Tensor,
+    temperature_RQ: torch.Tensor,
+    seed_RQ: torch.Tensor,
+    position_RQ: torch.Tensor,
+    truncation: Truncation | None,
+    proposals_RK: torch.Tensor,
+    probabilities_SKV: torch.Tensor | None,
+    slots_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Applies the reference to a few rows at a time."""
+    facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
     num_rows, num_queries, _ = logits_RQV.shape
 
     def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:

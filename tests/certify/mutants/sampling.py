@@ -253,14 +253,14 @@ MUTANTS = [
     ),
     Mutant(
         "draft probabilities of the wrong position",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_torch",
         "probabilities_SKV[slots_R[few], : num_queries - 1],",
         "probabilities_SKV[slots_R[few], : num_queries - 1].roll(1, 1),",
         "rejection",
     ),
     Mutant(
         "draft probabilities at temperature 1",
-        f"{REJECTION}:keep_distribution",
+        f"{REJECTION}:keep_distribution_torch",
         "logits_RV[few], temperature_R[few]",
         "logits_RV[few], torch.ones_like(temperature_R[few])",
         "rejection",
