@@ -332,7 +332,8 @@ def kernels(
         str,
         typer.Option(
             help="of linear, fp8-linear, quantise, attention, fp8-attention, prefill, sampler, "
-            "rejection, experts, fp8-experts, history, comma separated; default: all that model and device have"
+            "rejection, experts, fp8-experts, history, comma separated; default: all that model and "
+            "device have"
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,

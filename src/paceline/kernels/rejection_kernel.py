@@ -9,7 +9,8 @@
     token[row, stop]              one program
 
 Chunks are the sampler's, whatever the batch; sums have one order and there are no atomics, so a row's result
-does not depend on the others. The grid depends on shapes only. Truncation is not known here.
+does not depend on the others. The grid depends on shapes only. Truncation is not known here. `rejection.py`
+has the reference, `rejection_launch.py` launches.
 
 p(x) is exp(x - max) / sum, so that either p(d) = 1, and the proposal is accepted because u q(d) < 1, or
 another token has p > 0. Hence a rejected row always ends in a token other than its proposal: where rounding
