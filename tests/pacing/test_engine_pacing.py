@@ -268,22 +268,38 @@ def test_the_recipe_makes_the_pacer(policy):
     config = load_config(
         None, ["rollout.speculation.drafters=[history]", "rollout.speculation.tokens=6"]
     ).rollout.speculation
-    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG)
+    pacer = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG, shares=True)
     assert (
         pacer.settings.strategies == tuple(Strategy("history", k, most=6) for k in (1, 2, 3, 5, 6))
         and pacer.settings.seed == 5
     )
+    alike = make_pacer(config, [HistoryDrafter()], 8, seed=5, shape=CONFIG, shares=False)
+    assert alike.settings.strategies == tuple(Strategy("history", k) for k in (1, 2, 3, 5, 6))
     assert not pacer.settings.catch_up, "copying needs no catching up"
     half = DraftModel(Decoder(replace(CONFIG, num_layers=1)).initialise(0))
-    share = make_pacer(config, [half], 8, 0, CONFIG).settings.catch_up["draft_model"]
+    share = make_pacer(config, [half], 8, 0, CONFIG, shares=True).settings.catch_up["draft_model"]
     assert share == half.shape.num_parameters / CONFIG.num_parameters and 0.5 < share < 1
     assert counts_up_to(15) == [1, 2, 3, 5, 7, 11, 15] and counts_up_to(1) == [1]
     fixed = load_config(
         None, ["rollout.speculation.drafters=[history]", "rollout.speculation.pacing=fixed"]
     ).rollout.speculation
-    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG).choose(Moment(8)).strategy == Strategy(
-        "history", 7
-    )
+    assert make_pacer(fixed, [HistoryDrafter()], 8, 0, CONFIG, shares=False).choose(
+        Moment(8)
+    ).strategy == Strategy("history", 7)
+
+
+def test_rows_share_tokens_on_a_gpu_and_where_a_budget_asks_for_it():
+    from paceline.engine.factory import shares_tokens
+
+    def shares(device: str, *overrides: str) -> bool:
+        config = load_config(None, ["rollout.speculation.drafters=[history]", *overrides])
+        return shares_tokens(config.rollout.speculation, device)
+
+    assert shares("cuda") and not shares("cpu")
+    budget = "rollout.speculation.step_tokens=64"
+    assert shares("cpu", budget) and shares("cpu", budget, "rollout.speculation.pacing=fixed")
+    assert not shares("cuda", "rollout.speculation.pacing=fixed")
+    assert not shares("cuda", "rollout.speculation.verify=rejection")
 
 
 @pytest.mark.gpu

@@ -155,6 +155,7 @@ class NativeSubject:
                 opening.max_running,
                 seed=0,
                 shape=self.policy.config,
+                shares=self.settings.shares,
             )
             # A certificate ends before trials are due by their usual share, and it needs changes, not speed.
             strategies = tuple(replace(s, tree=self.settings.trees) for s in pacer.settings.strategies)

@@ -35,6 +35,7 @@ def make_engine(
             "leave it out, or use one with experts"
         )
     speculation = rollout.speculation
+    shares = shares_tokens(speculation, policy.device.type)
     settings = EngineSettings(
         max_running=rollout.max_running,
         kv_tokens=kv_tokens,
@@ -50,23 +51,27 @@ def make_engine(
         max_proposal=speculation.tokens,
         keeps_cache=rollout.on_update == "keep",
         trees=speculation.shape == "tree",
-        shares=shares_tokens(speculation),
+        shares=shares,
         step_tokens=speculation.step_tokens,
         start_seconds=START_SECONDS,
         records_routing=rollout.router_replay,
     )
     factory = drafters or DrafterFactory(speculation, tokenizer=tokenizer)
     made = factory.make_all(policy)
-    pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config) if made else None
+    pacer = make_pacer(speculation, made, rollout.max_running, seed, policy.config, shares) if made else None
     return Engine(policy, settings, tokenizer, made, pacer)
 
 
 def make_pacer(
-    speculation: SpeculationConfig, drafters: list[Drafter], max_running: int, seed: int, shape: DecoderConfig
+    speculation: SpeculationConfig,
+    drafters: list[Drafter],
+    max_running: int,
+    seed: int,
+    shape: DecoderConfig,
+    shares: bool,
 ) -> Pacer:
-    """Returns the pacer that a recipe asks for; `shape` is the policy's."""
+    """Returns the pacer that a recipe asks for; `shape` is the policy's, with `shares` rows share tokens."""
     tree = speculation.shape == "tree"
-    shares = shares_tokens(speculation)
     if speculation.pacing == "fixed":
         tokens = min(speculation.tokens, drafters[0].max_tokens)
         strategy = Strategy(drafters[0].name, tokens, tree, tokens if shares else 0)
@@ -88,9 +93,13 @@ def make_pacer(
     )
 
 
-def shares_tokens(speculation: SpeculationConfig) -> bool:
-    """Tells whether a recipe lets rows share the tokens of a step."""
-    wanted = speculation.step_tokens > 0 or speculation.pacing == "adaptive"
+def shares_tokens(speculation: SpeculationConfig, device_type: str) -> bool:
+    """Tells whether a recipe lets rows share the tokens of a step.
+
+    Unasked for only on a GPU: a CPU's steps over rows of different lengths cost more than sharing saves.
+    """
+    unasked = speculation.pacing == "adaptive" and device_type == "cuda"
+    wanted = speculation.step_tokens > 0 or unasked
     return wanted and bool(speculation.drafters) and speculation.verify == "shared-noise"
 
 

@@ -80,7 +80,7 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         bool(routing),
         drafter.shapes,
         config.rollout.speculation.shape == "tree",
-        shares_tokens(config.rollout.speculation),
+        shares_tokens(config.rollout.speculation, "cuda"),
     )
     memory = GraphMemory(
         needs,
