@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import paceline.drafting.sampling
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine import sampling
@@ -74,8 +73,7 @@ def generate(
 def in_pieces_of(monkeypatch, tokens: int, rows: int) -> list[list[int]]:
     """The sizes of each step's pieces, as they run."""
     monkeypatch.setattr(sampling, "SAMPLE_TOKENS", tokens)
-    for module in (sampler, sampling, paceline.drafting.sampling):
-        monkeypatch.setattr(module, "WIDE_ROWS", rows)
+    monkeypatch.setattr(sampler, "WIDE_ROWS", rows)
     steps: list[list[int]] = []
     sample_step = sampling.sample_step
 

@@ -50,6 +50,7 @@ def draw(
         Truncation(*cut) if cut else None,
         proposals_RK,
         torch.stack(probabilities, 1) if known else None,
+        torch.arange(ROWS),
     )
     reached = torch.cat(
         (torch.ones(ROWS, 1, dtype=torch.bool), (tokens[:, :-1] == proposals_RK).cumprod(1).bool()), 1
@@ -113,6 +114,7 @@ def test_no_proposal_means_the_policys_own_draw():
         None,
         torch.full((ROWS, 1), -1),
         None,
+        rows,
     )
     assert p_value(tokens[:, 0], P) > 1e-3 and p_value(tokens[:, 1], P) > 1e-3
 
@@ -134,7 +136,7 @@ def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_it_can_be_captured():
+def test_truncated_rows_can_be_captured():
     shape = (8, 4)
     logits = torch.randn(*shape, 5000, device="cuda")
     seed = torch.arange(8, device="cuda").unsqueeze(1).expand(shape).contiguous()
@@ -143,7 +145,7 @@ def test_it_can_be_captured():
     proposals = torch.randint(5000, (8, 3), device="cuda")
     probabilities = torch.randn(8, 3, 5000, device="cuda").softmax(-1)
     cut = Truncation(torch.full((8,), 50).cuda(), torch.full((8,), 0.9).cuda(), torch.zeros(8).cuda())
-    case = logits, heat, seed, position, cut, proposals, probabilities
+    case = logits, heat, seed, position, cut, proposals, probabilities, torch.arange(8, device="cuda")
     expected = verify_by_rejection(*case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,7 +8,7 @@ judged by the oracle.
 import torch
 
 from paceline.certify.certificate import Check
-from paceline.certify.oracle.choice import Choice, rejection_choice, shared_noise_choice
+from paceline.certify.oracle.choice import rejection_choice, shared_noise_choice
 from paceline.certify.oracle.noise import ACCEPT, RECOVER, SAMPLE, gumbel, gumbel_error, noise_bits
 from paceline.certify.oracle.seeds import seed_of
 from paceline.certify.oracle.truncation import distribution, scores_of
@@ -179,29 +179,31 @@ def _rejection(rows: int, device: torch.device, seed: int) -> Check:
         drafted_T = shared_noise_choice(flat_draft, *facts, tolerance_T).token_N
         q_TV = distribution(flat_draft, setting)
         cut = _truncation(setting, rows, device) if setting.truncates else None
+        drafted_RK = drafted_T.unflatten(0, (rows, proposals))
         tokens_RQ, _ = verify_by_rejection(
             logits_RQV,
             torch.full((rows, queries), setting.temperature, device=device),
             seeds_RQ.contiguous(),
             positions_RQ.contiguous(),
             cut,
-            drafted_T.unflatten(0, (rows, proposals)),
+            drafted_RK,
             q_TV.float().unflatten(0, (rows, proposals)) if known else None,
+            torch.arange(rows, device=device),
         )
+        # Behind the first token that is not its proposal there is nothing to judge.
+        reached_RQ = torch.ones_like(tokens_RQ, dtype=torch.bool)
+        reached_RQ[:, 1:] = (tokens_RQ[:, :-1] == drafted_RK).cumprod(1).bool()
         choice = rejection_choice(
             flat, flat_draft if known else None, None if known else drafted_T, *facts, tolerance_T
         )
         last = setting, seeds_RQ[:, -1], positions_RQ[:, -1], tolerance_T[:rows]
         bonus = shared_noise_choice(logits_RQV[:, -1], *last)
-        for own, tokens in ((choice, tokens_RQ[:, :-1].flatten()), (bonus, tokens_RQ[:, -1])):
-            wrong += _wrong(own, tokens)
-            decided += int(own.decided_N.sum())
+        for own, part in ((choice, slice(0, proposals)), (bonus, slice(proposals, queries))):
+            judged_N = own.decided_N & reached_RQ[:, part].flatten()
+            wrong += int((judged_N & (own.token_N != tokens_RQ[:, part].flatten())).sum())
+            decided += int(judged_N.sum())
     detail = f"{wrong} of {decided} tokens wrong"
     return Check("alone: rejection", wrong == 0, detail, power=_power(decided))
-
-
-def _wrong(choice: Choice, tokens_N: torch.Tensor) -> int:
-    return int((choice.decided_N & (choice.token_N != tokens_N)).sum())
 
 
 def _power(decided: int) -> tuple[Power, ...]:

@@ -331,8 +331,9 @@ def kernels(
     only: Annotated[
         str,
         typer.Option(
-            help="of linear, fp8-linear, quantise, attention, fp8-attention, prefill, sampler, experts, "
-            "fp8-experts, history, comma separated; default: all that model and device have"
+            help="of linear, fp8-linear, quantise, attention, fp8-attention, prefill, sampler, "
+            "rejection, experts, fp8-experts, history, comma separated; default: all that model and "
+            "device have"
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,

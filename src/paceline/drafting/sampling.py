@@ -13,8 +13,8 @@ from paceline.drafting.growth import GapCalibration
 from paceline.drafting.tree import ROOT, Candidates, TreeProposals
 from paceline.kernels.candidates import best_candidates
 from paceline.kernels.draft_step import DraftQueries
-from paceline.kernels.rejection import Truncation, sampled_distribution
-from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated
+from paceline.kernels.rejection import Truncation, keep_distribution
+from paceline.kernels.sampler import sample, sample_truncated
 
 
 def sample_draft(
@@ -32,12 +32,7 @@ def sample_draft(
     rows = context.rows
     cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
     if context.probabilities_SKV is not None:
-        for first in range(0, len(slots_R), WIDE_ROWS):
-            few = slice(first, first + WIDE_ROWS)
-            cut_few = None if cut is None else cut.of_rows(few)
-            context.probabilities_SKV[slots_R[few], column] = sampled_distribution(
-                logits_RV[few], queries.temperature_R[few], cut_few
-            ).to(context.probabilities_SKV.dtype)
+        keep_distribution(logits_RV, queries.temperature_R, cut, context.probabilities_SKV, slots_R, column)
     noise = queries.temperature_R, queries.seed_R, queries.sample_positions_CR[column]
     if cut is not None:
         return sample_truncated(logits_RV, *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]

@@ -15,7 +15,7 @@ import torch
 
 from paceline.kernels.rejection import Truncation, verify_by_rejection
 from paceline.kernels.row_step import Queries, RowTensors
-from paceline.kernels.sampler import WIDE_ROWS, sample, sample_truncated, top_logprobs
+from paceline.kernels.sampler import sample, sample_truncated, top_logprobs
 from paceline.paged.forward import PagedForward
 
 # Tokens of a piece. From about here on an H200 takes longer to multiply (0.45 ms for Qwen3-8B's head) than to
@@ -127,29 +127,18 @@ def _by_rejection(
     proposals_SK: torch.Tensor,
     probabilities_SKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verifies a few rows at a time: rejection is plain torch with some thirty bytes a logit."""
     num_rows, num_queries = queries.tokens_RQ.shape
-    logits_RQV = logits_PV.unflatten(0, (num_rows, num_queries))
-    count = num_queries - 1
-
-    def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        slots, some = slots_R[few], _of_rows(queries, few)
-        tokens_RQ, logprobs_RQ = verify_by_rejection(
-            logits_RQV[few],
-            some.temperature_RQ,
-            some.seed_RQ,
-            some.sample_positions_RQ,
-            _truncation(rows, slots) if truncates else None,
-            proposals_SK[slots, :count],
-            None if probabilities_SKV is None else probabilities_SKV[slots, :count],
-        )
-        return tokens_RQ.flatten(), logprobs_RQ.flatten()
-
-    size = max(1, WIDE_ROWS // num_queries)
-    tokens, logprobs = zip(
-        *(verified(slice(first, first + size)) for first in range(0, num_rows, size)), strict=True
+    tokens_RQ, logprobs_RQ = verify_by_rejection(
+        logits_PV.unflatten(0, (num_rows, num_queries)),
+        queries.temperature_RQ,
+        queries.seed_RQ,
+        queries.sample_positions_RQ,
+        _truncation(rows, slots_R) if truncates else None,
+        proposals_SK[slots_R, : num_queries - 1],
+        probabilities_SKV,
+        slots_R,
     )
-    return torch.cat(tokens), torch.cat(logprobs)
+    return tokens_RQ.flatten(), logprobs_RQ.flatten()
 
 
 def _truncation(rows: RowTensors, slots: torch.Tensor) -> Truncation:

@@ -11,16 +11,23 @@ knows which token d was, and so which tokens had little noise.
 Where q is not known the proposal counts as certain, q(d) = 1. That is right whatever d was drawn from,
 because given d the outcome is d with probability p(d) and each other x with p(x); it only accepts less.
 
-Plain torch on every device, without a host synchronisation, so a graph can capture it. Shape letters: R rows,
-K proposals, Q = K + 1 positions, T = R x Q, V vocabulary.
+On a GPU the kernels of `rejection_kernel.py` do it. What is plain torch here is their reference, and serves
+rows with truncation on every device: it holds some thirty bytes a logit, so it takes a few rows at a time.
+Neither waits for the host, so a graph can capture both. Shape letters: R rows, K proposals, Q = K + 1
+positions, T = R x Q, S slots, V vocabulary.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels import sampler
 from paceline.kernels.noise import STREAM_ACCEPT, STREAM_RECOVER, draw_gumbel
+from paceline.kernels.rejection_launch import keep_distribution_triton, verify_by_rejection_triton
 from paceline.kernels.sampler import kept_tokens, row_logsumexp, sample, sample_truncated, scaled_logits
+
+# The largest float32 below 1. A uniform that rounding made 1 would reject what is certain.
+MOST_UNIFORM = 1.0 - 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,90 @@ def sampled_distribution(
     return torch.where((temperature_R > 0).unsqueeze(-1), scaled_RV.softmax(-1), certain_RV)
 
 
+def keep_distribution(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    truncation: Truncation | None,
+    probabilities_SKV: torch.Tensor,
+    slots_R: torch.Tensor,
+    column: int,
+) -> None:
+    """Writes what rows draw their proposal of a column from to their slots."""
+    if logits_RV.is_cuda and truncation is None:
+        keep_distribution_triton(logits_RV, temperature_R, probabilities_SKV, slots_R, column)
+    else:
+        keep_distribution_torch(logits_RV, temperature_R, truncation, probabilities_SKV, slots_R, column)
+
+
+def keep_distribution_torch(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    truncation: Truncation | None,
+    probabilities_SKV: torch.Tensor,
+    slots_R: torch.Tensor,
+    column: int,
+) -> None:
+    """Keeps `sampled_distribution` of a few rows at a time."""
+    for first in range(0, len(slots_R), sampler.WIDE_ROWS):
+        few = slice(first, first + sampler.WIDE_ROWS)
+        cut = None if truncation is None else truncation.of_rows(few)
+        distribution_RV = sampled_distribution(logits_RV[few], temperature_R[few], cut)
+        probabilities_SKV[slots_R[few], column] = distribution_RV.to(probabilities_SKV.dtype)
+
+
 def verify_by_rejection(
+    logits_RQV: torch.Tensor,
+    temperature_RQ: torch.Tensor,
+    seed_RQ: torch.Tensor,
+    position_RQ: torch.Tensor,
+    truncation: Truncation | None,
+    proposals_RK: torch.Tensor,
+    probabilities_SKV: torch.Tensor | None,
+    slots_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tokens and their full-vocabulary logprobs, `[R, Q]`.
+
+    A row's proposals were drawn from the first K probabilities of its slot; without any they count as
+    certain. A proposal of -1 is none: the token is drawn from p. A position's token is its proposal where
+    that is accepted, else the one drawn in its place. What follows the first token that differs from its
+    proposal means nothing; `append_samples` drops it. The last position has no proposal and is sampled as
+    plain decoding would.
+    """
+    facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
+    if logits_RQV.is_cuda and truncation is None:
+        return verify_by_rejection_triton(*facts, proposals_RK, probabilities_SKV, slots_R)
+    return verify_by_rejection_torch(*facts, truncation, proposals_RK, probabilities_SKV, slots_R)
+
+
+def verify_by_rejection_torch(
+    logits_RQV: torch.Tensor,
+    temperature_RQ: torch.Tensor,
+    seed_RQ: torch.Tensor,
+    position_RQ: torch.Tensor,
+    truncation: Truncation | None,
+    proposals_RK: torch.Tensor,
+    probabilities_SKV: torch.Tensor | None,
+    slots_R: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Applies the reference to a few rows at a time."""
+    facts = logits_RQV, temperature_RQ, seed_RQ, position_RQ
+    num_rows, num_queries, _ = logits_RQV.shape
+
+    def verified(few: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return verify_by_rejection_reference(
+            *(x[few] for x in facts),
+            None if truncation is None else truncation.of_rows(few),
+            proposals_RK[few],
+            None if probabilities_SKV is None else probabilities_SKV[slots_R[few], : num_queries - 1],
+        )
+
+    size = max(1, sampler.WIDE_ROWS // num_queries)
+    pieces = [verified(slice(first, first + size)) for first in range(0, num_rows, size)]
+    tokens, logprobs = zip(*pieces, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def verify_by_rejection_reference(
     logits_RQV: torch.Tensor,
     temperature_RQ: torch.Tensor,
     seed_RQ: torch.Tensor,
@@ -63,13 +153,7 @@ def verify_by_rejection(
     proposals_RK: torch.Tensor,
     draft_probabilities_RKV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and their full-vocabulary logprobs, `[R, Q]`.
-
-    A position's token is its proposal where that is accepted, else the one drawn in its place.
-    What follows the first token that differs from its proposal is computed for nothing; `append_samples`
-    drops it. The last position has no proposal and is sampled as plain decoding would. A proposal of -1 is
-    none: the token is drawn from p.
-    """
+    """The reference of `verify_by_rejection`: every position decides as if it were reached."""
     num_rows, num_proposals = proposals_RK.shape
     before = slice(0, num_proposals)
     cut = _repeated(truncation, num_proposals)
@@ -87,13 +171,15 @@ def verify_by_rejection(
     gumbel_RK1 = (
         draw_gumbel(seed_T, position_T, 1, STREAM_ACCEPT).view(num_rows, num_proposals, 1).to(p_RKV.dtype)
     )
-    uniform_RK1 = -torch.expm1(-torch.exp(-gumbel_RK1))
-    accepted_RK1 = has_RK1 & (uniform_RK1 * q_RKV.gather(-1, draft_RK1) < p_RKV.gather(-1, draft_RK1))
+    uniform_RK1 = (-torch.expm1(-torch.exp(-gumbel_RK1))).clamp(max=MOST_UNIFORM)
+    p_RK1, q_RK1 = p_RKV.gather(-1, draft_RK1), q_RKV.gather(-1, draft_RK1).clamp(max=1.0)
+    accepted_RK1 = has_RK1 & (uniform_RK1 * q_RK1 < p_RK1)
 
     left_RKV = (p_RKV - q_RKV).clamp(min=0)
-    # p = q up to rounding, hence never rejected but for rounding.
+    # p = q up to rounding, hence never rejected but for rounding. Another token than the proposal, as always
+    # where it is rejected: the row ends there.
     nothing_left_RK1 = left_RKV.sum(-1, keepdim=True) <= 0
-    left_RKV = torch.where(nothing_left_RK1, p_RKV, left_RKV)
+    left_RKV = torch.where(nothing_left_RK1, p_RKV.scatter(-1, draft_RK1, 0.0), left_RKV)
     noise_RKV = draw_gumbel(seed_T, position_T, p_RKV.shape[-1], STREAM_RECOVER).view(p_RKV.shape)
     recovered_RK1 = (left_RKV.log() + noise_RKV).argmax(-1, keepdim=True)
 

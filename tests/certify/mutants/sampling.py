@@ -5,7 +5,6 @@ from tests.certify.mutation import Mutant
 SAMPLER = "paceline.kernels.sampler"
 NOISE = "paceline.kernels.noise"
 REJECTION = "paceline.kernels.rejection"
-STEP_SAMPLING = "paceline.engine.sampling"
 
 MUTANTS = [
     # -- the sampler ---------------------------------------------------------------------------------
@@ -198,49 +197,49 @@ MUTANTS = [
     # -- rejection -----------------------------------------------------------------------------------
     Mutant(
         "acceptance that is too kind",
-        f"{REJECTION}:verify_by_rejection",
-        "uniform_RK1 * q_RKV",
-        "0.5 * uniform_RK1 * q_RKV",
+        f"{REJECTION}:verify_by_rejection_reference",
+        "uniform_RK1 * q_RK1",
+        "0.5 * uniform_RK1 * q_RK1",
         "rejection",
     ),
     Mutant(
         "recovery from p instead of the residual",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "left_RKV = (p_RKV - q_RKV).clamp(min=0)",
         "left_RKV = p_RKV",
         "rejection",
     ),
     Mutant(
         "residual without its sign",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "(p_RKV - q_RKV).clamp(min=0)",
         "(p_RKV - q_RKV).abs()",
         "rejection",
     ),
     Mutant(
         "residual that is drawn without its logarithm",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "left_RKV.log() + noise_RKV",
         "left_RKV + noise_RKV",
         "rejection",
     ),
     Mutant(
         "residual of another row",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "left_RKV.log() + noise",
         "left_RKV.roll(1, 0).log() + noise",
         "rejection",
     ),
     Mutant(
         "recovery that reuses the draft's noise",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "p_RKV.shape[-1], STREAM_RECOVER)",
         "p_RKV.shape[-1], 0)",
         "rejection",
     ),
     Mutant(
         "acceptance that reuses the draft's noise",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "1, STREAM_ACCEPT)",
         "1, 0)",
         "rejection",
@@ -254,16 +253,16 @@ MUTANTS = [
     ),
     Mutant(
         "draft probabilities of the wrong position",
-        f"{STEP_SAMPLING}:_by_rejection",
-        "probabilities_SKV[slots, :count],",
-        "probabilities_SKV[slots, :count].roll(1, 1),",
+        f"{REJECTION}:verify_by_rejection_torch",
+        "probabilities_SKV[slots_R[few], : num_queries - 1],",
+        "probabilities_SKV[slots_R[few], : num_queries - 1].roll(1, 1),",
         "rejection",
     ),
     Mutant(
         "draft probabilities at temperature 1",
-        "paceline.drafting.sampling:sample_draft",
-        "logits_RV[few], queries.temperature_R[few]",
-        "logits_RV[few], torch.ones_like(queries.temperature_R[few])",
+        f"{REJECTION}:keep_distribution_torch",
+        "logits_RV[few], temperature_R[few]",
+        "logits_RV[few], torch.ones_like(temperature_R[few])",
         "rejection",
     ),
     Mutant(
@@ -275,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "certain proposals are accepted as if drawn from p",
-        f"{REJECTION}:verify_by_rejection",
+        f"{REJECTION}:verify_by_rejection_reference",
         "q_RKV = torch.zeros_like(p_RKV).scatter(-1, draft_RK1, 1.0)",
         "q_RKV = p_RKV.clone()",
         "rejection, history",
