@@ -255,13 +255,13 @@ def test_a_fixed_recipe_verifies_what_its_step_may():
     assert not used - {"history:1~7", "history:3~7", "history:7~7"}, "8 rows, 4 rows, and two or one"
 
 
-def test_an_adaptive_recipe_shares_by_itself():
+def test_an_adaptive_recipe_with_a_budget_shares():
+    budget = load_config(None, [*SHARED, "rollout.speculation.step_tokens=64"]).rollout
+    engine = make_engine(Decoder(SHAPE).initialise(0), budget, 1024, tokenizer=None)
+    assert engine.settings.shares and all(s.most == 7 for s in engine.pacer.settings.strategies)
     engine = make_engine(
         Decoder(SHAPE).initialise(0), load_config(None, SHARED).rollout, 1024, tokenizer=None
     )
-    assert engine.settings.shares and all(s.most == 7 for s in engine.pacer.settings.strategies)
-    rejecting = load_config(None, [*SHARED, "rollout.speculation.verify=rejection"]).rollout
-    engine = make_engine(Decoder(SHAPE).initialise(0), rejecting, 1024, tokenizer=None)
     assert not engine.settings.shares and not any(s.most for s in engine.pacer.settings.strategies)
 
 

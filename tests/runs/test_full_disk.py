@@ -136,8 +136,10 @@ def test_a_small_disk_for_real(start, policy, tmp_path):
     )
     assert command.wait() == 0, command.text()
     text = command.text()
-    assert "ended with 1" in text and "No space left on device" in text and ".partial" not in text
-    assert "resuming" in text
+    assert "ended with 1" in text and "No space left on device" in text and "resuming" in text
+    # What could not be written is named in the message, and gone from the disk.
+    left = next(line for line in text.splitlines() if line.startswith("left:"))
+    assert "step_000001" in left and ".partial" not in left
 
 
 def test_only_the_file_systems_errors_are_taken_for_a_full_disk(tmp_path):
