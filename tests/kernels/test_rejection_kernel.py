@@ -136,7 +136,9 @@ def judge(case: Case, tokens_RQ: torch.Tensor, logprobs_RQ: torch.Tensor) -> tor
     # Rounding may decide a token, and then what follows it.
     surely_RQ = kept_RQ & decided_RQ.cumprod(1).bool()
     assert torch.equal(tokens_RQ[surely_RQ], expected_RQ[surely_RQ])
-    assert int(surely_RQ.sum()) >= 0.8 * int(kept_RQ.sum()) - 1, "hardly anything was judged"
+    # The best two of logits in bfloat16 are often equal.
+    share = 0.5 if case.logits_RQV.dtype == torch.bfloat16 else 0.8
+    assert int(surely_RQ.sum()) >= share * int(kept_RQ.sum()) - 1, "hardly anything was judged"
     heat_RQ1 = torch.where(case.temperature_RQ > 0, case.temperature_RQ, 1.0).unsqueeze(-1)
     full_RQV = (case.logits_RQV.double() / heat_RQ1).log_softmax(-1)
     own_RQ = full_RQV.gather(-1, tokens_RQ.unsqueeze(-1)).squeeze(-1)
