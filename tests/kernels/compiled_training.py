@@ -1,5 +1,8 @@
 """Compiles the kernels of learning for a GPU of the given capability; prints the registers spilled by each.
 
+Each is compiled twice, as a launch does it: an integer that is 1 becomes a constant, unless the kernel says not
+to (`do_not_specialize`).
+
 Run by test_compiled.py.
 """
 
@@ -55,6 +58,11 @@ def kind(name: str) -> str:
     return "fp32" if name in FLOATS else "i32"
 
 
+def ones(kernel) -> dict[str, int]:
+    """The arguments that a launch makes constants when they are 1."""
+    return {p.name: 1 for p in kernel.params if kind(p.name) == "i32" and not p.do_not_specialize}
+
+
 def compiled(kernel, constants: dict, warps: int, capability: int):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kind(name) for name in names}
@@ -69,8 +77,9 @@ def compiled(kernel, constants: dict, warps: int, capability: int):
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    print(
-        json.dumps(
-            {name: compiled(*case, capability).asm["ptx"].count(".local") for name, case in CASES.items()}
-        )
-    )
+    spilled = {}
+    for name, (kernel, constants, warps) in CASES.items():
+        for label, all_constants in (("", constants), (", ones", ones(kernel) | constants)):
+            ptx = compiled(kernel, all_constants, warps, capability).asm["ptx"]
+            spilled[name + label] = ptx.count(".local")
+    print(json.dumps(spilled))

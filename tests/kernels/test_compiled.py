@@ -59,11 +59,11 @@ def test_kernels_of_shared_tokens_compile_without_spilling(capability):
 @pytest.mark.parametrize("capability", [89, 90])
 def test_kernels_of_rejection_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_rejection", str(capability))
-    assert len(results) == 7 and not any(results.values()), results
+    assert len(results) == 14 and not any(results.values()), results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, 90])
 def test_kernels_of_learning_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
-    assert len(results) == 7 and not any(results.values()), results
+    assert len(results) == 14 and not any(results.values()), results

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -101,29 +102,32 @@ def take_kernels(wanted: bool) -> Callable[[torch.Tensor], bool]:
     return lambda x: wanted
 
 
-def choose_path(case: Case) -> None:
-    for module in (decoder, feed_forward, test_fused.logprobs):
-        module.takes_kernels = take_kernels(case.kernels)
+@contextmanager
+def path_of(case: Case) -> Iterator[None]:
+    """Runs a case's path, with kernels or without, whatever the tensors are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decoder, feed_forward, test_fused.logprobs):
+            patch.setattr(module, "takes_kernels", take_kernels(case.kernels))
+        yield
 
 
 def updated_on(group: RankGroup, cases: dict[str, Case]) -> dict[str, tuple[dict, dict]]:
     """Returns the weights and the metrics of every case's last step."""
     found = {}
     for name, case in cases.items():
-        choose_path(case)
         policy = case.policy()
         learner = RankLearner(policy, case.config(), group)
         held = sum(local(p).numel() for p in policy.parameters())
         share = 1.6 / group.count if group.count > 1 else 1.0
         assert held <= share * sum(p.numel() for p in policy.parameters()), "a rank holds its share"
-        metrics = [learner.update(case.groups(step)) for step in range(case.steps)]
+        with path_of(case):
+            metrics = [learner.update(case.groups(step)) for step in range(case.steps)]
         found[name] = ({key: whole(p) for key, p in policy.named_parameters()}, metrics)
     return found
 
 
 def updated_alone(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """The same on one process, with the micro-batches that so many ranks would have."""
-    choose_path(case)
     policy = case.policy()
     learner = Learner(policy, case.config())
     learner.cut = lambda sequences: [
@@ -132,8 +136,8 @@ def updated_alone(case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], list
         for part in parts
         if part
     ]
-    metrics = [learner.update(case.groups(step)) for step in range(case.steps)]
-    choose_path(Case())
+    with path_of(case):
+        metrics = [learner.update(case.groups(step)) for step in range(case.steps)]
     return {key: p.detach() for key, p in policy.named_parameters()}, metrics
 
 

@@ -123,7 +123,7 @@ def _store(values_ptr, scales_ptr, x, place, group, in_groups, number, WHICH: tl
     tl.store(scales_ptr + group, scales, mask=in_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _adamw_8bit_kernel(
     parameter_ptr,
     master_ptr,

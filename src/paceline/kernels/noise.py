@@ -259,7 +259,13 @@ def fill_gumbel_triton(
     noise = torch.empty(*seed.shape, vocab_size, dtype=torch.float32, device=seed.device)
     grid = (seed.numel(), cdiv(vocab_size, NOISE_BLOCK))
     _gumbel_kernel[grid](
-        seed, position, noise, vocab_size, STREAM=stream, BLOCK=NOISE_BLOCK, **launch_options(num_warps=4)
+        seed.contiguous(),
+        position.contiguous(),
+        noise,
+        vocab_size,
+        STREAM=stream,
+        BLOCK=NOISE_BLOCK,
+        **launch_options(num_warps=4),
     )
     return noise
 
