@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from paceline.drafting.growth import TreeShape
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
@@ -32,12 +33,12 @@ def test_same_bits_as_plain_decoding(policy, name, precision):  # noqa: F811
         assert engine.take_stats().drafts[name].drafts > 0
 
 
-def test_a_tree_gains_more_than_a_chain(policy):  # noqa: F811
+def test_a_tree_gains_more_than_a_chain_of_as_many_passes(policy):  # noqa: F811
     requests = make_requests(40)
     gained = {}
-    for tree in (False, True):
+    for tree, count in ((False, TreeShape.DEEPEST), (True, 11)):
         engine = make_engine(policy, trees=tree)
-        engine.pacer = FixedPacer(Strategy("draft_model", 11, tree), 1000)
+        engine.pacer = FixedPacer(Strategy("draft_model", count, tree), 1000)
         run(engine, requests)
         gained[tree] = engine.take_stats().drafts["draft_model"].accept_length
     assert gained[True] > gained[False], gained

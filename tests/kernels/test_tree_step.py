@@ -122,11 +122,11 @@ def check_kernels(device: str) -> None:
 def check_moves(device: str) -> None:
     for width in (3, 260):
         storage = torch.randint(0, 1000, (2, 24, width), dtype=torch.int32)
-        sources = torch.tensor([[0, 2, 3, 7], [8, 9, 12, 13], [16, 20, 21, 23], [-1] * 4])
-        targets = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, -1, -1], [-1] * 4])
+        sources = torch.tensor([[0, 2, 3, 7], [8, 9, 12, 13], [16, 20, 21, -1], [-1] * 4])
+        targets = torch.tensor([[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, -1, 19], [-1] * 4])
         expected = storage.clone()
         for source, target in zip(sources.flatten().tolist(), targets.flatten().tolist(), strict=True):
-            if target >= 0:
+            if min(source, target) >= 0:
                 expected[:, target] = storage[:, source]
         for run in (move_slots.move_slots_triton, move_slots.move_slots_reference):
             moved = storage.clone().to(device)

@@ -153,12 +153,13 @@ class DraftModel(CachedDrafter):
 
     def observe_tree(self, step: TreeStep) -> None:
         self.trees.observe(step)
-        # By node, the root first. A path's last node may not have been run; all before it were.
+        # By node, the root first. A path's last node may not have been run; all before it were, but near the
+        # row's limit some had no place in the cache to be kept in.
         place_RQ = torch.zeros_like(step.walk.path_RQ)
         place_RQ[:, 1:] = self.places_SK[step.slots_R, : place_RQ.shape[1] - 1]
         place_RQ = place_RQ.gather(1, step.walk.path_RQ)
         sources_RQ = step.queries.cache_slots_RQ.gather(1, place_RQ.clamp(min=0))
-        self.cache.move_slots(sources_RQ, torch.where(place_RQ < 0, -1, step.walk.targets_RQ))
+        self.cache.move_slots(torch.where(place_RQ < 0, -1, sources_RQ), step.walk.targets_RQ)
 
     def _run_last_two(self, walk: DraftQueries, table_RB: torch.Tensor) -> torch.Tensor:
         """Runs the rows' last two tokens and returns the last one's hidden states, `[R, E]`."""

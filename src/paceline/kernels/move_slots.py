@@ -28,7 +28,7 @@ def move_slots_reference(
     storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor
 ) -> None:
     """The reference of `move_slots`."""
-    moves_RD = (targets_RD >= 0) & (sources_RD != targets_RD)
+    moves_RD = (sources_RD >= 0) & (targets_RD >= 0) & (sources_RD != targets_RD)
     storage_OSN[:, targets_RD[moves_RD]] = storage_OSN[:, sources_RD[moves_RD]]
 
 
@@ -52,7 +52,7 @@ def _move_kernel(
     wait_previous(PDL)
     source = tl.load(sources_ptr + row * depth + d, mask=d < depth, other=-1)
     target = tl.load(targets_ptr + row * depth + d, mask=d < depth, other=-1)
-    moves = ((target >= 0) & (source != target))[:, None] & (column < width)[None, :]
+    moves = ((source >= 0) & (target >= 0) & (source != target))[:, None] & (column < width)[None, :]
     base = storage_ptr + outer * num_slots * width
     moved = tl.load(base + source[:, None] * width + column[None, :], mask=moves, other=0)
     # The threads of a program store where others load.
@@ -78,9 +78,10 @@ def move_slots_triton(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targe
 
 
 def move_slots(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
-    """Copies slot `sources_RD[r, d]` of every outer index to slot `targets_RD[r, d]`; -1: nothing moves.
+    """Copies slot `sources_RD[r, d]` of every outer index to slot `targets_RD[r, d]`.
 
-    `storage_OSN` is contiguous, of integers: whoever has other numbers views them as such.
+    Where either is -1 nothing moves. `storage_OSN` is contiguous, of integers: whoever has other numbers views
+    them as such.
     """
     run = move_slots_triton if storage_OSN.is_cuda else move_slots_reference
     run(storage_OSN, sources_RD, targets_RD)

@@ -119,7 +119,7 @@ class KVCache:
             self.routing.copy_blocks(source, target)
 
     def move_slots(self, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
-        """Moves single tokens of all layers, with their routing, to other slots; a target of -1 is none.
+        """Moves single tokens of all layers, with their routing, to other slots; -1 is none.
 
         A row's sources may be targets, too: everything is read before it is written.
         """
