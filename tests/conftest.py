@@ -1,4 +1,5 @@
-"""Every test process runs on one thread, so that results do not depend on the number of cores.
+"""Every test process runs on one thread, so that results do not depend on the number of cores. It stays so
+when a run asks for more: where a process has used several threads, a fork of it that does hangs (OpenMP).
 
 Every test draws its random inputs from a seed of its own, so that a failure can be repeated alone; inputs
 that nobody has seen come with PACELINE_TEST_SEED=NUMBER.
@@ -12,7 +13,7 @@ import itertools
 import os
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +22,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+really_set_num_threads = torch.set_num_threads
+torch.set_num_threads = lambda count: None
 SEED = os.environ.get("PACELINE_TEST_SEED", "")
 hypothesis.settings.register_profile("paceline", derandomize=not SEED)
 hypothesis.settings.load_profile("paceline")
@@ -58,6 +61,13 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def own_cache(caches: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps what a test leaves in the user's cache out of it, and what is there out of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(caches)))
+
+
+@pytest.fixture
+def set_num_threads() -> Iterator[Callable[[int], None]]:
+    """Lets a test use several threads."""
+    yield really_set_num_threads
+    really_set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -64,6 +64,7 @@ def test_a_published_head_is_the_one_that_drafts():
     session.close()
 
 
+@pytest.mark.slow
 def test_scales_and_what_drafters_know_are_kept_apart_and_early_checkpoints_still_load(tmp_path):
     policy = make_tiny_policy(tmp_path / "policy")
     low = ("rollout.precision=fp8+kv", "rollout.sentinel.capped_steps=0", "rollout.sentinel.kl=0")

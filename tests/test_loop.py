@@ -119,6 +119,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_
     assert comparable_metrics(tmp_path / "stopped") == comparable_metrics(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_costs_steps_not_the_run(uninterrupted, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(uninterrupted, run)

@@ -48,6 +48,7 @@ def test_every_scene_and_place_of_a_sound_engine_passes(verify):
     assert deepest.promised and deepest.power[0].total_variation < 0.01
 
 
+@pytest.mark.slow
 def test_a_narrow_type_passes():
     """What it does to logits is known from a learner's pass and allowed for; nothing else is."""
     policy = copy.deepcopy(small_policy()).to(torch.bfloat16)
@@ -192,6 +193,7 @@ def test_trees_are_certified_by_shared_noise_alone():
 # -- effort ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_budget_buys_power():
     plan = replace(small_plan(samples=2), settings=(SamplingParams(1.0), SamplingParams(2.0)))
     poor, rich = (run(native(), replace(plan, seconds=seconds)) for seconds in (0.0, 8.0))

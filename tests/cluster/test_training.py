@@ -51,6 +51,7 @@ def alone(policy, tmp_path_factory):
     return root / "alone"
 
 
+@pytest.mark.slow
 def test_replicas_train_as_a_single_process_does_even_if_one_is_killed(policy, alone, tmp_path):
     config = tiny_config(policy, tmp_path, "pool", *SMALL, "cluster.replicas=2")
     trainer = Trainer(config, "default", None, None, Console(quiet=True))

@@ -157,6 +157,7 @@ def naive_eagle(
     return tokens[length:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
 @pytest.mark.parametrize("truncated", [False, True])
 def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  # noqa: F811

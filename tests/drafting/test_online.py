@@ -307,6 +307,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
     assert kept[-1] == "step_000004.safetensors" and all(name.startswith("step_") for name in kept)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     folder = tmp_path / "head"

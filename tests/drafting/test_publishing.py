@@ -51,6 +51,7 @@ def storages(tensors) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+@pytest.mark.slow
 def test_a_published_head_survives_all_that_happens_to_an_engine(policy, head):
     """Weights lost in sleep, or left behind by an update, show as an acceptance of exactly 0."""
     good = snapshot(head)

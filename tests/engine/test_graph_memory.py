@@ -109,6 +109,7 @@ def test_without_the_segment_every_size_would_keep_its_own():
     assert taken[0] <= runner.memory.segment + SMALL_BYTES < 0.75 * taken[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deepest", [4, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["eagle", "draft model"])
 def test_drafts_lie_in_it_too(kind, deepest):

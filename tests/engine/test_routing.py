@@ -84,6 +84,7 @@ def test_records_what_the_learner_would_choose_in_float64(folder, count, setting
     assert bool(engine.preemptions) == bool(settings)
 
 
+@pytest.mark.slow
 def test_nothing_but_the_request_decides_the_routing(folder):
     """Speculation that is right, wrong or both; batches; a pool with preemption: the same float32 bits, and
     those without recording.

@@ -112,6 +112,7 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -136,6 +137,7 @@ def test_no_tree_holds_more_than_its_estimate(kind):
             assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chain", "tree"])
 def test_no_shared_step_holds_more_than_its_estimate(tree):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)

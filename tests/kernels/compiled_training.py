@@ -1,7 +1,7 @@
 """Compiles the kernels of learning for a GPU of the given capability; prints the registers spilled by each.
 
-Each is compiled twice, as a launch does it: an integer that is 1 becomes a constant, unless the kernel says not
-to (`do_not_specialize`).
+Each is compiled twice, as a launch does it: an integer that is 1 becomes a constant, unless the kernel says
+not to (`do_not_specialize`).
 
 Run by test_compiled.py.
 """

@@ -82,6 +82,7 @@ def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, on
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_queries", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_cutting_up_the_work_changes_no_bit(device, num_queries, monkeypatch):
     """Rows of 0 to 10 groups, by one program and by several, with one to ten groups each.

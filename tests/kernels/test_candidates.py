@@ -53,6 +53,7 @@ def test_kernel_is_the_reference(device):
         assert torch.equal(ours[1], reference[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_rows_without_numbers_have_no_candidates(device, bad):
     logits, *others = (tensor.to(device) for tensor in make(3, 97))

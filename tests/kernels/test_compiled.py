@@ -49,6 +49,7 @@ def test_products_over_an_e4m3_cache_run_alike():
     assert "asynchronous" not in results["prefill, 128"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.slow), 90])
 def test_kernels_of_shared_tokens_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_step", str(capability))

@@ -119,6 +119,7 @@ def test_no_proposal_means_the_policys_own_draw():
     assert p_value(tokens[:, 0], P) > 1e-3 and p_value(tokens[:, 1], P) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 def test_a_recovery_that_reuses_the_drafts_noise_is_caught(known, monkeypatch):
     """The bug that a released engine had, where a 60% token came out 63% of the time.

@@ -158,6 +158,7 @@ def check(case: Case) -> None:
     assert ((tokens_RQ == expected_RQ) | behind_RQ)[surely_R].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False], ids=["probabilities", "certain"])
 @pytest.mark.parametrize(
     "vocab_size, dtype",

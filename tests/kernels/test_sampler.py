@@ -85,6 +85,7 @@ def test_truncation_of_some_rows_leaves_the_others_bits(device, vocab_size):
     assert (log_mass[whole] == 0).all() and (log_mass[~whole] < 0).all()
 
 
+@pytest.mark.slow
 def test_masked_logits_are_never_drawn(device):
     logits, temperature, seed, position = inputs(5, 5000)
     logits[:, :4500] = -torch.inf  # whole chunks are empty
@@ -93,26 +94,22 @@ def test_masked_logits_are_never_drawn(device):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_cpu_rows_are_invariant(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        case = inputs(6, 40000)
-        truncation = (
-            torch.tensor([0, 50, 0, 7, 0, 0]),
-            torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]),
-            torch.tensor([0, 0, 0, 0, 0, 0.05]),
-        )
-        plain, truncated = sample_reference(*case), sample_truncated(*case, *truncation)
-        for row in range(6):
-            one = slice(row, row + 1)
-            for whole, part in (
-                (plain, sample_reference(*(t[one] for t in case))),
-                (truncated, sample_truncated(*(t[one] for t in (*case, *truncation)))),
-            ):
-                assert all(torch.equal(w[one], p) for w, p in zip(whole, part, strict=True)), row
-    finally:
-        torch.set_num_threads(before)
+def test_cpu_rows_are_invariant(threads, set_num_threads):
+    set_num_threads(threads)
+    case = inputs(6, 40000)
+    truncation = (
+        torch.tensor([0, 50, 0, 7, 0, 0]),
+        torch.tensor([1.0, 0.9, 0.8, 1.0, 0.5, 1.0]),
+        torch.tensor([0, 0, 0, 0, 0, 0.05]),
+    )
+    plain, truncated = sample_reference(*case), sample_truncated(*case, *truncation)
+    for row in range(6):
+        one = slice(row, row + 1)
+        for whole, part in (
+            (plain, sample_reference(*(t[one] for t in case))),
+            (truncated, sample_truncated(*(t[one] for t in (*case, *truncation)))),
+        ):
+            assert all(torch.equal(w[one], p) for w, p in zip(whole, part, strict=True)), row
 
 
 @pytest.mark.gpu

@@ -61,6 +61,7 @@ def fault_on(group: RankGroup, victim: int, fault) -> tuple[str, tuple[int, ...]
     raise AssertionError("the update went through")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim, fault, message",
     [

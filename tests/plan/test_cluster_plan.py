@@ -23,6 +23,7 @@ def plan_of(*overrides: str, gpu: str = "H200"):
     return make_cluster_plan(config_of(*overrides), SMALL, torch.bfloat16, named_gpu(gpu))
 
 
+@pytest.mark.slow
 def test_shares_of_ranks_are_those_of_a_single_gpu_divided():
     single = make_plan(config_of(), SMALL, torch.bfloat16, named_gpu("H200"))
     learner = plan_of("cluster.replicas=4", "cluster.learners=4").plans["learner"]
@@ -42,6 +43,7 @@ def test_a_replica_apart_plans_like_a_gpu_that_only_generates():
     )
 
 
+@pytest.mark.slow
 def test_a_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
     never = "rollout.speculation.drafters=[eagle]", "rollout.speculation.eagle_path=fresh"
     online = (*never, "rollout.speculation.online.when=always", "cluster.replicas=2", "cluster.learners=2")
@@ -61,6 +63,7 @@ def test_a_replica_that_trains_its_head_has_room_for_it_beside_the_cache():
     assert copies[0] < copies[1], "the same head and optimiser, and a share of the recorded states"
 
 
+@pytest.mark.slow
 def test_one_gpu_with_both_holds_both():
     plans = plan_of("cluster.replicas=2", "cluster.learners=2", "cluster.placement=colocated").plans
     both = plans["learner and replica"]

@@ -110,6 +110,7 @@ def test_kept_caches_go_on_and_are_told_apart(policy):
     assert prefills[True] == 4 * 2 and prefills[False] > prefills[True] + 4 * 15
 
 
+@pytest.mark.slow
 def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp_path):
     mode = ("rollout.mode=async", "rollout.max_lag=2", "rollout.max_running=6", "report.samples_per_step=4")
     run = train(tiny_config(policy, tmp_path, "async", *SMALL, *mode, "run.steps=2")).summary.run

@@ -109,6 +109,7 @@ def test_partial_learns_from_responses_that_crossed_updates(policy, tmp_path):
     assert any(record["rollout/recomputed_tokens"] > 0 for record in metrics)
 
 
+@pytest.mark.slow
 def test_partial_is_the_same_for_the_same_seed_and_after_a_resumption(policy, tmp_path):
     mode = (*STAGGERED, "checkpoint.every=2")
     whole = run(policy, tmp_path, "whole", *mode)

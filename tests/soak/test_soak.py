@@ -13,6 +13,7 @@ from tests.soak.__main__ import soak
 from tests.soak.case import SoakFailure
 
 
+@pytest.mark.slow
 def test_a_few_cases(tmp_path):
     assert soak(300, 4, tmp_path, most=5) == 5
 

@@ -87,6 +87,7 @@ def test_gsm8k_recipe_reads_and_scores_the_users_files(open_task, tmp_path):
     assert "task.data.path is empty" in refused(open_task, "gsm8k")
 
 
+@pytest.mark.slow
 def test_reasoning_gym_by_name_and_options(open_task):
     needs_gym()
     base = ["task.name=reasoning-gym", "task.dataset=chain_sum", GYM_OPTIONS, "task.extract=answer-line"]
@@ -114,6 +115,7 @@ def test_reasoning_gym_by_name_and_options(open_task):
     assert score(task, task.train[0], f"Answer: {task.train[0].answer}", truncated=True)[0].reward == 0.0
 
 
+@pytest.mark.slow
 def test_verifiers_that_raise_or_pay_for_anything_are_guarded(open_task):
     needs_gym()
     task = open_task(

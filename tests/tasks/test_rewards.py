@@ -248,6 +248,7 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
         parse_config({"task": {"rewards": [{"function": "exact", "wieght": 1}]}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["end", "kill"])
 def test_no_worker_outlives_its_run(tmp_path, ending):
     """A script that forgets to close its task, with a reward that hangs: ended normally, and killed."""

@@ -80,8 +80,8 @@ def move_slots_triton(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targe
 def move_slots(storage_OSN: torch.Tensor, sources_RD: torch.Tensor, targets_RD: torch.Tensor) -> None:
     """Copies slot `sources_RD[r, d]` of every outer index to slot `targets_RD[r, d]`.
 
-    Where either is -1 nothing moves. `storage_OSN` is contiguous, of integers: whoever has other numbers views
-    them as such.
+    Where either is -1 nothing moves. `storage_OSN` is contiguous, of integers: whoever has other numbers
+    views them as such.
     """
     run = move_slots_triton if storage_OSN.is_cuda else move_slots_reference
     run(storage_OSN, sources_RD, targets_RD)
