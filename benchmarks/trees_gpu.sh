@@ -7,7 +7,8 @@
 #
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains` and those after it use the head in
-# $EAGLE, or the one that `eagle` trains.
+# $EAGLE, or the one that `eagle` trains, on sums; `real` uses the long-tailed workload where $COUNTDOWN names a
+# folder with the policy and the head of `benchmarks/countdown.sh`.
 set -u
 OUT=${1:?where to write}
 shift
@@ -76,13 +77,18 @@ paced() { # a pacer that knows nothing, on lengths that nobody tuned for; then o
     --json "$OUT/paced-512.json"
 }
 real() { # whole rollouts with the recipe's own drafters, pacer and lengths, plainly and in trees that share
-  for requests in 256 64; do
+  workload="chain-sum policy.path=$SMOLLM rollout.speculation.eagle_path=$EAGLE $SUMS"
+  if [ -n "${COUNTDOWN:-}" ]; then
+    workload="countdown rollout.kv_tokens=${KV_TOKENS:-300000} policy.path=$COUNTDOWN/policy"
+    workload="$workload rollout.speculation.eagle_path=$COUNTDOWN/head"
+  fi
+  for requests in ${REQUESTS:-64 256}; do
     for precision in base fp8+kv; do
       # shellcheck disable=SC2086
-      part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing chain-sum policy.path="$SMOLLM" \
-        policy.widen=8b run.device=cuda $SUMS rollout.precision="$precision" rollout.speculation.shape=tree \
+      part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing $workload policy.widen=8b \
+        run.device=cuda rollout.precision="$precision" rollout.speculation.shape="${SHAPE:-tree}" \
         'rollout.speculation.drafters=[history,eagle]' rollout.speculation.tokens=15 \
-        rollout.speculation.eagle_path="$EAGLE" --requests "$requests" --tokens 3,7 --rollouts 2 \
+        --requests "$requests" --tokens "${FIXED:-3,7}" --rollouts 2 \
         --json "$OUT/real-$requests-${precision/+/-}.json"
     done
   done
