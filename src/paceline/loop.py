@@ -15,34 +15,30 @@ from pathlib import Path
 
 from paceline.backend import WeightsNotFinite
 from paceline.certify.closing_check import check_speculation
-from paceline.cluster.learning_home import OwnProcess
 from paceline.cluster.ranks import LearnersLost
 from paceline.config import Config, learning_notes, rollout_notes, signal_notes
-from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
     TrainingState,
     checkpoint_steps,
-    load_calibration,
-    load_drafters,
     load_under_way,
     replace_folder,
     whole_checkpoints,
 )
 from paceline.learning.mismatch import MismatchCheck
 from paceline.learning.sentinel import Sentinel, TrainingFailed, training_failed
-from paceline.pacing.store import load_pacing, load_times, save_pacing, save_times
+from paceline.pacing.store import save_pacing, save_times
 from paceline.report.clock import StageClock
 from paceline.report.console import Console
 from paceline.report.html_report import OwnReport
 from paceline.report.metrics import rollout_metrics
 from paceline.report.profiler import StepProfiler
-from paceline.report.run_directory import RunDirectory, recipe_text
+from paceline.report.run_directory import recipe_text
 from paceline.report.summary import Summary, summarise_run
 from paceline.rollout.evaluation import evaluate
 from paceline.rollout.sampler import SamplingStopped
+from paceline.run_setup import make_run_drafter, restore_pacer, restore_parts
 from paceline.runs.interruption import Interrupted, Interruption
 from paceline.runs.records import RunRecords
 from paceline.session import open_session
@@ -153,8 +149,8 @@ class Trainer:
             console.warn(note)
         self.clock = StageClock(self.session.device)
         self.learner = self.session.learning_home(console.warn)
-        self.drafter = self._make_drafter()
-        state = self._restore(resumed)
+        self.drafter = make_run_drafter(config, self.session, self.learner, console)
+        state = restore_parts(resumed, self.session, self.learner, self.drafter, console)
         self.sentinel = Sentinel(
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
         )
@@ -162,7 +158,8 @@ class Trainer:
         self.source = self.session.rollout_source(self.order, replay, console.warn)
         if resumed is not None and resumed.checkpoint is not None:
             self.source.restore(load_under_way(resumed.checkpoint))
-        self._load_pacing(resumed.directory if resumed is not None and state.step else None)
+        paced = resumed.directory if resumed is not None and state.step else None
+        restore_pacer(self.session, self.sentinel.precision, paced, console)
         return state
 
     # -- the run ----------------------------------------------------------------------------------
@@ -383,58 +380,3 @@ class Trainer:
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)
         return training_failed(reason, self.directory.path, checkpoints)
-
-    # -- setup ------------------------------------------------------------------------------------
-
-    def _make_drafter(self) -> RunDrafter | None:
-        """Connects a head that learns with the passes that its states come from, and with idle time."""
-        session = self.session
-        speculation = session.backend.speculation
-        if self.config.rollout.speculation.online.when == "never":
-            return None
-        follower = make_follower(
-            session.policy,
-            session.drafting_head(),
-            self.config,
-            self.console.warn,
-            speculation,
-            session.idle_training,
-        )
-        if speculation is None:
-            return None
-        drafter = RunDrafter(follower, speculation, self.config, self.console.warn)
-        if isinstance(follower, OnlineDrafter) and isinstance(self.learner, OwnProcess):
-            self.learner.learner.capture_states = follower.tap.watch
-            if session.plan is None or not session.plan.sleeps:  # else the KV pool has the memory meanwhile
-                session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
-        return drafter
-
-    def _restore(self, run: RunRecords | None) -> TrainingState:
-        """Loads the checkpoint into every part and returns its state, or the initial state."""
-        state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
-        if run is None:
-            return state
-        checkpoint = run.checkpoint
-        if checkpoint is not None:
-            state = self.learner.load(checkpoint)
-            drafters = load_drafters(checkpoint)
-            backend = self.session.backend
-            if backend.speculation is not None:
-                backend.speculation.load_drafter_state(drafters)
-            if backend.low_precision is not None:
-                backend.low_precision.load_calibration_state(load_calibration(checkpoint))
-            if self.drafter is not None:
-                self.drafter.restore(run.directory.path, state.step, drafters)
-        # Without a checkpoint everything is made again.
-        run.cut_back(state.step if checkpoint is not None else -1, with_evaluation=not state.eval_due)
-        self.console.resumed(run.directory.path, state.step)
-        return state
-
-    def _load_pacing(self, run: RunDirectory | None) -> None:
-        """Gives the pacer what it knew when a resumed `run` stopped, or else the times of earlier runs."""
-        speculation = self.session.backend.speculation
-        if speculation is not None:
-            machine = self.session.machine(self.sentinel.precision)
-            if run is not None:
-                load_pacing(run.pacing_path, speculation.pacer, machine, self.console.warn)
-            load_times(speculation.pacer, machine)

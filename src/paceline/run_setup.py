@@ -1,0 +1,72 @@
+"""What a run sets up once: the drafter that learns beside it, and what a resumed run has of every part."""
+
+from paceline.cluster.learning_home import LearningHome, OwnProcess
+from paceline.config import Config
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.remote_online import make_follower
+from paceline.drafting.run_drafter import RunDrafter
+from paceline.learning.checkpoint import TrainingState, load_calibration, load_drafters
+from paceline.pacing.store import load_pacing, load_times
+from paceline.report.console import Console
+from paceline.report.run_directory import RunDirectory
+from paceline.runs.records import RunRecords
+from paceline.session import Session
+from paceline.types import Precision
+
+
+def make_run_drafter(
+    config: Config, session: Session, learner: LearningHome, console: Console
+) -> RunDrafter | None:
+    """Connects a head that learns with the passes that its states come from, and with idle time."""
+    speculation = session.backend.speculation
+    if config.rollout.speculation.online.when == "never":
+        return None
+    follower = make_follower(
+        session.policy, session.drafting_head(), config, console.warn, speculation, session.idle_training
+    )
+    if speculation is None:
+        return None
+    drafter = RunDrafter(follower, speculation, config, console.warn)
+    if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):
+        learner.learner.capture_states = follower.tap.watch
+        if session.plan is None or not session.plan.sleeps:  # else the KV pool has the memory meanwhile
+            session.sampler.idle_work = drafter.work_in(lambda: session.learning(needs_memory=False))
+    return drafter
+
+
+def restore_parts(
+    run: RunRecords | None,
+    session: Session,
+    learner: LearningHome,
+    drafter: RunDrafter | None,
+    console: Console,
+) -> TrainingState:
+    """Loads a resumed run's checkpoint into every part; returns its state, or the initial state."""
+    state = TrainingState(step=0, optimiser_steps=0, task_position=0, best_accuracy=-1.0)
+    if run is None:
+        return state
+    checkpoint = run.checkpoint
+    if checkpoint is not None:
+        state = learner.load(checkpoint)
+        drafters = load_drafters(checkpoint)
+        backend = session.backend
+        if backend.speculation is not None:
+            backend.speculation.load_drafter_state(drafters)
+        if backend.low_precision is not None:
+            backend.low_precision.load_calibration_state(load_calibration(checkpoint))
+        if drafter is not None:
+            drafter.restore(run.directory.path, state.step, drafters)
+    # Without a checkpoint everything is made again.
+    run.cut_back(state.step if checkpoint is not None else -1, with_evaluation=not state.eval_due)
+    console.resumed(run.directory.path, state.step)
+    return state
+
+
+def restore_pacer(session: Session, precision: Precision, run: RunDirectory | None, console: Console) -> None:
+    """Gives the pacer what it knew when a resumed `run` stopped, or else the times of earlier runs."""
+    speculation = session.backend.speculation
+    if speculation is not None:
+        machine = session.machine(precision)
+        if run is not None:
+            load_pacing(run.pacing_path, speculation.pacer, machine, console.warn)
+        load_times(speculation.pacer, machine)
