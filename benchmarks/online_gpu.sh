@@ -59,12 +59,13 @@ train_head() { # NAME POLICY RECIPE OVERRIDE...
     rollout.max_running=512 --recipe "$recipe" --responses 3072 --draft-vocab 2048 --steps 400 --unroll 5 \
     --batch 64 --lr 1e-3 --out "$OUT/$name"
 }
-heads() { # own: of the task itself; general: of another task, with the same policy
+heads() { # own: of the task itself; general: of what the same policy writes for another task's prompts
   # shellcheck disable=SC2086
   train_head sums-own "$SMOLLM" chain-sum $SUMS
-  train_head sums-general "$SMOLLM" gsm8k rollout.max_tokens=256
+  train_head sums-general "$SMOLLM" countdown rollout.max_tokens=256
   train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=600000
-  train_head countdown-general "$COUNTDOWN" gsm8k rollout.max_tokens=256
+  # shellcheck disable=SC2086
+  train_head countdown-general "$COUNTDOWN" chain-sum $SUMS
 }
 train() { # NAME TASK OVERRIDE...: goes on where the last call ended
   name=$1 task=$2
