@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from paceline.worker import digest as digest_module
+from paceline.kernels import word_sums
 from paceline.worker.broadcast import BroadcastReader, BroadcastWeights
 from paceline.worker.digest import tensor_digest, weights_digest
 from paceline.worker.readers import TransferInterrupted, WeightsDamaged
@@ -50,8 +50,8 @@ def test_a_digest_notices_a_bit_a_swap_a_name_and_a_type():
 
 
 def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
-    monkeypatch.setattr(digest_module, "PIECE", 2 * digest_module.PERIOD)
-    period = digest_module.PERIOD
+    period = word_sums.PERIOD
+    monkeypatch.setattr(word_sums, "PIECE", 2 * period)
     count = 5 * period + 3
     words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(3))
     tensor = torch.cat([words.view(torch.uint8), torch.tensor([5, 7], dtype=torch.uint8)])
