@@ -1,5 +1,7 @@
 """Every test process runs on one thread, so that results do not depend on the number of cores. It stays so
 when a run asks for more: where a process has used several threads, a fork of it that does hangs (OpenMP).
+It multiplies without oneDNN, as it would from the first run on (`device.py`): which test came before decides
+over no bit.
 
 Every test draws its random inputs from a seed of its own, so that a failure can be repeated alone; inputs
 that nobody has seen come with PACELINE_TEST_SEED=NUMBER.
@@ -24,6 +26,7 @@ import torch
 torch.set_num_threads(1)
 really_set_num_threads = torch.set_num_threads
 torch.set_num_threads = lambda count: None
+torch.backends.mkldnn.enabled = False
 SEED = os.environ.get("PACELINE_TEST_SEED", "")
 hypothesis.settings.register_profile("paceline", derandomize=not SEED)
 hypothesis.settings.load_profile("paceline")
