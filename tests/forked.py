@@ -4,6 +4,7 @@ What happens to it (signals, limits, patched functions) leaves the test's own pr
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -78,6 +79,7 @@ def _become(arguments: list[str], output: int, prepare: Callable[[], None]) -> N
     code = 1
     try:
         try:
+            gc.freeze()  # what other tests left is not for this process to end: it has none of their threads
             for stream in (1, 2):
                 os.dup2(output, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
