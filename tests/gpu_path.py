@@ -116,9 +116,11 @@ class Allocations(MemoryTracker):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            known=[found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
-        )
+        # Kept: a tensor that the garbage collector takes meanwhile would leave its place to one that counts.
+        self._known_tensors = [
+            found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)
+        ]
+        super().__init__(self._known_tensors)
         self.events: list[tuple[int, int]] = []
         self._transient = 0
 
