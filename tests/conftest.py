@@ -53,11 +53,14 @@ def own_seed(request: pytest.FixtureRequest) -> None:
     draw_from(request.node.nodeid)
 
 
-@pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yields names of folders that do not exist yet."""
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+    """Names folders that do not exist yet; the first one is the cache of what several tests share."""
     parent = tmp_path_factory.mktemp("caches")
-    return (parent / str(number) for number in itertools.count())
+    names = (parent / str(number) for number in itertools.count())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(next(names)))
+        yield names
 
 
 @pytest.fixture(autouse=True)
