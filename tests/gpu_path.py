@@ -124,6 +124,10 @@ class Allocations(MemoryTracker):
         self.events: list[tuple[int, int]] = []
         self._transient = 0
 
+    def __exit__(self, *problem):
+        self._known_tensors.clear()  # what still counts may keep this object for long
+        return super().__exit__(*problem)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.sort.stable or len(args[0]) == 1:
             return super().__torch_dispatch__(func, types, args, kwargs)
