@@ -1,5 +1,7 @@
 """Every test process runs on one thread, so that results do not depend on the number of cores. It stays so
 when a run asks for more: where a process has used several threads, a fork of it that does hangs (OpenMP).
+It multiplies without oneDNN, as it would from the first run on (`device.py`): which test came before decides
+over no bit.
 
 Every test draws its random inputs from a seed of its own, so that a failure can be repeated alone; inputs
 that nobody has seen come with PACELINE_TEST_SEED=NUMBER.
@@ -24,6 +26,7 @@ import torch
 torch.set_num_threads(1)
 really_set_num_threads = torch.set_num_threads
 torch.set_num_threads = lambda count: None
+torch.backends.mkldnn.enabled = False
 SEED = os.environ.get("PACELINE_TEST_SEED", "")
 hypothesis.settings.register_profile("paceline", derandomize=not SEED)
 hypothesis.settings.load_profile("paceline")
@@ -50,11 +53,14 @@ def own_seed(request: pytest.FixtureRequest) -> None:
     draw_from(request.node.nodeid)
 
 
-@pytest.fixture(scope="session")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yields names of folders that do not exist yet."""
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+    """Names folders that do not exist yet; the first one is the cache of what several tests share."""
     parent = tmp_path_factory.mktemp("caches")
-    return (parent / str(number) for number in itertools.count())
+    names = (parent / str(number) for number in itertools.count())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(next(names)))
+        yield names
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ What happens to it (signals, limits, patched functions) leaves the test's own pr
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -77,24 +78,27 @@ class ForkedCommand:
 def _become(arguments: list[str], output: int, prepare: Callable[[], None]) -> None:
     code = 1
     try:
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115, PTH123
-        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115, PTH123
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        RunningSums.score = pay_for_length
-        sys.argv = ["paceline", *arguments]
-        prepare()
-        main()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
+        try:
+            gc.freeze()  # what other tests left is not for this process to end: it has none of their threads
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115, PTH123
+            sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115, PTH123
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            RunningSums.score = pay_for_length
+            sys.argv = ["paceline", *arguments]
+            prepare()
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+    finally:
+        # Whatever happens on the way (a late SIGINT, a terminal that is gone): no second process of pytest.
         os._exit(code)

@@ -116,11 +116,17 @@ class Allocations(MemoryTracker):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            known=[found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
-        )
+        # Kept: a tensor that the garbage collector takes meanwhile would leave its place to one that counts.
+        self._known_tensors = [
+            found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)
+        ]
+        super().__init__(self._known_tensors)
         self.events: list[tuple[int, int]] = []
         self._transient = 0
+
+    def __exit__(self, *problem):
+        self._known_tensors.clear()  # what still counts may keep this object for long
+        return super().__exit__(*problem)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.sort.stable or len(args[0]) == 1:

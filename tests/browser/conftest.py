@@ -16,8 +16,9 @@ def find_browser() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Ends with a file of tests: others count the children of their process, and a browser starts some."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 
-from paceline.certify import scenes
 from paceline.certify.certificate import Certificate
 from paceline.certify.fp8 import Fp8Subject
 from paceline.certify.frequencies import FrequencyPlan
@@ -29,9 +28,6 @@ from paceline.types import SamplingParams
 
 PROMPTS = [tuple(1 + (7 * i + 3 * j) % 47 for j in range(5 + 4 * i)) for i in range(9)]
 TOKENS = 2
-
-# A mutant may hang; nothing here takes so long.
-scenes.PATIENCE = 20.0
 
 
 @cache

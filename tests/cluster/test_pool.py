@@ -65,6 +65,7 @@ def pool(tmp_path_factory):
 
 def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
     assert len({os.getpid(), *pids(pool)}) == 3
+    restarts = pool.restarts  # other tests may have come first
     pool.update_weights(1, [("w", torch.tensor([3.0, 4.0]))])
     requests = [request(f"r{i}", 3 + i % 7) for i in range(40)]
     pool.submit(requests)
@@ -73,7 +74,7 @@ def test_replicas_are_processes_and_give_what_one_generator_gives(pool):
     assert len(completions) == len(requests)
     assert all(c.segments[0].weight_version == 1 for c in completions)
     stats = pool.take_stats()
-    assert stats.replicas.count == 2 and stats.replicas.restarts == 0
+    assert stats.replicas.count == 2 and stats.replicas.restarts == restarts
     assert 0.0 <= stats.replicas.idle_share < 1.0
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,10 @@ def test_a_lost_rank_starts_all_again_from_the_last_checkpoint(policy, tmp_path)
 
 def children_with(word: str) -> list[int]:
     """Returns this process's children whose command has this word."""
-    children = [
-        int(pid) for own in Path("/proc/self/task").glob("*/children") for pid in own.read_text().split()
-    ]
-    return [pid for pid in children if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread, or a child, that has ended meanwhile
+            for pid in (thread / "children").read_text().split():
+                with suppress(OSError):
+                    found += [int(pid)] if word in Path(f"/proc/{pid}/cmdline").read_text() else []
+    return found

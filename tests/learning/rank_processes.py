@@ -1,5 +1,6 @@
 """Ranks as forked processes: they start in milliseconds, because everything is imported already."""
 
+import gc
 import os
 import pickle
 import signal
@@ -108,6 +109,7 @@ def _become(
 ) -> None:
     code = 1
     try:
+        gc.freeze()  # what other tests left is not for this process to end: it has none of their threads
         torch.set_num_threads(1)
         outcome: tuple[Any, str] = (None, "")
         try:

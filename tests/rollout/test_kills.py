@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,21 +56,28 @@ def test_a_killed_partial_run_is_the_one_that_was_not(policy, tmp_path, monkeypa
     assert names_learned_from(killed) == names_learned_from(whole)
 
 
-def workers() -> set[int]:
-    """Returns the process ids of all workers on this machine."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if b"paceline.worker" in path.read_bytes():
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+@pytest.fixture
+def workers(tmp_path, monkeypatch) -> Callable[[], set[int]]:
+    """Finds the workers of runs that this test has started; other tests have theirs at the same time."""
+    monkeypatch.setenv("TEST_WORKERS_OF", str(tmp_path))
+    mark = f"TEST_WORKERS_OF={tmp_path}".encode()
+
+    def find() -> set[int]:
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                is_worker = b"paceline.worker" in (folder / "cmdline").read_bytes()
+                if is_worker and mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.add(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    return find
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(policy, tmp_path):
-    before = workers()
+def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(policy, tmp_path, workers):
     mode = ("rollout.mode=async", "rollout.max_lag=2", "rollout.max_running=6")
     run = killed_and_resumed(policy, tmp_path, *mode)
     names = names_learned_from(run)
@@ -84,18 +92,19 @@ def test_a_killed_async_run_learns_from_every_group_once_and_leaves_no_worker(po
     ]
     assert len(positions) == len(set(positions)) == 24 and max(positions) < 24 + 12, "no problem was skipped"
     deadline = time.monotonic() + 20
-    while workers() - before and time.monotonic() < deadline:
+    while workers() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not workers() - before
+    assert not workers()
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-def test_a_killed_worker_costs_nothing_but_time(policy, tmp_path):
-    before = workers()
+def test_a_killed_worker_costs_nothing_but_time(policy, tmp_path, workers):
     mode = ("rollout.mode=async", "rollout.max_lag=1", "rollout.max_running=6")
     process = start("train", *tiny_overrides(policy, tmp_path, "run"), *SMALL, *mode)
     wait_for_lines(tmp_path / "run/metrics.jsonl", 2)
-    for worker in workers() - before:
+    found = workers()
+    assert found
+    for worker in found:
         os.kill(worker, signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

@@ -1,6 +1,7 @@
 """`python -m tests.soak --seconds 600 --seed 0`: as many cases as fit; `--case N` plays one again."""
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -94,6 +95,7 @@ def _fork(work: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
         try:
+            gc.freeze()  # as in `forked.py`
             work()
         finally:
             os._exit(0)

@@ -9,6 +9,9 @@ import time
 
 from paceline.tasks.base import Done, Observation
 
+# More descriptors than a worker has; the connection's number is the one that it has in the tests' process.
+MANY = 4096
+
 
 def length(response):
     return len(response)
@@ -158,7 +161,7 @@ def daemonises(response):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            os.closerange(3, 256)
+            os.closerange(3, MANY)
             os.execvp("sleep", ["sleep", os.environ["TEST_SLEEP"]])
         os._exit(0)
     if response == "die":
@@ -190,20 +193,20 @@ def takes_memory(response):
 
 
 def closes_everything(response):
-    os.closerange(0, 256)
+    os.closerange(0, MANY)
     return 1.0
 
 
 def reopens_everything(response):
     """Its next file gets the number that the connection had."""
-    os.closerange(3, 256)
+    os.closerange(3, MANY)
     for number in range(8):
         os.open(f"{os.environ['TEST_FOLDER']}/{number}", os.O_CREAT | os.O_RDWR)
     return 1.0
 
 
 def writes_into_the_connection(response):
-    for descriptor in range(3, 64):
+    for descriptor in range(3, MANY):
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\xff" * 100)
     return 1.0
