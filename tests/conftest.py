@@ -25,7 +25,13 @@ torch.set_num_threads(1)
 really_set_num_threads = torch.set_num_threads
 torch.set_num_threads = lambda count: None
 SEED = os.environ.get("PACELINE_TEST_SEED", "")
-hypothesis.settings.register_profile("paceline", derandomize=not SEED)
+# Without limits of time: what an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile(
+    "paceline",
+    derandomize=not SEED,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("paceline")
 
 
