@@ -83,4 +83,11 @@ def children_with(word: str) -> list[int]:
     children = [
         int(pid) for own in Path("/proc/self/task").glob("*/children") for pid in own.read_text().split()
     ]
-    return [pid for pid in children if word in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in children if word in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has ended since
+        return ""
