@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,12 @@ def set_num_threads() -> Iterator[Callable[[int], None]]:
     """Lets a test use several threads."""
     yield really_set_num_threads
     really_set_num_threads(1)
+
+
+@pytest.fixture
+def cpu_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the code take times on a clock that stands still while the machine does something else."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
