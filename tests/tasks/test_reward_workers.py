@@ -75,10 +75,10 @@ def test_messages_of_other_calls_and_senders_are_passed_over(pool, monkeypatch):
 @pytest.mark.parametrize("name", ["closes_everything", "reopens_everything", "writes_into_the_connection"])
 def test_whatever_becomes_of_the_connection_the_next_call_works(pool, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    workers = pool(name, time_limit=60.0)
+    workers = pool(name, time_limit=240.0)
     start = time.monotonic()
     assert call(workers, "a", "b") == ["died", "died"]
-    assert time.monotonic() - start < 60, "they did not cost their time limit"
+    assert time.monotonic() - start < 240, "they did not cost their time limit"
 
 
 def test_a_message_without_an_end_takes_no_longer_than_it_may():

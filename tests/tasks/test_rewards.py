@@ -159,7 +159,7 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     assert [s.components["hangs"] for s in scores] == [0.0, 1.0, 0.0, 1.0]
     assert [s.components.get("failed/hangs/timeout") for s in scores] == [1.0, None, 1.0, None]
     assert all(s.components["failed/dies/died"] == 1.0 for s in scores)
-    assert time.monotonic() - before < 120
+    assert time.monotonic() - before < 300
     assert [s.reward for s in score(rewards, "fine")] == [1.0], "a new worker has taken over"
 
 
