@@ -14,6 +14,7 @@ import gc
 import itertools
 import os
 import random
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +29,13 @@ really_set_num_threads = torch.set_num_threads
 torch.set_num_threads = lambda count: None
 torch.backends.mkldnn.enabled = False
 SEED = os.environ.get("PACELINE_TEST_SEED", "")
-hypothesis.settings.register_profile("paceline", derandomize=not SEED)
+# Without limits of time: what an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile(
+    "paceline",
+    derandomize=not SEED,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("paceline")
 
 
@@ -74,6 +81,12 @@ def set_num_threads() -> Iterator[Callable[[int], None]]:
     """Lets a test use several threads."""
     yield really_set_num_threads
     really_set_num_threads(1)
+
+
+@pytest.fixture
+def cpu_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the code take times on a clock that stands still while the machine does something else."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

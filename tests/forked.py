@@ -43,7 +43,7 @@ class ForkedCommand:
         if self.code is None:
             os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 120.0) -> int:
+    def wait(self, seconds: float = 600.0) -> int:
         """Returns the exit code, negative where a signal ended it."""
         deadline = time.monotonic() + seconds
         while self.code is None:

@@ -25,7 +25,7 @@ def run(request, tmp_path_factory):
     ]
     start = time.monotonic()
     output = subprocess.run(
-        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=900
+        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=3600
     )
     assert output.returncode == 0, output.stderr
     print(output.stdout, f"{time.monotonic() - start:.0f} s in all")

@@ -61,7 +61,7 @@ def test_accuracy_rises(tmp_path):
         "run.name=run",
     ]
     output = subprocess.run(
-        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=1800
+        command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=3600
     )
     assert output.returncode == 0, output.stderr
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -34,7 +34,7 @@ def run(tmp_path_factory):
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=3600,
     )
     assert output.returncode == 0, output.stderr
     print(output.stdout)

@@ -44,8 +44,11 @@ def length_reward(monkeypatch):
     monkeypatch.setattr(RunningSums, "score", pay_for_length)
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def start(*arguments: str, hold: Path | None = None) -> subprocess.Popen:
+    """Starts the command; with `hold`, a run waits in the middle until there is that file."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_PROCESS": str(os.getpid())}
+    if hold is not None:
+        environment["TEST_HOLD"] = str(hold)
     return subprocess.Popen(
         [sys.executable, "-m", "tests.length_reward", *arguments],
         cwd=ROOT,
@@ -60,13 +63,13 @@ def start(*arguments: str) -> subprocess.Popen:
 
 def finish(*arguments: str) -> str:
     process = start(*arguments)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
 
 def wait_for_lines(path: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and (not path.exists() or len(path.read_text().splitlines()) < count):
         time.sleep(0.005)
 
@@ -107,10 +110,11 @@ def test_sigkill_at_random_moments(uninterrupted, policy, tmp_path):
 
 
 def test_ctrl_c_saves_the_step_and_says_how_to_go_on(uninterrupted, policy, tmp_path):
-    process = start("train", *tiny_overrides(policy, tmp_path, "stopped"))
+    process = start("train", *tiny_overrides(policy, tmp_path, "stopped"), hold=tmp_path / "go on")
     wait_for_lines(tmp_path / "stopped/metrics.jsonl", 2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    (tmp_path / "go on").touch()
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == EXIT_INTERRUPTED
     assert f"continue with: paceline train --resume {tmp_path}/stopped\n" in output, "in one line, to copy"
     saved = max(int(p.name.split("_")[1]) for p in (tmp_path / "stopped/checkpoints").glob("step_*"))
@@ -149,7 +153,7 @@ def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, run)
     (run / "config.yaml").write_text("")
     process = start("train", "--resume", str(run))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert (
         process.returncode == 2 and "config.yaml is empty" in output and not (run / "config.yaml").read_text()
     )

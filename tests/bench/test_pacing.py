@@ -21,7 +21,7 @@ from paceline.policy.decoder import Decoder
 CONFIG = DecoderConfig("llama", 97, 32, 64, 2, 2, 1, 16, 256, eos_token_ids=(2,))
 
 
-def test_every_rollout_is_told_by_stages():
+def test_every_rollout_is_told_by_stages(cpu_clock):
     lengths = [4, 4, 8, 8, 16, 40, 90]
     requests = bench_requests(lengths, 5, CONFIG.vocab_size)
     oracle = OracleDrafter(requests, [0.9])

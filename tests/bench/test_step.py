@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -111,25 +112,37 @@ def test_the_table_has_every_setting_and_says_that_tokens_agree(made):
 
 
 def test_stages_add_up_to_the_step(made):
+    without_name = []
     for cell in read_cells(tiny_cells(made[0] / "cells")).values():
         for metrics in cell.steps:
             stages = stage_seconds(metrics)
             assert tuple(stages) == STAGES
             assert sum(stages.values()) == pytest.approx(metrics["time/step"])
-            for rest in ("rollout rest", "rest"):
-                assert -1e-3 < stages[rest] < 0.15 * metrics["time/step"] + 0.05, "little has no name"
+            rests = [stages[rest] for rest in ("rollout rest", "rest")]
+            assert min(rests) > -1e-3
+            without_name.append(max(rests) / (0.15 * metrics["time/step"] + 0.05))
             for stage in ("prefill", "decode", "tail", "learning", "sync"):
                 assert stages[stage] > 0 or stage == "tail", stage
+    assert median(without_name) < 1, "little has no name"  # not in every step: the machine may pause
 
 
 def test_waiting_for_rewards_is_told_apart_and_counted_once(monkeypatch):
     session = open_session(load_config("default", [*TINY, "rollout.max_tokens=4"]))
     scores = GroupScoring.scores
-    monkeypatch.setattr(GroupScoring, "scores", lambda self: (time.sleep(0.05), scores(self))[1])
+    waits = []
+
+    def slow_scores(self):
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        found = scores(self)
+        waits.append(time.perf_counter() - begun)
+        return found
+
+    monkeypatch.setattr(GroupScoring, "scores", slow_scores)
     problems = ProblemOrder(session.task.train, 0).take(3)
     session.sampler.sample(problems, Purpose.TRAIN, 1, 2, session.train_sampling())
     stats = session.sampler.take_stats()
-    assert 0.15 <= stats.reward_wait_seconds < 1.0
+    assert len(waits) == 3 and sum(waits) <= stats.reward_wait_seconds < 2 * sum(waits)
     assert stats.prefill_seconds > 0 and len(stats.step_seconds) == len(stats.running)
     assert session.sampler.take_stats().reward_wait_seconds == 0
     session.close()

@@ -38,7 +38,7 @@ def open_page(browser):
 
     def open_one(url: str, width: int = 1280, height: int = 900, scheme: str = "light"):
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: problems.append(f"console: {message.text}"))

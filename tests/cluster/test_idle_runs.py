@@ -53,7 +53,7 @@ def run(tmp_path, name: str, *overrides: str, resume=None, meanwhile=lambda pool
     thread.start()
     with Interruption() as interruption:
         assert trainer.run(interruption).finished
-    thread.join(10)
+    thread.join(120)
     assert not any(is_running(pid) for pid in {*before, *pids(pool)}), "no process is left"
     return tmp_path / name
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import threading
-import time
 
 import pytest
 import torch
@@ -58,13 +56,16 @@ def test_replicas_train_as_a_single_process_does_even_if_one_is_killed(policy, a
     pool = trainer.session.backend
     pids = {replica.client.worker.id for replica in pool.replicas}
     assert len(pids | {os.getpid()}) == 3
+    client = pool.replicas[1].client
+    submit = client.submit
 
-    def kill_one():
-        while not pool.replicas[1].outstanding:
-            time.sleep(0.001)
-        os.kill(pool.replicas[1].client.worker.id, signal.SIGKILL)
+    def submit_and_kill(requests):
+        client.submit = submit
+        os.kill(client.worker.id, signal.SIGSTOP)  # so that it cannot finish before it is killed
+        submit(requests)
+        os.kill(client.worker.id, signal.SIGKILL)
 
-    threading.Thread(target=kill_one, daemon=True).start()
+    client.submit = submit_and_kill
     with Interruption() as interruption:
         assert trainer.run(interruption).finished
     run = tmp_path / "pool"

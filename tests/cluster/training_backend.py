@@ -13,7 +13,8 @@ from tests.worker.slow_backend import SlowBackend
 class TrainingBackend(SlowBackend):
     """Its slices ask every millisecond whether to stop, and never run out of something to learn.
 
-    With `die_training`, the file of that name makes who trains next end its process, once.
+    With `die_training`, the file of that name makes who trains next end its process, once. Who begins to
+    train leaves a file `trained` beside its notes.
     """
 
     def __init__(self, seconds: float, notes: str, die_training: str = "") -> None:
@@ -45,6 +46,8 @@ class TrainingBackend(SlowBackend):
             time.sleep(0.001)
             self.tokens += 1.0
             self.updates += 1
+            if self.updates == 1:
+                self.notes.with_name("trained").touch()
             if self.die_training is not None and self.die_training.exists():
                 self.die_training.unlink()
                 os._exit(5)

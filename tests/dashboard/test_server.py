@@ -27,7 +27,7 @@ def serving(folder, host="127.0.0.1", token=""):
 
 
 def ask(server, path, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=120)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read(), answer.headers
@@ -85,7 +85,7 @@ def test_another_address_asks_for_a_token(runs):
 def test_updates_arrive_as_events(runs, monkeypatch):
     monkeypatch.setattr(module, "POLL", 0.02)
     with serving(runs) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=120)
         connection.request("GET", "/events?run=one")
         answer = connection.getresponse()
         assert answer.headers["Content-Type"] == "text/event-stream"

@@ -173,7 +173,7 @@ def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_p
     release = threading.Event()
     saver = DrafterSaver(tmp_path, print, every_seconds=0.0)
     write = saver._write
-    monkeypatch.setattr(saver, "_write", lambda *arguments: (release.wait(30), write(*arguments)))
+    monkeypatch.setattr(saver, "_write", lambda *arguments: (release.wait(300), write(*arguments)))
     state = {"online.x": torch.ones(3)}
     assert saver.due
     saver.save(1, head, state, keep=[])

@@ -25,7 +25,7 @@ def completed(engine) -> dict:
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_a_pacer_gets_times_before_its_first_step(shape):
+def test_a_pacer_gets_times_before_its_first_step(shape, cpu_clock):
     plain = engine_of()
     plain.pacer = FixedPacer(PLAIN)
     expected = completed(plain)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 def printed_by(*command: str) -> dict:
     """By a process of its own, since the kernels here are interpreted."""
-    run = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 

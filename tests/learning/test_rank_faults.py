@@ -17,7 +17,7 @@ from tests.learning.test_ranks import CASES
 
 VICTIM = 1
 # Of a collective, in the tests in which it must run out.
-SHORT_SECONDS = 8.0
+SHORT_SECONDS = 15.0
 
 
 def raise_error() -> None:
@@ -123,7 +123,7 @@ def test_who_never_comes_is_named():
     start = time.monotonic()
     with pytest.raises(RanksLost, match=r"ranks 1, 2 of 3 did not come within 0.5 s") as raised:
         join_ranks("127.0.0.1", free_port(), 0, 3, timeout=0.5)
-    assert raised.value.ranks == (1, 2) and time.monotonic() - start < 20
+    assert raised.value.ranks == (1, 2) and time.monotonic() - start < 60
 
 
 def test_an_address_where_nobody_listens_is_named():
@@ -134,7 +134,7 @@ def test_an_address_where_nobody_listens_is_named():
 def elsewhere_on(group: RankGroup, folder: Path) -> str:
     """The second rank never calls what the first one waits in."""
     if group.rank == 1:
-        time.sleep(SHORT_SECONDS + 8)
+        time.sleep(SHORT_SECONDS + 20)
         return ""
     with pytest.raises(RanksLost) as raised, group.together("an update"):
         group.texts("anybody?")

@@ -118,7 +118,8 @@ def test_a_second_signal_ends_at_once(train, start, whole, tmp_path):
     assert comparable_metrics(tmp_path / "run") == comparable_metrics(whole)
 
 
-def test_a_signal_that_was_forwarded_twice_is_one():
+def test_a_signal_that_was_forwarded_twice_is_one(monkeypatch):
+    monkeypatch.setattr(module, "REPEAT_SECONDS", 60.0)
     with Interruption() as interruption, interruption.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGHUP)
@@ -177,7 +178,7 @@ def test_sigterm_while_torch_is_imported(policy, tmp_path):
         if "| torch._C" in line or line.rstrip().endswith("torch.version"):
             process.send_signal(signal.SIGTERM)
             break
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == EXIT_INTERRUPTED
     assert "SIGTERM: stopped before the first step" in errors and "Traceback" not in errors
     assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from paceline.config import ConfigError, load_config
 from paceline.report.run_directory import RunDirectory
 from paceline.runs import lock as module
 from paceline.runs.lock import Holder, LockLost, RunIsHeld, RunLock
+from tests.length_reward import hold
 from tests.loop_helpers import comparable_metrics
 from tests.runs.conftest import signal_self_in
 
@@ -33,7 +34,7 @@ time.sleep(600)
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(module, "WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(module, "WATCH_SECONDS", 60.0)  # a holder that lives beats within that
     monkeypatch.setattr(module, "SETTLE_SECONDS", 0.1)
 
 
@@ -64,7 +65,9 @@ def test_a_holder_is_named_and_a_killed_one_is_forgotten(tmp_path):
     said: list[str] = []
     before = time.monotonic()
     RunLock(tmp_path, said.append).release()
-    assert time.monotonic() - before < 1 and not said, "nothing to wait for, nothing to remove"
+    assert time.monotonic() - before < module.WATCH_SECONDS / 2 and not said, (
+        "nothing to wait for, nothing to remove"
+    )
     assert (tmp_path / "run.lock").read_bytes() == b""
 
 
@@ -84,11 +87,24 @@ def test_a_holder_in_another_pid_namespace(tmp_path):
         holder.wait()
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child has ended, which can still be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def test_two_at_the_same_instant(tmp_path, start, whole):
     """Both resume; one of them trains, the other is told so, and every step is there once."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    both = [start("train", "--resume", str(run), "run.steps=9") for _ in range(2)]
+
+    def prepare() -> None:
+        hold(tmp_path / "go on")
+
+    both = [start("train", "--resume", str(run), "run.steps=9", prepare=prepare) for _ in range(2)]
+    deadline = time.monotonic() + 300
+    while not any(has_ended(command.pid) for command in both) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "go on").touch()  # whoever trains had not finished when the other came
     assert sorted(command.wait() for command in both) == [0, 2]
     loser, winner = sorted(both, key=lambda command: -command.code)
     assert f"is held by process {winner.pid} on this host" in loser.text() and "Traceback" not in loser.text()
@@ -163,13 +179,14 @@ def test_a_live_holder_on_another_host_is_seen_without_shared_locks(tmp_path, qu
     said: list[str] = []
     with pytest.raises(RunIsHeld, match="held by process .* on host "):
         RunLock(tmp_path, said.append)
-    assert "watching for 1 s whether that process still lives" in said[0]
+    assert "watching for 60 s whether that process still lives" in said[0]
     other.check()  # its record was left alone
     other.release()
     RunLock(tmp_path).release()
 
 
-def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsewhere):
+def test_a_dead_holder_on_another_host_is_waited_for_once(tmp_path, quick, elsewhere, monkeypatch):
+    monkeypatch.setattr(module, "WATCH_SECONDS", 1.0)
     elsewhere("host-b")
     other = RunLock(tmp_path)
     record = (tmp_path / "run.lock").read_bytes()

@@ -193,6 +193,6 @@ def test_four_thousand_long_responses_on_thousands_of_devices_take_seconds():
         workload=workload,
         speculation=Speculation(tuple(range(8)), Acceptance((0.75,))),
     )
-    start = time.perf_counter()
+    start = time.process_time()
     assert simulate(asked).tokens > 40e6
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30

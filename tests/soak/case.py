@@ -42,7 +42,7 @@ VARIANTS = {
 WEIGHTS = (30, 20, 10, 10, 10, 10, 10)
 
 # A process that takes longer hangs.
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 
 # Resumes until a run must have got through.
 MAX_RESUMES = 4

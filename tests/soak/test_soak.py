@@ -17,7 +17,7 @@ SEED = int(os.environ.get("PACELINE_TEST_SEED") or 1000)
 
 @pytest.mark.slow
 def test_a_few_cases(tmp_path):
-    assert soak(300, 4, tmp_path, most=5) == 5
+    assert soak(1800, 4, tmp_path, most=5) == 5
 
 
 @pytest.mark.slow
@@ -52,4 +52,4 @@ def nothing_is_locked(patch: pytest.MonkeyPatch) -> None:
 def test_a_planted_bug_is_found(bug, tmp_path, monkeypatch):
     bug(monkeypatch)
     with pytest.raises(SoakFailure):
-        soak(300, 0, tmp_path, most=60, say=lambda text: None)
+        soak(1800, 0, tmp_path, most=60, say=lambda text: None)

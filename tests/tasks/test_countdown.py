@@ -206,7 +206,7 @@ def test_hostile_responses_cost_no_time(hostile):
         task = Countdown(LARGE | {"rendering": rendering}, 0, 1, 1)
         correct = task.score(problem_of([3, 5, 7], 22), hostile, False).correct
         assert correct is (rendering == "compact" and "5*3+7))" in hostile)
-    assert time.process_time() - start < 0.2
+    assert time.process_time() - start < 1.0
 
 
 # -- searches -----------------------------------------------------------------------------------------------

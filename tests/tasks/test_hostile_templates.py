@@ -54,7 +54,7 @@ def test_a_template_that_loops_is_ended(source, monkeypatch):
         ConfigError, match="does not end on messages with roles .user.: no result after 0.5 s"
     ):
         ChatTemplate(source).render([USER])
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     monkeypatch.undo()
     assert FINE.render([USER]) == "2 + 2?"
 
@@ -69,7 +69,8 @@ def test_a_template_that_loops_is_ended(source, monkeypatch):
         ("{% for i in range(90000) %}{{ 'a' * 90000 }}{% endfor %}", "takes more than 1024 MiB"),
     ],
 )
-def test_a_template_that_takes_all_memory_is_ended(source, reason):
+def test_a_template_that_takes_all_memory_is_ended(source, reason, monkeypatch):
+    monkeypatch.setattr(chat_process, "TIME_LIMIT_SECONDS", 120.0)
     with pytest.raises(ConfigError, match=reason):
         ChatTemplate(source).render([USER])
     assert FINE.render([USER]) == "2 + 2?"

@@ -29,7 +29,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def pool():
     opened = []
 
-    def open_pool(name: str, size: int = 1, time_limit: float = 20.0, memory_gb: float = 0.0) -> WorkerPool:
+    def open_pool(name: str, size: int = 1, time_limit: float = 120.0, memory_gb: float = 0.0) -> WorkerPool:
         opened.append(WorkerPool([Target(f"{EXAMPLES}:{name}", {}, time_limit)], size, memory_gb))
         return opened[-1]
 
@@ -40,7 +40,7 @@ def pool():
 
 def call(pool: WorkerPool, *texts: str) -> list:
     futures = [pool.submit(0, [(PROBLEM, Response(text, False))]) for text in texts]
-    replies = [future.result(timeout=60) for future in futures]
+    replies = [future.result(timeout=300) for future in futures]
     return [reply.reason if isinstance(reply, Failed) else reply[0].score for reply in replies]
 
 
@@ -75,10 +75,10 @@ def test_messages_of_other_calls_and_senders_are_passed_over(pool, monkeypatch):
 @pytest.mark.parametrize("name", ["closes_everything", "reopens_everything", "writes_into_the_connection"])
 def test_whatever_becomes_of_the_connection_the_next_call_works(pool, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    workers = pool(name, time_limit=5.0)
+    workers = pool(name, time_limit=240.0)
     start = time.monotonic()
     assert call(workers, "a", "b") == ["died", "died"]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 240, "they did not cost their time limit"
 
 
 def test_a_message_without_an_end_takes_no_longer_than_it_may():
@@ -86,16 +86,16 @@ def test_a_message_without_an_end_takes_no_longer_than_it_may():
     channel = Channel(ours)
     theirs.sendall(HEADER.pack(MAGIC, 1, os.getpid(), 1000) + b"x")
     start = time.monotonic()
-    assert channel.receive(0.2) is None and time.monotonic() - start < 2
+    assert channel.receive(0.2) is None and time.monotonic() - start < 30
     theirs.sendall(b"x" * 2000)
     with pytest.raises(ChannelBroken):
-        channel.receive(1)
+        channel.receive(30)
 
 
 def test_an_observation_that_is_too_long_is_an_error():
-    tool = WorkerPool([Step(f"{EXAMPLES}:long_observation", {}, 30.0)], 1)
+    tool = WorkerPool([Step(f"{EXAMPLES}:long_observation", {}, 200.0)], 1)
     try:
-        reply = tool.submit(0, (PROBLEM, ())).result(timeout=60)
+        reply = tool.submit(0, (PROBLEM, ())).result(timeout=300)
         assert isinstance(reply, Failed) and reply.reason == "error" and "returned too much" in reply.message
     finally:
         tool.close()
@@ -104,17 +104,17 @@ def test_an_observation_that_is_too_long_is_an_error():
 @LINUX
 @pytest.mark.parametrize("text", ["fine", "hang", "die"])
 def test_what_left_its_session_ends_with_the_worker(pool, text):
-    workers = pool("daemonises", time_limit=2.0)
+    workers = pool("daemonises", time_limit=2.0 if text == "hang" else 60.0)
     expected = {"fine": 1.0, "hang": "timeout", "die": "died"}[text]
     before = set(sleepers())
     assert call(workers, text) == [expected]
     if text == "fine":
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not set(sleepers()) - before and time.monotonic() < deadline:
             time.sleep(0.01)
         assert set(sleepers()) - before, "it may have use for it until the worker ends"
         workers.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while set(sleepers()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(sleepers()) - before
@@ -209,9 +209,9 @@ def test_memory_has_a_limit_and_the_next_call_works(pool):
 
 
 def test_imports_within_a_call_do_not_count(pool, tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.5)\nONE = 1.0\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(4.5)\nONE = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert call(pool("imports_slowly", time_limit=0.5), "a", "b") == [1.0, 1.0]
+    assert call(pool("imports_slowly", time_limit=3.0), "a", "b") == [1.0, 1.0]
 
 
 def test_what_a_reward_does_after_an_import_counts(pool, tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_what_a_reward_does_after_an_import_counts(pool, tmp_path, monkeypatch):
     workers = WorkerPool([Target(f"{file}:hang", {}, 0.5)], 1)
     try:
         start = time.monotonic()
-        assert call(workers, "a") == ["timeout"] and time.monotonic() - start < 20
+        assert call(workers, "a") == ["timeout"] and time.monotonic() - start < 80
     finally:
         workers.close()
 

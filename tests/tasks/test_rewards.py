@@ -63,7 +63,7 @@ def nothing_is_left():
     before = children()
     sleeping = set(sleepers())
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (children() - before or set(sleepers()) - sleeping):
         time.sleep(0.05)
     assert children() - before == set() and set(sleepers()) - sleeping == set()
@@ -150,7 +150,7 @@ def test_what_a_reward_quotes_cannot_speak_to_the_terminal(scoring, caplog):
 
 def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     rewards = scoring(
-        {"function": f"{EXAMPLES}:hangs", "time_limit": 0.5},
+        {"function": f"{EXAMPLES}:hangs", "time_limit": 2},
         {"function": f"{EXAMPLES}:dies"},
         reward_workers=2,
     )
@@ -159,7 +159,7 @@ def test_hanging_and_dying_rewards_cost_their_time_and_nothing_else(scoring):
     assert [s.components["hangs"] for s in scores] == [0.0, 1.0, 0.0, 1.0]
     assert [s.components.get("failed/hangs/timeout") for s in scores] == [1.0, None, 1.0, None]
     assert all(s.components["failed/dies/died"] == 1.0 for s in scores)
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < 300
     assert [s.reward for s in score(rewards, "fine")] == [1.0], "a new worker has taken over"
 
 
@@ -176,9 +176,10 @@ def test_scores_that_are_no_numbers_are_failures(scoring, text):
 def test_workers_are_reused_and_cheap(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:process_id"}, reward_workers=2)
     score(rewards, *["x"] * 20)
-    before = time.monotonic()
+    before, own = time.monotonic(), time.process_time()
     used = {s.reward for s in score(rewards, *["x"] * 500)}
-    assert len(used) <= 2 and time.monotonic() - before < 5
+    assert len(used) <= 2 and time.process_time() - own < 5, "no process is started for a call"
+    assert time.monotonic() - before < 40, "nor does one wait"
 
 
 def test_batched_rewards_see_the_group(scoring):
@@ -193,13 +194,13 @@ def test_batched_rewards_see_the_group(scoring):
 
 def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
     rewards = scoring(
-        {"function": f"{EXAMPLES}:judge", "time_limit": 2},
+        {"function": f"{EXAMPLES}:judge", "time_limit": 5},
         {"function": f"{EXAMPLES}:judge_group", "batch": True},
     )
     score(rewards, "warm")
     before = time.monotonic()
     scores = score(rewards, *["abcde"] * 60)
-    assert time.monotonic() - before < 3, "0.3 s each, all at once"
+    assert time.monotonic() - before < 12, "0.3 s each, all at once"
     assert all(s.components == {"judge": 0.5, "judge_group": 5.0} for s in scores)
     scores = score(rewards, "hang", "raise", "a")
     assert [sorted(s.components) for s in scores] == [
@@ -210,17 +211,17 @@ def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
 
 
 def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
-    rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 0.6, "concurrency": 2})
+    rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 4, "concurrency": 2})
     before = time.monotonic()
-    assert [s.reward for s in score(rewards, *["abcde"] * 8)] == [0.5] * 8
-    assert time.monotonic() - before > 1.1
+    assert [s.reward for s in score(rewards, *["abcde"] * 40)] == [0.5] * 40
+    assert time.monotonic() - before > 5.9, "20 times 0.3 s, of which the last wait longer than the limit"
 
 
 def test_coroutines_that_cannot_be_stopped_do_not_stop_the_run(scoring, monkeypatch):
     monkeypatch.setattr(coroutines, "GRACE_SECONDS", 0.5)
     rewards = scoring({"function": f"{EXAMPLES}:stubborn", "time_limit": 0.2})
     assert score(rewards, "x")[0].components["failed/stubborn/timeout"] == 1.0
-    rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 0.5})
+    rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 2})
     scores = score(rewards, "block", "a")
     assert scores[0].components["failed/judge/timeout"] == 1.0
     assert score(rewards, "ab")[0].reward == 0.2, "on a new loop"
@@ -284,8 +285,8 @@ def test_no_worker_outlives_its_run(tmp_path, ending):
         process.send_signal(signal.SIGKILL)
     else:
         process.stdin.close()
-    process.wait(timeout=20)
-    deadline = time.monotonic() + 10
+    process.wait(timeout=120)
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (_read(Path(f"/proc/{worker}/cmdline")) or sleepers()):
         time.sleep(0.05)
     assert not _read(Path(f"/proc/{worker}/cmdline")) and not sleepers(), (
@@ -298,7 +299,7 @@ def test_a_run_with_a_moody_reward_finishes_and_repeats_itself(tmp_path):
     """It hangs on some responses and kills its process on others; the same samples fail alike every time."""
     policy = make_tiny_policy(tmp_path / "policy")
     extra = [
-        "task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 0.4}]",
+        "task.rewards=[{function: 'tests.tasks.reward_examples:moody', time_limit: 2}]",
         "task.eval_problems=2",
         "rollout.prompts_per_step=2",
     ]

@@ -177,7 +177,7 @@ class Script:
         self.seen += requests
 
     def completions(self):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while self.requests and not self.paused:
             others_done = not any(texts for name, texts in self.texts.items() if name not in self.slow)
             ready = [r for r in self.requests if others_done or r.id not in self.slow]

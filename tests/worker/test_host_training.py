@@ -29,7 +29,7 @@ class Line:
 
     def ask(self, message: Message) -> Message:
         self.inbound.put(Message(message.kind, message.fields, message.arrays, call=1))
-        while (answer := self.outbound.get(timeout=20)).call != 1:
+        while (answer := self.outbound.get(timeout=120)).call != 1:
             pass
         return answer
 
@@ -42,13 +42,17 @@ class Weights:
 
 
 class Learner(SlowBackend):
-    """A generator whose slices take 20 ms, or end at once if they are told to; it notes what it hears."""
+    """A generator whose slices take 20 ms, or end at once if they are told to; it notes what it hears.
+
+    With `endless`, slices end only if they are told to; `within_slice` is set while one waits for that.
+    """
 
     def __init__(self) -> None:
         super().__init__(0.0, "")
         self.heard: list[str] = []
         self.tokens, self.updates = 0.0, 0
         self.slices = 0
+        self.endless, self.within_slice = False, threading.Event()
         self.pacer, self.keeps_tokens = None, True
         self.slice_trainer = self.speculation = self
 
@@ -59,10 +63,14 @@ class Learner(SlowBackend):
 
     def slice(self, should_stop) -> bool:
         self.slices += 1
-        for _ in range(20):
+        steps = 0
+        while self.endless or steps < 20:
             if should_stop():
                 return True
+            if self.endless:
+                self.within_slice.set()
             time.sleep(0.001)
+            steps += 1
         self.tokens += 64.0
         self.updates += 1
         return True
@@ -92,10 +100,10 @@ def hosted():
     host = Host(learner, line, Weights())
     thread = threading.Thread(target=host.serve, daemon=True)
     thread.start()
-    assert line.outbound.get(timeout=20).fields["trains"]
+    assert line.outbound.get(timeout=120).fields["trains"]
     yield line, learner, host
     line.inbound.put(Message("close"))
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -109,15 +117,17 @@ def train(line: Line, learner: Learner) -> None:
 def test_work_that_arrives_in_the_middle_of_a_slice_is_done_first(hosted):
     line, learner, host = hosted
     train(line, learner)
+    learner.endless = True
+    assert learner.within_slice.wait(120)
     line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=3))]))
-    while line.outbound.get(timeout=20).kind != "completion":
+    while line.outbound.get(timeout=120).kind != "completion":
         pass
     slices = learner.slices
     time.sleep(0.1)
     assert learner.slices == slices, "it does not go on by itself: the next word is the head's"
     answer = line.ask(Message("stop_training"))
     assert answer.fields["tokens"] == learner.tokens and answer.fields["updates"] == learner.updates
-    assert 0.04 < answer.fields["seconds"] < 20 and not answer.arrays, "its weights only when asked for"
+    assert 0.04 < answer.fields["seconds"] < 120 and not answer.arrays, "its weights only when asked for"
     assert 0 < answer.fields["longest_wait"] <= answer.fields["waited"] < answer.fields["seconds"]
     sent = line.ask(Message("trained_drafter"))
     assert read_tensors(sent.fields["tensors"], sent.arrays)["head"].tolist() == [3.0, 3.0]
@@ -138,10 +148,11 @@ def test_a_ping_only_interrupts(hosted):
 
 def test_who_has_work_does_not_train(hosted):
     line, learner, host = hosted
-    learner.seconds = 0.05
-    line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=4))]))
+    learner.seconds = 0.01
+    line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=10**9))]))
     line.ask(Message("train", {"term": 1}))
-    while line.outbound.get(timeout=20).kind != "completion":
+    line.inbound.put(Message("abort", {"ids": ["a"]}))  # until then it has work, however long that takes
+    while line.outbound.get(timeout=120).kind != "completion":
         pass
     assert learner.slices == 0 and learner.heard == ["begin 1"]
 

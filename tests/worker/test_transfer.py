@@ -85,7 +85,7 @@ def test_nobody_writes_while_somebody_reads():
     writer.join(0.2)
     assert writer.is_alive() and shared.version == 1
     shared.end_reading()
-    writer.join(10)
+    writer.join(120)
     assert shared.version == 2
     shared.close()
 
@@ -103,7 +103,7 @@ def read_all(readers, notices):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(150)
     return found
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from paceline.worker.process import Launch, WorkerFailed
 from paceline.worker.wire import FRAME, MAGIC, Connection, Disconnected, Message
 from tests.worker.slow_backend import SlowBackend
 
-QUICK = Patience(start=60, answer=1.5, beat=0.2, close=2, restarts=3)
+# Long enough for a machine that pauses: a worker that is killed for it would count as a restart.
+PATIENT = Patience(start=300, answer=60, beat=0.2, close=10, restarts=3)
 
 
 def request(name: str, tokens: int = 5, first: int = 1) -> Request:
@@ -35,7 +37,7 @@ def hash_of(name: str) -> int:
 def start(tmp_path):
     opened = []
 
-    def make(seconds: float = 0.002, weight: float = 0.0, patience: Patience = QUICK) -> WorkerBackend:
+    def make(seconds: float = 0.002, weight: float = 0.0, patience: Patience = PATIENT) -> WorkerBackend:
         settings = json.dumps({"seconds": seconds, "die_once": str(tmp_path / "died")})
         opened.append(
             WorkerBackend(
@@ -77,7 +79,7 @@ def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding
     backend = start(seconds=0.005)
     backend.update_weights(1)
     backend.submit([request(f"r{i}", 4) for i in range(4)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(backend.arrived) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(backend.arrived) == 4, "the worker waited for its reader"
@@ -103,7 +105,7 @@ def test_requests_run_again_where_the_worker_dies_and_end_once(start):
 
 @pytest.mark.slow
 def test_a_hung_worker_is_noticed_and_replaced(start):
-    backend = start()
+    backend = start(patience=replace(PATIENT, answer=8))
     backend.update_weights(1)
     backend.submit([request("stuck", 4, first=667)])
     (completion,) = backend.completions()
@@ -122,12 +124,12 @@ def test_a_worker_that_dies_again_and_again_is_an_error(start):
 
 def test_a_worker_that_cannot_start_is_an_error():
     with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
-        WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=QUICK)
+        WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=PATIENT)
 
 
 @pytest.mark.slow
 def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
-    backend = start(seconds=0.003, patience=Patience(60, 30, 0.2, 2, restarts=100))
+    backend = start(seconds=0.003, patience=replace(PATIENT, restarts=100))
     backend.update_weights(0)
     rng = random.Random(3)
     stopped = threading.Event()
