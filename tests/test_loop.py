@@ -46,7 +46,7 @@ def length_reward(monkeypatch):
 
 def start(*arguments: str, hold: Path | None = None) -> subprocess.Popen:
     """Starts the command; with `hold`, a run waits in the middle until there is that file."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_PROCESS": str(os.getpid())}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if hold is not None:
         environment["TEST_HOLD"] = str(hold)
     return subprocess.Popen(

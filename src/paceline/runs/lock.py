@@ -259,7 +259,7 @@ _held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 
 def _leave_to_parent() -> None:
     for lock in _held:
-        lock._stopped.set()
+        lock._stopped = threading.Event()  # the thread that may hold the other one's lock is not here
         lock._close()
 
 
