@@ -91,6 +91,14 @@ def test_triton_twin_is_bit_equal(device):
     assert torch.equal(actual.cpu(), expected)
 
 
+def test_columns_of_a_table_have_their_own_noise(device):
+    """A flattened column is a view whose rows do not lie side by side."""
+    seeds, positions = torch.randint(-(2**62), 2**62, (5, 2)), torch.randint(0, 2**20, (5, 2))
+    columns = (x.to(device)[:, :1].flatten() for x in (seeds, positions))
+    actual = noise.fill_gumbel_triton(*columns, 70)
+    assert torch.equal(actual.cpu(), noise.gumbel(seeds[:, 0], positions[:, 0], 70))
+
+
 @pytest.mark.gpu
 def test_gpu_noise_equals_the_cpu_over_1e8_values():
     rows, vocab_size = 64, 151936

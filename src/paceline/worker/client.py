@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from paceline.backend import Backend, LowPrecision, Speculation, WeightsNotFinite
+from paceline.backend import Backend, LowPrecision, Speculation
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
-from paceline.worker.codec import read_completion, read_stats, submit_message
+from paceline.worker.codec import read_answer, read_completion, read_stats, submit_message
 from paceline.worker.owner import Owner, Patience
 from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
-from paceline.worker.readers import TransferInterrupted, Weights
+from paceline.worker.readers import Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
 
@@ -196,7 +196,7 @@ class WorkerBackend(Backend):
             worker, generation = self.worker, self._generation
         self._send(worker, Message(message.kind, message.fields, message.arrays, number))
         answer = self._wait_for(number, generation)
-        return None if answer is None else self._accepted(answer)
+        return None if answer is None else read_answer(answer)
 
     def _wait_for(self, number: int, generation: int) -> Message | None:
         """Returns the answer to a call; None where the worker that was asked is gone."""
@@ -209,15 +209,6 @@ class WorkerBackend(Backend):
             )
             self._check()
             return self.answers.pop(number)
-
-    def _accepted(self, answer: Message) -> Message:
-        if answer.kind == "not_finite":
-            raise WeightsNotFinite(answer.fields["problem"])
-        if answer.kind == "interrupted":
-            raise TransferInterrupted(answer.fields["problem"])
-        if answer.kind == "refused":
-            raise WorkerFailed(answer.fields["problem"])
-        return answer
 
     def _send(self, worker: Worker, message: Message) -> None:
         """Sends; a worker that is gone is replaced by its reader, which hands in everything again."""

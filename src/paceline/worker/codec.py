@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.backend import WeightsNotFinite
 from paceline.pacing.strategy import Decision, Strategy
 from paceline.pacing.trace import TraceRow
 from paceline.stats import DraftStats, PrecisionStats, RequestTrace, RolloutStats
@@ -20,6 +21,8 @@ from paceline.types import (
     SamplingParams,
     Segment,
 )
+from paceline.worker.process import WorkerFailed
+from paceline.worker.readers import TransferInterrupted
 from paceline.worker.wire import Message
 
 # What statistics hold beside numbers and lists of them.
@@ -69,6 +72,18 @@ def completion_message(completion: Completion) -> Message:
         np.frombuffer(routing.experts if routing is not None else b"", dtype=np.uint8),
     ]
     return Message("completion", record, arrays)
+
+
+def read_answer(answer: Message) -> Message:
+    """Returns an answer, or raises what the worker says went wrong."""
+    problems = {
+        "not_finite": WeightsNotFinite,
+        "interrupted": TransferInterrupted,
+        "refused": WorkerFailed,
+    }
+    if answer.kind in problems:
+        raise problems[answer.kind](answer.fields["problem"])
+    return answer
 
 
 def read_completion(message: Message, request: Request) -> Completion:
