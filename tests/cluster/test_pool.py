@@ -40,7 +40,7 @@ def make_pool(tmp_path, replicas=2, seconds=0.002, capacity=8, retries=3, places
         Launch("tests.worker.slow_backend:make", settings),
         places or [WorkerProcess] * replicas,
         capacity,
-        lambda: [("w", torch.tensor([0.0]))],
+        lambda: [("w", torch.zeros(2))],
         patience=PATIENT,
         retries=retries,
     )
@@ -277,7 +277,7 @@ def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(tmp_path)
                 if rng.random() < 0.5:
                     pool.abort([rng.choice(submitted)])
                 version += 1
-                pool.update_weights(version, [("w", torch.tensor([float(version)]))])
+                pool.update_weights(version, [("w", torch.tensor([float(version), 0.0]))])
             pool.resume()
             for completion in pool.completions():
                 ended.append(completion.request.id)

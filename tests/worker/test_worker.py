@@ -92,6 +92,24 @@ def test_it_generates_while_nobody_reads_and_pausing_leaves_the_rest_outstanding
     assert len(list(backend.completions())) == 3
 
 
+def test_whoever_writes_weights_next_finds_the_new_worker_ready(start, monkeypatch):
+    """Else the writer leaves it out, and it goes on with the weights from before."""
+    backend = start()
+    backend.update_weights(1)
+    seen = []
+    end_reading = backend.weights.end_reading
+
+    def look_and_end():
+        seen.append(backend.ready)
+        end_reading()
+
+    monkeypatch.setattr(backend.weights, "end_reading", look_and_end)
+    backend.worker.kill()
+    backend.submit([request("r")])
+    list(backend.completions())
+    assert seen == [True]
+
+
 def test_requests_run_again_where_the_worker_dies_and_end_once(start):
     backend = start()
     backend.update_weights(1)

@@ -254,14 +254,17 @@ class WorkerBackend(Backend):
             self._send(worker, message)
 
     def _be_ready(self, worker: Worker) -> None:
-        """Opens for calls: the worker has the weights, so they may be written anew."""
-        self._end_catching_up()
+        """Opens for calls: the worker has the weights, so they may be written anew.
+
+        Last, since whoever waits to write then hands the next weights to the workers that are ready.
+        """
         late = [request for request in self.outstanding.values() if request.id not in self._handed_in]
         if late:
             self._send(worker, submit_message(late))
         if self.aborted:
             self._send(worker, Message("abort", {"ids": sorted(self.aborted)}))
         self.ready = True
+        self._end_catching_up()
 
     def _restored_messages(self) -> list[Message]:
         """Returns what a new worker must be told: precision, weights, the head, every request."""
