@@ -62,6 +62,9 @@ class Speculation(Protocol):
         Called before anything is generated; a generator that cannot keep any does nothing.
         """
 
+    def want_states(self, wanted: bool) -> None:
+        """Says whether requests that begin from now on are worth recording; at first they are."""
+
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states kept of responses that finished since the last call, by prompt and response."""
 

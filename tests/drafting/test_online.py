@@ -1,6 +1,7 @@
 """A head that learns while the policy does: that it helps, in whose time, and that nothing else changes."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
 from paceline.drafting.online import OnlineDrafter, longest_texts
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
+from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
 from paceline.loop import train
@@ -135,6 +137,82 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     always = online(policy, head, when="always", unroll=1)
     follow(always, 1, groups)
     assert not list(always.work(lambda: False)), "which learns in its own time"
+
+
+def test_auto_asks_for_the_states_that_it_has_time_for(moved):
+    """Of 320 tokens those of one optimiser step; more after it has learned from as many; all with `always`."""
+    policy, head = moved
+    groups = groups_of(policy, 8)
+    drafter = online(policy, head, when="auto", unroll=1, batch=2)
+
+    def asked_for() -> int:
+        drafter.expect(groups)
+        wanted = [text for text in drafter._texts if text.tokens in drafter.tap.wanted]
+        return sum(text.loss_tokens for text in wanted)
+
+    one_step = 2 * drafter.learning.slice_rows
+    assert one_step <= asked_for() < one_step + 40
+    learned = drafter.follow(1, {}, step_seconds=1e6)["drafter/tokens"]
+    assert learned > one_step - 40, "time for all that was planned"
+    assert asked_for() == 2 * learned > one_step
+    drafter.follow(2, {}, step_seconds=0.0)
+    drafter.budget.credit = 0.0
+    drafter.follow(3, {}, step_seconds=0.0)
+    assert one_step <= asked_for() < one_step + 40, "no time was left"
+    drafter = online(policy, head, when="always", unroll=1, batch=2)
+    assert asked_for() == 8 * 40
+
+
+def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
+    """A clock on which each of two comparisons takes a second."""
+    policy, head = moved
+    drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
+    drafter.observe(0.9, 5000)
+    follow(drafter, 1, groups, 1e6)
+    drafter.observe(0.5, 5000)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    drafter.due = False
+    credit = drafter.budget.credit
+    assert drafter.publisher.suspect
+    assert follow(drafter, 2, groups)["time/drafter_displaced"] == 2
+    assert drafter.budget.credit == credit - 2
+
+
+def test_the_engine_records_only_while_the_head_is_due(moved):
+    """The states of rollouts that nothing is learned from are not kept; a drift begins to keep them."""
+    policy, head = moved
+    recording, groups = Recorded(), groups_of(policy, 4)
+    drafter = online(policy, head, when="auto", unroll=1, batch=2)
+    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
+    shares = [0.9] * 8 + [0.9] * 4 + [0.7]
+    for step, share in enumerate(shares, 1):
+        drafter.observe(share, 5000)
+        drafter.expect(groups)
+        metrics = run_drafter.follow(step, 1e6)
+    assert recording.wanted == [True] * 8 + [False] * 5 + [True], "a trial that brings nothing, rest, drift"
+    assert metrics["drafter/updates"] > 0 and metrics["drafter/rebuilt"] > 0, "of the texts that it has"
+    rested = RunDrafter(online(policy, head, when="drift"), recording, load_config(None, SMALL), warn=print)
+    assert recording.wanted[-1] is False
+    rested.online.due = True  # as a resumed run's may be
+    rested.begin(Path("run"), 3)
+    assert recording.wanted[-1] is True
+
+
+class Recorded:
+    """A generator that notes from when on states are wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: list[bool] = []
+
+    def record_states(self, max_bytes: int) -> None:
+        assert max_bytes > 0
+
+    def want_states(self, wanted: bool) -> None:
+        self.wanted.append(wanted)
+
+    def take_states(self) -> dict:
+        return {}
 
 
 def test_idle_work_ends_at_once(moved):

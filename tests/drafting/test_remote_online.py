@@ -56,6 +56,9 @@ class Replicas:
     def record_states(self, max_bytes: int) -> None:
         self.recorded = max_bytes
 
+    def want_states(self, wanted: bool) -> None:
+        self.wanted = wanted
+
     def take_states(self) -> dict:
         return {}
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import paceline.drafting.recorder as recorder_module
 from paceline.config import load_config
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
@@ -20,7 +21,7 @@ from paceline.learning.learner import Learner
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
-from paceline.policy.states import TextStates
+from paceline.policy.states import TextStates, to_host
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
 
 LAYERS = (1, 2, 3)
@@ -171,6 +172,35 @@ def test_a_recorder_without_room_records_what_fits(policy, head):
             assert_aligned(policy, head.config.captured_layers, text, found[text.tokens])
     nothing = engine_of(policy, head, Strategy("eagle", 3), row_bytes)
     assert nothing.drafters["eagle"].recorder is None and not nothing.take_states()
+
+
+def test_states_that_nobody_wants_cost_no_copy(policy, head, monkeypatch):
+    """Neither prompts are handed over, nor steps written, nor responses copied, until they are wanted again."""
+    engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
+    drafter, handed_over, copied = engine.drafters["eagle"], [], []
+    enter = drafter.observe_enter
+    monkeypatch.setattr(drafter, "observe_enter", lambda *seen: (handed_over.append(seen[2]), enter(*seen)))
+    monkeypatch.setattr(recorder_module, "to_host", lambda x: (copied.append(x.nbytes), to_host(x))[1])
+    engine.want_states(False)
+    generate(engine)
+    assert {len(line) for line in handed_over} == {policy.config.hidden_size}, "the last features alone"
+    assert not drafter.recorder.record_CNLE.any() and not copied and not engine.take_states()
+    engine.want_states(True)
+    completions = generate(engine)
+    assert sum(copied) > 0 and len(engine.take_states()) == len(completions)
+
+
+def test_a_row_whose_prompt_nobody_wanted_is_not_recorded(policy, head):
+    """Its prompt's states were let go of before they were wanted."""
+    engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
+    drafter = engine.drafters["eagle"]
+    prompt, size = (3, 4, 5), policy.config.hidden_size
+    request = Request("a", prompt, 1, SamplingParams(max_tokens=5))
+    drafter.observe_enter(0, request, torch.zeros(size))
+    assert not drafter.recorder.row_of
+    layers = len(head.config.captured_layers)
+    drafter.observe_enter(0, request, torch.zeros(size * (1 + layers * (len(prompt) - 1))))
+    assert list(drafter.recorder.row_of) == [0]
 
 
 def test_a_preempted_row_leaves_nothing(policy, head):

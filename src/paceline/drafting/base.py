@@ -187,6 +187,9 @@ class Drafter:
     def record_states(self, max_bytes: int) -> None:
         """Begins to keep the policy's states of some rows, for a head to learn from, if it sees any."""
 
+    def want_states(self, wanted: bool) -> None:
+        """Says whether the states of rows that begin from now on are of use; at first they are."""
+
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {}

@@ -69,11 +69,11 @@ class EagleDrafter(CachedDrafter):
     # -- following the policy --
 
     def observe_prefill(self, prefill: TargetPrefill) -> Iterable[torch.Tensor]:
-        """Returns each chunk's last features and, where states are recorded, all of its captured states."""
+        """Returns each chunk's last features and, while states are wanted, all of its captured states."""
         features_TE = self._features(prefill.captured)
         self._write_entries(features_TE, prefill.following_T, prefill.positions_T, prefill.cache_slots_T)
         last_SE = features_TE[prefill.last_S]
-        if self.recorder is None:
+        if self.recorder is None or not self.recorder.wanted:
             return last_SE
         chunks = zip((0, *prefill.stops), prefill.stops, strict=False)
         captured = [prefill.captured[layer] for layer in self.captured_layers]
@@ -92,7 +92,7 @@ class EagleDrafter(CachedDrafter):
             self.recorder.enter(slot, request, handover[size:].view(len(self.captured_layers), -1, size))
 
     def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
-        if self.recorder is not None:
+        if self.recorder is not None and slot in self.recorder.row_of:
             self.recorder.leave(slot, request, self.context.rows.tokens[slot, :length], finished)
 
     def observe_step(self, step: TargetStep) -> None:
@@ -249,6 +249,10 @@ class EagleDrafter(CachedDrafter):
         if shape.rows:
             self.recorder = StateRecorder(shape, len(self.context.rows.length), policy.device)
             self.wants_hidden = True
+
+    def want_states(self, wanted: bool) -> None:
+        if self.recorder is not None:
+            self.recorder.wanted = wanted
 
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
         return self.recorder.take() if self.recorder is not None else {}

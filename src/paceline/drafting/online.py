@@ -71,12 +71,13 @@ class OnlineDrafter(HeadFollower):
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
+        self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
 
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
-        self._texts = longest_texts(groups, self.config.tokens)
+        self._texts = longest_texts(groups, self._tokens)
         self.tap.choose(self._texts if self.due else [])
 
     @property
@@ -100,20 +101,31 @@ class OnlineDrafter(HeadFollower):
         with_states = sum(example.states is not None for example in examples)
         self._texts = []
         self.buffer.add(step, examples)
-        if self.publisher.settle(step, self.quality):
+        if self.publisher.settle(step, self._judge):
             self.trainer.restart()
         elif self.due:
-            self.plan(str(step), self.buffer.longest(self.config.tokens), self.config.tokens)
+            self.plan(str(step), self.buffer.longest(self._tokens), self._tokens)
             self.budget.grant(step_seconds)
             within_budget = self.config.when == "auto"
             self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
         self.buffer.shrink()
         if self._reports:
             self.publisher.publish(step)
+        self._tokens = self._tokens_of(self._learned_tokens)
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
+
+    def _tokens_of(self, learned: int) -> int:
+        """Returns how many response tokens the next step is to offer, after one that learned from so many.
+
+        States cost copies, so `auto`, whose time may be short, asks for twice what it came to, and for one
+        optimiser step's at least.
+        """
+        if self.config.when != "auto":
+            return self.config.tokens
+        return min(self.config.tokens, max(2 * learned, self.config.batch * self.learning.slice_rows))
 
     @property
     def has_work(self) -> bool:
@@ -140,8 +152,7 @@ class OnlineDrafter(HeadFollower):
             if not waiting():
                 late = self.spent.idle - idle
                 self.spent.idle = idle
-                self.spent.displaced += late
-                self.budget.spend(late)
+                self._displace(late)
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -187,11 +198,14 @@ class OnlineDrafter(HeadFollower):
         if idle:
             self.spent.idle += seconds
         else:
-            self.spent.displaced += seconds
-            self.budget.spend(seconds)
+            self._displace(seconds)
         if report is not None:
             self._reports.append(report)
             self._learned_tokens += int(report.tokens)
+
+    def _displace(self, seconds: float) -> None:
+        self.spent.displaced += seconds
+        self.budget.spend(seconds)
 
     def _halve_budget(self) -> None:
         """A drafter that learns less costs time; a run that ends costs everything."""
@@ -212,6 +226,13 @@ class OnlineDrafter(HeadFollower):
         chosen = [p for e in newest for p in passages(e, rows)][:count]
         overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
         return statistics.mean(overlaps) if overlaps else 0.0
+
+    def _judge(self, head: EagleHead) -> float:
+        """Returns a head's `quality`, at the expense of the time to learn in."""
+        start = time.perf_counter()
+        overlap = self.quality(head)
+        self._displace(time.perf_counter() - start)
+        return overlap
 
     def take_metrics(self) -> dict[str, float]:
         """Returns what learning did since the last call, and begins to count anew."""

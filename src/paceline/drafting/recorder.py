@@ -9,7 +9,7 @@ that were not kept, and the row's next step begins there, so it overwrites them:
 is what the policy computed for the token at p. The last token of a response is never run, and has none.
 
 Rows beyond the recorder's share one line that nobody reads, so a captured graph need not know who is
-recorded.
+recorded. Where nothing is captured, a step without a recorded row writes nothing.
 """
 
 from dataclasses import dataclass
@@ -68,6 +68,7 @@ class StateRecorder:
 
     def __init__(self, shape: RecorderShape, slots: int, device: torch.device) -> None:
         self.shape = shape
+        self.wanted = True  # rows that begin are recorded
         size = (len(shape.layers) + 1, shape.rows + 1, shape.length, shape.hidden_size)
         # The captured layers, then the states after the last norm.
         self.record_CNLE = torch.zeros(size, dtype=shape.dtype, device=device)
@@ -80,7 +81,8 @@ class StateRecorder:
         """Begins to record a row, if there is room, whose prompt but the last token has these states."""
         covered = prompt_CTE.shape[1] == len(request.prompt) - 1
         fits = len(request.prompt) + request.sampling.max_tokens <= self.shape.length
-        if not self.free or not covered or not fits or request.purpose is not Purpose.TRAIN:
+        wanted = self.wanted and request.purpose is Purpose.TRAIN
+        if not self.free or not covered or not fits or not wanted:
             return
         row = self.row_of[slot] = self.free.pop()
         self.row_S[slot] = row
@@ -88,6 +90,8 @@ class StateRecorder:
 
     def step(self, step: TargetStep) -> None:
         """Writes the states of a step's queries that lie on the way its samples went."""
+        if not self.row_of and not self.record_CNLE.is_cuda:
+            return
         nobody = self.shape.rows
         row_R1 = self.row_S.index_select(0, step.slots_R).unsqueeze(1)
         positions_RQ, cache_slots_RQ = (self._by_row(step, x) for x in (step.positions_T, step.cache_slots_T))

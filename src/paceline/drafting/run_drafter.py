@@ -30,6 +30,9 @@ class Recording(Protocol):
     def record_states(self, max_bytes: int) -> None:
         """Begins to keep the states of some requests."""
 
+    def want_states(self, wanted: bool) -> None:
+        """Says whether requests that begin from now on are worth recording."""
+
     def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished, by their tokens."""
 
@@ -63,12 +66,14 @@ class RunDrafter:
         self._kept: list[int] = []  # steps whose saves belong to checkpoints
         self._compared = False
         recording.record_states(record_bytes(config))
+        recording.want_states(online.due)
 
     def begin(self, run: Path, step: int) -> None:
         """Takes the run's folder, to save in; `step` is the last that was made."""
         self.saver = self.saver or DrafterSaver(run, self.warn)
         self._kept = [step]
         self._compared = step > 0
+        self.recording.want_states(self.online.due)
 
     def restore(self, run: Path, step: int, drafters: Mapping[str, torch.Tensor]) -> None:
         """Goes on from what was saved with a step; from the head alone where only a checkpoint has it."""
@@ -95,6 +100,7 @@ class RunDrafter:
     def follow(self, step: int, step_seconds: float) -> dict[str, float]:
         """Lets the head learn from a step whose update is made; saves now and then."""
         metrics = self.online.follow(step, self.recording.take_states(), step_seconds)
+        self.recording.want_states(self.online.due)
         if self.saver is not None and self.saver.due and metrics["drafter/updates"]:
             self.save(step, self._kept)
         return metrics

@@ -115,6 +115,11 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.record_states(max_bytes)
 
+    def want_states(self, wanted: bool) -> None:
+        """Says whether the states of rows that begin from now on are of use."""
+        for drafter in self.values():
+            drafter.want_states(wanted)
+
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {key: states for drafter in self.values() for key, states in drafter.take_states().items()}

@@ -260,6 +260,9 @@ class VllmSpeculation:
     def record_states(self, max_bytes: int) -> None:
         """Does nothing: the learner's own pass makes the states."""
 
+    def want_states(self, wanted: bool) -> None:
+        """Does nothing; see `record_states`."""
+
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
         """Returns nothing; see `record_states`."""
         return {}

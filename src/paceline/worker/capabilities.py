@@ -52,6 +52,9 @@ class RemoteSpeculation:
     def record_states(self, max_bytes: int) -> None:
         """Does nothing: states are too large to send, and the learner's own pass makes them."""
 
+    def want_states(self, wanted: bool) -> None:
+        """Does nothing; see `record_states`."""
+
     def take_states(self) -> dict[tuple[int, ...], TextStates]:
         """Returns nothing; see `record_states`."""
         return {}
