@@ -140,7 +140,7 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
 
 
 def test_auto_asks_for_the_states_that_it_has_time_for(moved):
-    """Of 320 tokens those of one optimiser step; more after it has learned from as many; all with `always`."""
+    """Of 320 tokens those of one optimiser step, more after it has learned from those; all with `always`."""
     policy, head = moved
     groups = groups_of(policy, 8)
     drafter = online(policy, head, when="auto", unroll=1, batch=2)

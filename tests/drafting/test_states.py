@@ -175,7 +175,7 @@ def test_a_recorder_without_room_records_what_fits(policy, head):
 
 
 def test_states_that_nobody_wants_cost_no_copy(policy, head, monkeypatch):
-    """Neither prompts are handed over, nor steps written, nor responses copied, until they are wanted again."""
+    """No prompt is handed over, no step written, no response copied, until states are wanted again."""
     engine = engine_of(policy, head, Strategy("eagle", 3), 1 << 26)
     drafter, handed_over, copied = engine.drafters["eagle"], [], []
     enter = drafter.observe_enter
