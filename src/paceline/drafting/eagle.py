@@ -44,8 +44,10 @@ class EagleDrafter(CachedDrafter):
     max_tokens = 15
     recorder: StateRecorder | None = None
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleHead, deepest: int = TreeShape.DEEPEST) -> None:
+        """`deepest`: what the head's trees are deep at most."""
         self.head = head
+        self.deepest = deepest
         layer = self.shape = head.config.layer
         self.captured_layers = head.config.captured_layers
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
@@ -151,7 +153,7 @@ class EagleDrafter(CachedDrafter):
     def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
         """Returns the candidates for trees of `count` nodes."""
         rows = self.context.rows
-        shape = TreeShape.of(count)
+        shape = TreeShape.of(count, self.deepest)
         walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         context_R = walk.context_CR[0]
