@@ -109,12 +109,14 @@ class DrafterFactory:
         fresh = self.settings.eagle_path == FRESH
         trained_for = policy.config if fresh else self.heads.trained_for(policy.config)
         path, config = eagle_head(self.settings, trained_for)
+        fp8 = self.settings.eagle_precision == "fp8"
         if policy.device.type == "meta":
             fitted = config if fresh else self.heads.config(config, policy.config)
-            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device))
+            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device), fp8=fp8)
         if fresh:
-            return EagleDrafter(EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0))
-        return EagleDrafter(self.heads.load(path, policy), _deepest(path))
+            head = EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0)
+            return EagleDrafter(head, fp8=fp8)
+        return EagleDrafter(self.heads.load(path, policy), _deepest(path), fp8)
 
 
 def _deepest(folder: str) -> int:
