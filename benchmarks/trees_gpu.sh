@@ -3,7 +3,7 @@
 #
 #     benchmarks/trees_gpu.sh OUT [PART ...]
 #
-#     parts: kernels bits budgets certify eagle chains trees shared paced real fp8 table
+#     parts: kernels bits budgets certify eagle chains trees shared head paced real fp8 table
 #
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains` and those after it use the head in
@@ -93,6 +93,10 @@ real() { # whole rollouts with the recipe's own drafters, pacer and lengths, pla
     done
   done
 }
+head() { # the head's own layer in FP8, beside `chains` and `trees`
+  speculation chains-head8 1,3,7 rollout.speculation.eagle_precision=fp8
+  speculation trees-head8 3,7,15 rollout.speculation.shape=tree rollout.speculation.eagle_precision=fp8
+}
 fp8() { speculation trees-fp8 7,15 rollout.speculation.shape=tree rollout.precision=fp8; }
 table() { # accept length, ratio to own plain decoding and share of drafting, chains beside trees
   "$PYTHON" - "$OUT" <<'END'
@@ -112,6 +116,6 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
         )
 END
 }
-for step in "${@:-kernels bits budgets certify eagle chains trees shared paced real fp8 table}"; do
+for step in "${@:-kernels bits budgets certify eagle chains trees shared head paced real fp8 table}"; do
   for name in $step; do "$name"; done
 done

@@ -31,6 +31,7 @@ def prepare_device(config: Config) -> torch.device:
     device = best_device() if wanted == "auto" else torch.device(wanted)
     if device.type == "cuda":
         refuse_old_gpu(config.rollout.precision, "rollout.precision")
+        refuse_old_gpu(config.rollout.speculation.eagle_precision, "rollout.speculation.eagle_precision")
     prepare_torch(device)
     return device
 

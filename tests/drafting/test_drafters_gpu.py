@@ -24,14 +24,14 @@ def policy() -> Decoder:
     return Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
 
 
-def make_engine(policy: Decoder, **settings) -> Engine:
+def make_engine(policy: Decoder, fp8_head: bool = False, **settings) -> Engine:
     off = Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
     with torch.no_grad():
         off.head.weight.add_(torch.randn_like(off.head.weight) * 0.005)  # right often, not always
     head = EagleHead(
         config_for(CONFIG, captured_layers=(1, 2, 3), draft_vocab=512), torch.bfloat16, "cuda"
     ).initialise(policy, 1)
-    drafters = [HistoryDrafter(), DraftModel(off), EagleDrafter(head)]
+    drafters = [HistoryDrafter(), DraftModel(off), EagleDrafter(head, fp8=fp8_head)]
     return Engine(
         policy,
         EngineSettings(**{"max_running": 32, "kv_tokens": 32768, "deterministic": True, **settings}),
@@ -53,6 +53,20 @@ def test_same_bits_as_plain_decoding(policy, name):
         assert stats.drafts > 0
         if name == "draft_model":
             assert stats.accept_length > 1.3, stats.accept_length
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_head_in_fp8_drafts_and_changes_nothing(policy, tree):
+    requests = make_requests(40)
+    alone = EngineSettings(max_running=1, kv_tokens=32768, deterministic=True)
+    expected = bits(run(Engine(policy, alone), requests))
+    accepted = {}
+    for fp8_head in (False, True):
+        engine = make_engine(policy, fp8_head, trees=tree)
+        engine.pacer = FixedPacer(Strategy("eagle", 5, tree), 1000)
+        assert bits(run(engine, requests)) == expected
+        accepted[fp8_head] = engine.take_stats().drafts["eagle"].accept_length
+    assert abs(accepted[True] - accepted[False]) < 0.1, accepted
 
 
 def test_same_bits_when_the_strategy_changes_and_rows_are_preempted(policy):

@@ -9,6 +9,8 @@ import torch
 
 from paceline.config import Config, ConfigError, SpeculationConfig, load_config
 from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.growth import TreeShape, depth_that_pays
+from paceline.drafting.model_card import MeasuredAcceptance, write_card
 from paceline.models.source import BUILTIN_POLICY
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.decoder import Decoder
@@ -108,6 +110,22 @@ def test_a_head_whose_tensors_are_damaged_is_named(tmp_path):
         ConfigError, match=f"rollout.speculation.eagle_path = '{tmp_path}': .*neither safetensors"
     ):
         DrafterFactory(SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))).make("eagle", POLICY)
+
+
+def test_a_heads_trees_are_as_deep_as_its_folder_says_that_it_pays(tmp_path):
+    for file in (BUILTIN_POLICY.with_name("builtin-eagle")).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    def deepest():
+        settings = SpeculationConfig(drafters=["eagle"], eagle_path=str(tmp_path))
+        return DrafterFactory(settings).make("eagle", POLICY).deepest
+
+    assert deepest() == TreeShape.DEEPEST, "nothing is said"
+    measured = MeasuredAcceptance("p", "t", 1.0, 0, 100, 1.5, 0.4, (0.4, 0.1, 0.0))
+    write_card(tmp_path, None, measured)
+    assert deepest() == depth_that_pays(measured.accepted_at) < TreeShape.DEEPEST
+    (tmp_path / "acceptance.json").write_text('{"last": {"accepted_at": ["much"]}}')
+    assert deepest() == TreeShape.DEEPEST, "nothing that can be read"
 
 
 def test_renamed_reserved_tokens_do_not_make_another_tokenizer():

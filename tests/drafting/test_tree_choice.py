@@ -2,11 +2,12 @@
 
 import random
 
+import pytest
 import torch
 
 from paceline.drafting.branches import BranchCalibration, merged_branches
 from paceline.drafting.calibration import Calibration
-from paceline.drafting.growth import GapCalibration, TreeShape
+from paceline.drafting.growth import CANDIDATES, GapCalibration, TreeShape, depth_that_pays
 from paceline.drafting.tree import ROOT, Candidates, choose_nodes
 
 CPU = torch.device("cpu")
@@ -90,8 +91,20 @@ def test_a_small_tree_can_be_the_chain_of_its_nodes():
         assert TreeShape.of(nodes).depth == nodes
 
 
-def test_shapes_keep_to_the_blocks_that_nodes_have():
+@pytest.mark.parametrize("deepest", range(TreeShape.SHALLOWEST, TreeShape.DEEPEST + 1))
+def test_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
     for nodes in range(1, 16):
-        shape = TreeShape.of(nodes)
-        assert 1 <= shape.depth <= min(nodes, TreeShape.DEEPEST)
+        shape = TreeShape.of(nodes, deepest)
+        assert 1 <= shape.depth <= min(nodes, deepest)
         assert shape.places <= nodes + 1 and all(1 <= width <= TreeShape.WIDEST for width in shape.widths)
+        assert CANDIDATES * shape.places >= nodes, "as many candidates as nodes"
+
+
+def test_a_head_that_is_seldom_right_makes_flat_trees():
+    measured = 0.587, 0.355, 0.216, 0.140, 0.093  # a head of SmolLM2-135M on sums
+    surer = 0.788, 0.694, 0.592, 0.501, 0.411  # on Countdown
+    assert depth_that_pays(measured) == 5 and depth_that_pays(surer) == TreeShape.DEEPEST
+    assert depth_that_pays((0.1, 0.01)) == depth_that_pays((0.0, 0.0)) == TreeShape.SHALLOWEST
+    assert depth_that_pays(()) == depth_that_pays((0.5,)) == TreeShape.DEEPEST, "nothing is known"
+    depths = [depth_that_pays([rate**place for place in range(1, 6)]) for rate in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    assert depths == sorted(depths) and depths[0] < depths[-1]

@@ -111,6 +111,18 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
     assert bits(done) == bits(plain)
 
 
+def test_flat_trees_give_the_same_bits(folders):  # noqa: F811
+    requests = grouped_requests(prompts=4, samples=3, longest=40)
+    _, plain = run(folders["qwen3"], requests)
+    drafter = make_drafter("eagle", folders["qwen3"])
+    drafter.deepest = 2
+    grown, grow = [], drafter.grow
+    drafter.grow = lambda *arguments: grown.append(grow(*arguments)) or grown[-1]
+    _, done = tree_run(folders["qwen3"], requests, drafter, 15)
+    assert bits(done) == bits(plain)
+    assert {len(growth.levels) for growth in grown} == {2}
+
+
 @pytest.mark.parametrize(
     "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")]
 )

@@ -94,11 +94,11 @@ def make_drafter(kind: str, shape: DecoderConfig):
         )
     config = config_for(shape)
     config = dataclasses.replace(config, draft_vocab=32000) if kind == "eagle, 32000 tokens" else config
-    return EagleDrafter(EagleHead(config, torch.bfloat16, META))
+    return EagleDrafter(EagleHead(config, torch.bfloat16, META), fp8=kind == "eagle, FP8")
 
 
 @pytest.mark.parametrize("verify", ["shared-noise", "rejection"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle, 32000 tokens", "draft model"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle, 32000 tokens", "eagle, FP8", "draft model"])
 def test_no_draft_holds_more_than_its_estimate(kind, verify):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
     drafter = make_drafter(kind, shape)
@@ -117,7 +117,7 @@ def test_no_draft_holds_more_than_its_estimate(kind, verify):
     "kind",
     [
         "history",
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("eagle", "eagle, 32000 tokens", "draft model")),
+        *("eagle", "eagle, 32000 tokens", "eagle, FP8", "draft model"),
     ],
 )
 def test_no_tree_holds_more_than_its_estimate(kind):

@@ -122,6 +122,7 @@ def test_an_update_reports_no_mismatch():
     config = make_config("learning.numerics=exact", "learning.micro_batch_tokens=128")
     metrics = Learner(policy, config).update(groups)
     assert metrics["mismatch/kl"] == 0.0 and metrics["mismatch/k3"] == 0.0
+    assert str(metrics["mismatch/kl"]) == "0.0", "a sign before nothing"
     assert metrics["policy/largest_logprob_delta"] == 0.0 and metrics["policy/gradient_norm"] > 0
     assert math.isfinite(metrics["policy/loss"])
 

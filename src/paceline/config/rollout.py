@@ -56,6 +56,11 @@ class SpeculationConfig(Section):
         description="the eagle head's folder (see `paceline drafter`); auto: the shipped head where it fits "
         "the policy, else none; fresh: a new head, which learns in the run (online.when)",
     )
+    eagle_precision: Literal["base", "fp8"] = Field(
+        "base",
+        description="what the eagle head's layer proposes in; base: the policy's own type; fp8: FP8, which "
+        "halves what a pass reads; completions are the same",
+    )
     draft_model_path: str = Field(
         "", description="the draft model's Hugging Face folder; it must have the policy's tokenizer"
     )
@@ -106,6 +111,11 @@ class SpeculationConfig(Section):
             raise ValueError(
                 f"rollout.speculation.history_versions = {self.history_versions} does not apply: {drafters} "
                 "lacks 'history'. Add it there, or leave it out (rollout.speculation.history_versions=0)"
+            )
+        if not self.is_default("eagle_precision") and "eagle" not in self.drafters:
+            raise ValueError(
+                f"rollout.speculation.eagle_precision = {self.eagle_precision!r} does not apply: {drafters} "
+                "lacks 'eagle'. Add it there, or leave it out (rollout.speculation.eagle_precision=base)"
             )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(

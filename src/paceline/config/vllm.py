@@ -156,4 +156,9 @@ def _drafting(rollout: "RolloutConfig") -> str:
         )
     if speculation.shape != "chain":
         return f"rollout.speculation.shape = {speculation.shape!r}: vLLM proposes chains; leave it out"
+    if speculation.eagle_precision != "base":
+        return (
+            f"rollout.speculation.eagle_precision = {speculation.eagle_precision!r}: vLLM runs the head in "
+            "its own type; leave it out"
+        )
     return ""

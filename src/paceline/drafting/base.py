@@ -114,6 +114,8 @@ class Drafter:
     token_bytes = 0
     # What can be trained, in the very storage that proposals are computed from.
     head: nn.Module | None = None
+    # Whether its layer proposes in FP8.
+    fp8: bool = False
     # It wants the hidden states after the last norm, too.
     wants_hidden = False
     # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
@@ -144,6 +146,9 @@ class Drafter:
 
     def observe_weights(self, version: int) -> None:
         """Sees that the policy has new weights; what drafters know of older ones may be out of date."""
+
+    def observe_head(self) -> None:
+        """Sees that `head` has new weights."""
 
     def catch_up(self, slots: list[int], lengths: list[int]) -> None:
         """Prepares for rows that ran without this drafter; the rows have reached at least `lengths`."""

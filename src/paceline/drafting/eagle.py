@@ -21,16 +21,16 @@ from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, Tr
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
 from paceline.kernels.eagle_step import eagle_inputs, keep_last
-from paceline.kernels.linear import linear
-from paceline.kernels.norm import rms_norm_residual
+from paceline.kernels.norm import rms_norm_residual, rms_norm_residual_quantised
 from paceline.kernels.paged_attention import paged_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
-from paceline.kernels.swiglu import silu_multiply
+from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.paged.cache import BLOCK_SIZE, KVCache
 from paceline.policy.states import TextStates
@@ -44,8 +44,11 @@ class EagleDrafter(CachedDrafter):
     max_tokens = 15
     recorder: StateRecorder | None = None
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleHead, deepest: int = TreeShape.DEEPEST, fp8: bool = False) -> None:
+        """`deepest`: what the head's trees are deep at most; `fp8`: its layer proposes in FP8."""
         self.head = head
+        self.deepest = deepest
+        self.fp8 = fp8
         layer = self.shape = head.config.layer
         self.captured_layers = head.config.captured_layers
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
@@ -62,6 +65,7 @@ class EagleDrafter(CachedDrafter):
         self.features_SE = torch.zeros(
             len(context.rows.length), layer.hidden_size, dtype=dtype, device=device
         )
+        self.products = HeadProducts(self.head, self.fp8, context.deterministic)
         self.calibration = GapCalibration(device)
         self.trees = TreeProposals(context, self.calibration)
         self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
@@ -106,7 +110,7 @@ class EagleDrafter(CachedDrafter):
             self.recorder.step(step)
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
-        return self._linear(
+        return self.products(
             torch.cat([captured[i] for i in self.captured_layers], dim=-1), self.head.fc.weight
         )
 
@@ -119,7 +123,7 @@ class EagleDrafter(CachedDrafter):
     ) -> None:
         attention = self.head.attention
         queries = attention.heads * attention.head_dim
-        kv = self._linear(self._inputs(features_TE, following_T), attention.qkv.weight[queries:])
+        kv = self.products(self._inputs(features_TE, following_T), attention.qkv.weight[queries:])
         rope_and_write_kv(kv, positions_T, cache_slots_T, self.cos_PC, self.sin_PC, *self.cache.layer(0), 0)
 
     # -- proposing --
@@ -151,7 +155,7 @@ class EagleDrafter(CachedDrafter):
     def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
         """Returns the candidates for trees of `count` nodes."""
         rows = self.context.rows
-        shape = TreeShape.of(count)
+        shape = TreeShape.of(count, self.deepest)
         walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         context_R = walk.context_CR[0]
@@ -194,18 +198,30 @@ class EagleDrafter(CachedDrafter):
         attention = head.attention
         eps = head.config.layer.norm_eps
         k_cache, v_cache = self.cache.layer(0)
-        qkv = self._linear(self._inputs(states_TE, following_T), attention.qkv.weight)
+        products, feed_forward = self.products, head.feed_forward
+        fp8 = products.in_fp8(feed_forward.gate_up.weight)
+        qkv = products(self._inputs(states_TE, following_T), attention.qkv.weight, in_parts=True)
         q_THD = rope_and_write_kv(
-            qkv, positions_T, cache_slots_T, self.cos_PC, self.sin_PC, k_cache, v_cache, attention.heads
+            qkv,
+            positions_T,
+            cache_slots_T,
+            self.cos_PC,
+            self.sin_PC,
+            k_cache,
+            v_cache,
+            attention.heads,
+            dtype=states_TE.dtype,
         )
         q_RQHD = q_THD.unflatten(0, (len(context_R), -1))
         attended_RQHD = paged_attention(q_RQHD, k_cache, v_cache, table_RB, context_R, tree=tree)
-        out_TE = self._linear(attended_RQHD.flatten(0, 1).flatten(1), attention.output.weight)
-        normed_TE, residual_TE = rms_norm_residual(out_TE, states_TE, head.feed_forward_norm.weight, eps)
-        out_TE = self._linear(
-            silu_multiply(self._linear(normed_TE, head.feed_forward.gate_up.weight)),
-            head.feed_forward.down.weight,
+        attended_TE = attended_RQHD.flatten(0, 1).flatten(1)
+        out_TE = products(attended_TE, attention.output.weight, in_parts=True)
+        norm = rms_norm_residual_quantised if fp8 else rms_norm_residual
+        normed_TE, residual_TE = norm(out_TE, states_TE, head.feed_forward_norm.weight, eps)
+        gated_TF = (silu_multiply_quantised if fp8 else silu_multiply)(
+            products(normed_TE, feed_forward.gate_up.weight)
         )
+        out_TE = products(gated_TF, feed_forward.down.weight, in_parts=True)
         return rms_norm_residual(out_TE, residual_TE, head.norm.weight, eps)
 
     def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
@@ -224,18 +240,16 @@ class EagleDrafter(CachedDrafter):
         Tokens without a draft id are impossible.
         """
         wide = torch.float64 if normed_RE.dtype == torch.float64 else torch.float32
-        logits_RV = self._linear(normed_RE, self.head.head.weight, wide)
+        logits_RV = self.products(normed_RE, self.head.head.weight, wide)
         if self.whole_vocabulary:
             return logits_RV
         full_RV = logits_RV.new_full((len(logits_RV), self.head.config.layer.vocab_size), -torch.inf)
         return full_RV.index_copy_(1, self.head.draft_to_target, logits_RV)
 
-    def _linear(
-        self, x_TE: torch.Tensor, weight_NE: torch.Tensor, out_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return linear(x_TE, weight_NE, out_dtype, self.context.deterministic)
-
     # -- learning --
+
+    def observe_head(self) -> None:
+        self.products.refresh()
 
     def record_states(self, max_bytes: int) -> None:
         policy = self.context.policy
@@ -264,3 +278,4 @@ class EagleDrafter(CachedDrafter):
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         self.head.load_state_dict(tensors)
+        self.observe_head()

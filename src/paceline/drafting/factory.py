@@ -5,6 +5,7 @@ planned and what runs come from the same lines.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -15,8 +16,10 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_for, load_eagle
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
+from paceline.drafting.growth import TreeShape, depth_that_pays
 from paceline.drafting.history import HistoryDrafter
 from paceline.drafting.merged import MergedDrafter
+from paceline.drafting.model_card import read_acceptance
 from paceline.drafting.recipe import draft_model_folder, eagle_head, errors_name_recipe_key
 from paceline.policy.config import DecoderConfig, read_config
 from paceline.policy.decoder import Decoder
@@ -106,9 +109,17 @@ class DrafterFactory:
         fresh = self.settings.eagle_path == FRESH
         trained_for = policy.config if fresh else self.heads.trained_for(policy.config)
         path, config = eagle_head(self.settings, trained_for)
+        fp8 = self.settings.eagle_precision == "fp8"
         if policy.device.type == "meta":
             fitted = config if fresh else self.heads.config(config, policy.config)
-            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device))
+            return EagleDrafter(EagleHead(fitted, policy.dtype, policy.device), fp8=fp8)
         if fresh:
-            return EagleDrafter(EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0))
-        return EagleDrafter(self.heads.load(path, policy))
+            head = EagleHead(config, policy.dtype, policy.device).initialise(policy, seed=0)
+            return EagleDrafter(head, fp8=fp8)
+        return EagleDrafter(self.heads.load(path, policy), _deepest(path), fp8)
+
+
+def _deepest(folder: str) -> int:
+    """Returns how deep the trees of a head should be, by what its folder says of its acceptance."""
+    measured = read_acceptance(Path(folder))
+    return depth_that_pays(measured.accepted_at) if measured is not None else TreeShape.DEEPEST

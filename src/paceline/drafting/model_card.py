@@ -44,7 +44,7 @@ def read_acceptance(folder: Path, which: str = "last") -> MeasuredAcceptance | N
     """Returns what a folder says of its head, `first` or `last`; None where nothing can be read."""
     try:
         record = json.loads((folder / ACCEPTANCE_FILE).read_text())[which]
-        return MeasuredAcceptance(**(record | {"accepted_at": tuple(record["accepted_at"])}))
+        return MeasuredAcceptance(**(record | {"accepted_at": tuple(map(float, record["accepted_at"]))}))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

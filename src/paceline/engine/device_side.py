@@ -136,12 +136,8 @@ class DeviceSide(Backend):
         return self.drafters.head
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies weights into `trainable_head`, whose storage captured steps read."""
-        head = self.drafters.head
-        assert head is not None, "no drafter of this engine has a head to publish to"
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                parameter.copy_(weights[name])
+        """Copies weights into `trainable_head`."""
+        self.drafters.take_head(weights)
         self.drafter_version = version
 
     def record_states(self, max_bytes: int) -> None:

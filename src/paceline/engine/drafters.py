@@ -110,6 +110,16 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.observe_weights(version)
 
+    def take_head(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copies weights into the head that can be trained, whose storage captured steps read."""
+        head = self.head
+        assert head is not None, "no drafter of this engine has a head to publish to"
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                parameter.copy_(weights[name])
+        for drafter in self.values():
+            drafter.observe_head()
+
     def record_states(self, max_bytes: int) -> None:
         """Lets the drafters that see the policy's states keep those of some rows."""
         for drafter in self.values():

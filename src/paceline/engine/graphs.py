@@ -103,6 +103,7 @@ class StepRunner:
             captured_layers=len(forward.captured_layers),
             records_routing=forward.cache.routing is not None,
             drafters=tuple(d.shape for d in drafters if d.shape is not None),
+            drafts_fp8=any(drafter.fp8 for drafter in drafters),
             trees=settings.trees,
             shares=settings.shares,
         )

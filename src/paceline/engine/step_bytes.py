@@ -54,6 +54,8 @@ class StepBytes:
     records_routing: bool = False
     # The shapes of the drafters that have layers.
     drafters: tuple[DecoderConfig, ...] = ()
+    # Whether any of them proposes in FP8.
+    drafts_fp8: bool = False
     # Whether proposals may be trees.
     trees: bool = False
     # Whether rows may share a step's tokens.
@@ -96,9 +98,9 @@ class StepBytes:
         # token. Of a tree several nodes are run at once.
         nodes = TreeShape.WIDEST if self.trees else 1
         width = max(2, nodes)
-        layers = width * rows * (layer_token_bytes(shape, self.dtype) + 2 * hidden) + self._partials(
-            shape, rows, width
-        )
+        layers = width * rows * (
+            layer_token_bytes(shape, self.dtype, self.drafts_fp8) + 2 * hidden
+        ) + self._partials(shape, rows, width)
         sampling = nodes * (
             4 * rows * hidden + rows * self.config.vocab_size * self._score_bytes
         ) + self._sampling(nodes * rows, nodes * rows)

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from paceline.kernels.linear import linear
 from paceline.kernels.prefill_attention import prefill_attention
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.rope_training import rotate_qk, rotate_qk_backward
-from paceline.kernels.sampler import target_logprobs
+from paceline.kernels.training_launch import takes_kernels
 from paceline.learning.batch import MicroBatch
-from paceline.learning.head import chunks
+from paceline.learning.head import head_logprobs
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Attention, Decoder, DecoderLayer
@@ -49,8 +48,7 @@ class _Paging:
     @staticmethod
     def of(attention: PackedAttention) -> "_Paging":
         device = attention.positions_T.device
-        bounds = attention.boundaries_B1.tolist()
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        lengths = attention.lengths
         table = torch.zeros(len(lengths), blocks_for(max(lengths)), dtype=torch.int32)
         slots: list[torch.Tensor] = []
         first = 0
@@ -71,9 +69,15 @@ class _Paging:
 
 def exact_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` as the rollout computes them, and `entropies_R`, which have no gradient."""
-    hidden_RE = exact_hidden(policy, batch)[batch.predictors_R]
-    return _Head.apply(
-        hidden_RE, policy.head.weight, batch.targets_R, batch.temperatures_R.to(_wide(hidden_RE.dtype))
+    hidden_TE = exact_hidden(policy, batch)
+    return head_logprobs(
+        hidden_TE,
+        policy.head.weight,
+        batch.predictors_R,
+        batch.targets_R,
+        batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32)),
+        recompute=policy.recompute.logits or not takes_kernels(hidden_TE),
+        exact=True,
     )
 
 
@@ -200,49 +204,3 @@ def _observe(layer: int, paging: _Paging, q_THD: torch.Tensor, caches: Sequence[
     if observe is not None:
         k_THD, v_THD = (cache.flatten(0, 1)[paging.slots_T] for cache in caches)
         observe(layer, q_THD, k_THD, v_THD)
-
-
-class _Head(torch.autograd.Function):
-    """The sampler's own logprobs of given tokens; logits are computed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, hidden_RE, weight_VE, targets_R, temperatures_R):
-        ctx.save_for_backward(hidden_RE, weight_VE, targets_R, temperatures_R)
-        logprobs, entropies = [], []
-        for part in chunks(len(hidden_RE), len(weight_VE)):
-            logits_CV = _scores(hidden_RE[part], weight_VE)
-            logprobs.append(target_logprobs(logits_CV, temperatures_R[part], targets_R[part]))
-            entropies.append(_entropies(logits_CV / temperatures_R[part][:, None]))
-        logprobs_R, entropies_R = torch.cat(logprobs), torch.cat(entropies)
-        ctx.mark_non_differentiable(entropies_R)
-        return logprobs_R, entropies_R
-
-    @staticmethod
-    def backward(ctx, d_logprobs_R, _):
-        hidden_RE, weight_VE, targets_R, temperatures_R = ctx.saved_tensors
-        d_hidden_RE = torch.empty_like(hidden_RE)
-        needs_weight = ctx.needs_input_grad[1]
-        d_weight_VE = torch.zeros_like(weight_VE, dtype=d_logprobs_R.dtype) if needs_weight else None
-        factors_R1 = (d_logprobs_R / temperatures_R)[:, None]
-        for part in chunks(len(hidden_RE), len(weight_VE)):
-            logits_CV = _scores(hidden_RE[part], weight_VE)
-            d_logits_CV = -(logits_CV / temperatures_R[part][:, None]).softmax(-1)
-            d_logits_CV.scatter_add_(1, targets_R[part][:, None], torch.ones_like(factors_R1[part]))
-            d_logits_CV = (d_logits_CV * factors_R1[part]).to(hidden_RE.dtype)
-            d_hidden_RE[part] = d_logits_CV @ weight_VE
-            if needs_weight:
-                d_weight_VE += (d_logits_CV.t() @ hidden_RE[part]).to(d_weight_VE.dtype)
-        return d_hidden_RE, d_weight_VE.to(weight_VE.dtype) if needs_weight else None, None, None
-
-
-def _scores(hidden_RE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:
-    return linear(hidden_RE.contiguous(), weight_VE, out_dtype=_wide(hidden_RE.dtype), deterministic=True)
-
-
-def _entropies(scaled_RV: torch.Tensor) -> torch.Tensor:
-    logprobs_RV = scaled_RV.log_softmax(-1)
-    return -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Logprobs and entropies from hidden states, on a GPU, with products as large as they should be.
+"""Logprobs and entropies from hidden states, with products as large as a GPU likes them.
 
 Logits exist for a chunk of rows at a time. What the backward pass needs of them, softmax minus one-hot in the
 policy's type (kernels/logprob_rows.py), is
@@ -6,14 +6,17 @@ policy's type (kernels/logprob_rows.py), is
     the head is trained      kept for all rows, or computed again chunk by chunk where memory is short
     the head is frozen       multiplied by the head at once: the gradient's direction, a hidden state wide
 
-so that the backward pass has two products, or none.
+so that the backward pass has two products, or none. With exact numerics (exact.py) logits come from the
+rollout's product and logprobs from its sampler; the gradient is taken at these logits all the same.
 """
 
 from collections.abc import Iterator
 
 import torch
 
+from paceline.kernels.linear import linear
 from paceline.kernels.logprob_rows import logprob_rows
+from paceline.kernels.sampler import target_logprobs
 
 # Logits per chunk: 512 MiB in float32.
 CHUNK_ELEMENTS = 1 << 27
@@ -28,18 +31,21 @@ def head_logprobs(
     targets_R: torch.Tensor,
     temperatures_R: torch.Tensor,
     recompute: bool,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` of the targets and `entropies_R`, which have no gradient.
 
     `predictors_R` are the rows of `hidden_TE` that predict them; with `recompute` the backward pass computes
-    logits again.
+    logits again; with `exact` logprobs have the rollout's bits.
     """
-    return _HeadLogprobs.apply(hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute)
+    return _HeadLogprobs.apply(
+        hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute, exact
+    )
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute):
+    def forward(ctx, hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute, exact):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         rows, vocabulary = len(predictors_R), len(weight_VE)
         keep = needs_weight and not recompute
@@ -49,7 +55,7 @@ class _HeadLogprobs(torch.autograd.Function):
             direction_RE = hidden_TE.new_empty(rows, hidden_TE.shape[1])
         logprobs, entropies = [], []
         for part in chunks(rows, vocabulary):
-            logits_CV = scores(hidden_TE[predictors_R[part]], weight_VE)
+            logits_CV = _logits(hidden_TE[predictors_R[part]], weight_VE, exact)
             into_CV = None
             if keep:
                 into_CV = difference_RV[part]
@@ -58,8 +64,11 @@ class _HeadLogprobs(torch.autograd.Function):
             logprobs_C, entropies_C = logprob_rows(logits_CV, targets_R[part], temperatures_R[part], into_CV)
             if direction_RE is not None:
                 torch.mm(into_CV, weight_VE, out=direction_RE[part])
+            if exact:
+                logprobs_C = target_logprobs(logits_CV, temperatures_R[part], targets_R[part])
             logprobs.append(logprobs_C)
             entropies.append(entropies_C)
+        ctx.exact = exact
         ctx.save_for_backward(
             hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, difference_RV, direction_RE
         )
@@ -76,23 +85,23 @@ class _HeadLogprobs(torch.autograd.Function):
         d_hidden_TE = torch.zeros_like(hidden_TE)
         if direction_RE is not None:
             d_hidden_TE.index_copy_(0, predictors_R, (factors_R1 * direction_RE).to(hidden_TE.dtype))
-            return d_hidden_TE, None, None, None, None, None
+            return d_hidden_TE, *(None,) * 6
         if difference_RV is not None:
             rows_RE = (factors_R1 * hidden_TE[predictors_R]).to(hidden_TE.dtype)
             d_weight_VE = torch.mm(difference_RV.t(), rows_RE)
             _add_hidden(d_hidden_TE, difference_RV, weight_VE, factors_R1, predictors_R)
-            return d_hidden_TE, d_weight_VE, None, None, None, None
+            return d_hidden_TE, d_weight_VE, *(None,) * 5
         d_weight_VE = torch.zeros_like(weight_VE, dtype=factors_R1.dtype)
         for part in chunks(len(predictors_R), len(weight_VE)):
             rows_CE = hidden_TE[predictors_R[part]]
-            logits_CV = scores(rows_CE, weight_VE)
+            logits_CV = _logits(rows_CE, weight_VE, ctx.exact)
             difference_CV = hidden_TE.new_empty(logits_CV.shape)
             logprob_rows(logits_CV, targets_R[part], temperatures_R[part], difference_CV)
             del logits_CV
             scaled_CE = (factors_R1[part] * rows_CE).to(hidden_TE.dtype)
             d_weight_VE += scores(difference_CV.t(), scaled_CE.t())
             _add_hidden(d_hidden_TE, difference_CV, weight_VE, factors_R1[part], predictors_R[part])
-        return d_hidden_TE, d_weight_VE.to(weight_VE.dtype), None, None, None, None
+        return d_hidden_TE, d_weight_VE.to(weight_VE.dtype), *(None,) * 5
 
 
 def _add_hidden(
@@ -104,6 +113,13 @@ def _add_hidden(
 ) -> None:
     d_rows_RE = factors_R1 * scores(difference_RV, weight_VE.t())
     d_hidden_TE.index_copy_(0, predictors_R, d_rows_RE.to(d_hidden_TE.dtype))
+
+
+def _logits(x_RE: torch.Tensor, weight_VE: torch.Tensor, exact: bool) -> torch.Tensor:
+    if not exact:
+        return scores(x_RE, weight_VE)
+    wide = torch.promote_types(x_RE.dtype, torch.float32)
+    return linear(x_RE.contiguous(), weight_VE, out_dtype=wide, deterministic=True)
 
 
 def scores(x_RE: torch.Tensor, weight_VE: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class VersionMismatch:
     @property
     def kl(self) -> float:
         """Returns E[-delta] over these tokens."""
-        return -self.log_ratio / max(1.0, self.tokens)
+        return (0.0 - self.log_ratio) / max(1.0, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Mismatch:
     @property
     def kl(self) -> float:
         """Returns E[-delta], the plain estimate of KL(rollout, learner)."""
-        return -self.log_ratio / max(1.0, self.tokens)
+        return (0.0 - self.log_ratio) / max(1.0, self.tokens)
 
     @property
     def newest_kl(self) -> float:

@@ -7,6 +7,7 @@ import torch
 from paceline.drafting.base import Drafter, DrafterContext
 from paceline.drafting.calibration import Calibration
 from paceline.drafting.factory import DrafterFactory
+from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.tree import TreeProposals
 from paceline.engine.rows import Rows
 from paceline.kernels.history_index import HistoryIndex
@@ -83,6 +84,8 @@ def _tensors(drafter: Drafter) -> list[torch.Tensor]:
             found += vars(value).values()
         elif isinstance(value, TreeProposals):
             found.append(value.cells_SK)
+        elif isinstance(value, HeadProducts):
+            found += value.tensors
         elif isinstance(value, PagedForward):
             found += [value.cos_PC, value.sin_PC]
     return found

@@ -79,6 +79,7 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         drafter.captured_layers,
         bool(routing),
         drafter.shapes,
+        config.rollout.speculation.eagle_precision == "fp8",
         config.rollout.speculation.shape == "tree",
         shares_tokens(config.rollout.speculation, "cuda"),
     )
