@@ -1,4 +1,4 @@
-"""A head that looks at the policy's steps only when it is to propose proposes what one that follows them does."""
+"""A head that looks at the policy's steps when it is to propose proposes what one that follows them does."""
 
 import random
 

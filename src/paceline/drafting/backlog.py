@@ -87,7 +87,9 @@ class StepBacklog:
             return None
 
         def gathered(parts: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([x.index_select(0, index_T) for x, (index_T, _) in zip(parts, kept, strict=True)])
+            return torch.cat(
+                [x.index_select(0, index_T) for x, (index_T, _) in zip(parts, kept, strict=True)]
+            )
 
         slots = np.concatenate([slot_T.numpy() for _, slot_T in kept])
         slots_R, behind_R = np.unique(slots[::-1], return_index=True)
