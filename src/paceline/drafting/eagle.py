@@ -3,7 +3,7 @@
 Its one layer keeps keys and values in a cache of its own under the pool's block numbers: the entry of token t
 holds the policy's features there and the embedding of token t + 1, so it exists once that token is known.
 Prefills and steps of every strategy write it, which costs one projection, so speculation can begin at any
-moment without running anything again:
+moment without running the policy again (on a CPU steps wait until it does: `backlog.py`):
 
     tokens            a    b    c    d         d is the row's last token, not yet run by the policy
     entries          g_a  g_b  g_c             each with the embedding of the token to its right
@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from paceline.drafting.backlog import StepBacklog
 from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
@@ -43,6 +44,8 @@ class EagleDrafter(CachedDrafter):
     name = "eagle"
     max_tokens = 15
     recorder: StateRecorder | None = None
+    # Steps that wait until the head is to propose; None: none does.
+    backlog: StepBacklog | None = None
 
     def __init__(self, head: EagleHead, deepest: int = TreeShape.DEEPEST, fp8: bool = False) -> None:
         """`deepest`: what the head's trees are deep at most; `fp8`: its layer proposes in FP8."""
@@ -52,6 +55,8 @@ class EagleDrafter(CachedDrafter):
         layer = self.shape = head.config.layer
         self.captured_layers = head.config.captured_layers
         self.token_bytes = 2 * layer.num_kv_heads * layer.head_dim * head.fc.weight.dtype.itemsize
+        # Where its steps wait in a backlog.
+        self.needs_catch_up = head.fc.weight.device.type == "cpu"
 
     def bind(self, context: DrafterContext) -> None:
         self.context = context
@@ -68,6 +73,7 @@ class EagleDrafter(CachedDrafter):
         self.products = HeadProducts(self.head, self.fp8, context.deterministic)
         self.calibration = GapCalibration(device)
         self.trees = TreeProposals(context, self.calibration)
+        self.backlog = StepBacklog(self.captured_layers) if self.needs_catch_up else None
         self.whole_vocabulary = self.head.config.draft_vocab == layer.vocab_size
 
     # -- following the policy --
@@ -87,6 +93,8 @@ class EagleDrafter(CachedDrafter):
         ]
 
     def observe_enter(self, slot: int, request: Request, handover: torch.Tensor | None) -> None:
+        if self.backlog is not None:
+            self.backlog.enter(slot)
         # None: a prompt of one token, or nothing was left to prefill; one poor proposal follows.
         if handover is None:
             return
@@ -96,18 +104,43 @@ class EagleDrafter(CachedDrafter):
             self.recorder.enter(slot, request, handover[size:].view(len(self.captured_layers), -1, size))
 
     def observe_leave(self, slot: int, request: Request, length: int, finished: bool) -> None:
+        if self.backlog is not None:
+            if request.hold:
+                # Its blocks stay, and so must what the head has there.
+                self._look_at_backlog()
+            self.backlog.leave(slot)
         if self.recorder is not None and slot in self.recorder.row_of:
             self.recorder.leave(slot, request, self.context.rows.tokens[slot, :length], finished)
 
     def observe_step(self, step: TargetStep) -> None:
+        if self.recorder is not None:
+            self.recorder.step(step)
+        if self.backlog is not None and step.way_RQ is None:
+            self.backlog.add(step, self.context.rows.length)
+            if self.backlog.is_full:
+                self._look_at_backlog()
+        else:
+            self._look_at_backlog()
+            self._look_at(step)
+
+    def _look_at(self, step: TargetStep) -> None:
         features_TE = self._features(step.captured)
         # Entries behind a sample that was not kept are wrong, and are written again before anything attends
         # to them.
         self._write_entries(features_TE, step.sampled_T, step.positions_T, step.cache_slots_T)
         rows = step.slots_R, step.context_R, self.context.rows.length
         keep_last(features_TE, *rows, self.features_SE, step.way_RQ)
-        if self.recorder is not None:
-            self.recorder.step(step)
+
+    def catch_up(self, slots: list[int], lengths: list[int]) -> None:
+        self._look_at_backlog()
+
+    @torch.inference_mode()
+    def _look_at_backlog(self) -> None:
+        kept = self.backlog.take() if self.backlog is not None else None
+        if kept is not None:
+            features_TE = self._features(kept.captured)
+            self._write_entries(features_TE, kept.following_T, kept.positions_T, kept.cache_slots_T)
+            self.features_SE[kept.slots_R] = features_TE[kept.last_R]
 
     def _features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
         return self.products(
@@ -137,6 +170,7 @@ class EagleDrafter(CachedDrafter):
     def _propose_chain(
         self, slots_R: torch.Tensor, count: int, truncates: bool, calibration: GapCalibration | None = None
     ) -> None:
+        self._look_at_backlog()
         rows = self.context.rows
         walk = gather_draft(rows, slots_R, count, self.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
@@ -154,6 +188,7 @@ class EagleDrafter(CachedDrafter):
 
     def grow(self, slots_R: torch.Tensor, count: int, truncates: bool) -> TreeGrowth:
         """Returns the candidates for trees of `count` nodes."""
+        self._look_at_backlog()
         rows = self.context.rows
         shape = TreeShape.of(count, self.deepest)
         walk = gather_draft(rows, slots_R, shape.places, self.max_position, BLOCK_SIZE)

@@ -83,10 +83,11 @@ def make_pacer(
             Strategy(drafter.name, count, tree, most_of_a_row(drafter, count, tokens) if shares else 0)
             for count in counts_up_to(tokens)
         ]
+    # Who follows the policy has its states, and looks at all that waited at once.
     catch_up = {
         d.name: d.shape.num_parameters / shape.num_parameters
         for d in drafters
-        if d.needs_catch_up and d.shape is not None
+        if d.needs_catch_up and d.shape is not None and not d.captured_layers
     }
     return AdaptivePacer(
         PacingSettings(tuple(buckets_up_to(max_running)), tuple(strategies), seed, catch_up=catch_up)

@@ -3,13 +3,17 @@
     ready ─────── drafted ─────────── ready        a step's time runs from the end of the one before it
       └ draft seconds ┘└ verify seconds ┘          so what the host adds between steps counts as well
 
-A prefill between two steps has marks of its own, and its seconds are told beside the next step's.
+A prefill between two steps has marks of its own, and its seconds, by the clock on the wall, are told beside
+the next step's.
 
-On a GPU marks are CUDA events; on a CPU, where a step has ended when its call returns, they are the clock.
+On a GPU marks are CUDA events. On a CPU, where a step has ended when its call returns, they are the thread's
+processor time: what a step would take if nothing else ran. By the clock on the wall a step that another
+process interrupts takes several times as long, and a pacer that has timed a strategy so for three steps would
+not choose it again for thousands.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,9 +75,9 @@ class StepTimer:
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """Marks a prefill, which disturbs the next step's time."""
-        begin = self._mark()
+        begin = self._mark(time.perf_counter)
         yield
-        self._prefills.append((begin, self._mark()))
+        self._prefills.append((begin, self._mark(time.perf_counter)))
         self.note_disturbance()
 
     def begin(self) -> None:
@@ -100,9 +104,9 @@ class StepTimer:
         self._prefills = []
         return timing
 
-    def _mark(self) -> Mark:
+    def _mark(self, cpu_clock: Callable[[], float] = time.thread_time) -> Mark:
         if not self._on_gpu:
-            return time.perf_counter()
+            return cpu_clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

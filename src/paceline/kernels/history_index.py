@@ -16,10 +16,13 @@ Everything is integers and maxima: the same on every device, and in whatever ord
 letters: S slots, R rows of a batch, W row width, M tokens of a window, L lengths, B buckets, T bank tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from paceline.kernels.noise import Array
 from paceline.kernels.triton_support import (
     cdiv,
     launch_next,
@@ -96,14 +99,19 @@ class HistoryIndex:
 
 def window_hashes(window_XM: torch.Tensor, prompt_X: torch.Tensor) -> torch.Tensor:
     """Returns the hashes of the last 2, 4, 8 and 16 tokens, `[..., L]`; a window has the newest first."""
-    h = prompt_X
-    found = []
+    if window_XM.is_cuda:
+        return torch.stack(list(_hashes(window_XM, prompt_X)), dim=-1)
+    # numpy's operations cost a fraction of torch's where there are few windows, and wrap alike.
+    hashes = _hashes(window_XM.numpy(), prompt_X.numpy())
+    return torch.from_numpy(np.stack(list(hashes), axis=-1))
+
+
+def _hashes(window_XM: Array, h: Array) -> Iterator[Array]:
     for j in range(MAX_MATCH):
         h = (h ^ window_XM[..., j]) * MULTIPLIER
         h = h ^ (h >> 29)
         if j + 1 in LENGTHS:
-            found.append(h)
-    return torch.stack(found, dim=-1)
+            yield h
 
 
 def buckets_of(hashes: torch.Tensor, table_B: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""What a step is said to take on a CPU: its own work, whatever else the machine does meanwhile."""
+
+import time
+
+import pytest
+import torch
+
+from paceline.engine.step_timer import StepTimer
+
+
+def work(seconds: float) -> None:
+    stop = time.thread_time() + seconds
+    while time.thread_time() < stop:
+        pass
+
+
+def test_work_counts_and_waiting_for_the_processor_does_not():
+    """Else a strategy that was timed while the machine was busy would look slow for thousands of steps."""
+    timer = StepTimer(torch.device("cpu"))
+    timer.begin()
+    work(0.02)
+    time.sleep(0.3)
+    timer.note_drafted()
+    work(0.04)
+    time.sleep(0.3)
+    assert timer.finish().seconds() == pytest.approx((0.02, 0.04), abs=0.015)
+
+
+def test_a_prefill_is_told_by_the_clock_on_the_wall():
+    """It is taken off what a rollout's steps took by that clock."""
+    timer = StepTimer(torch.device("cpu"))
+    timer.begin()
+    with timer.prefill():
+        time.sleep(0.05)
+    timing = timer.finish()
+    assert timing.disturbed and timing.prefill_seconds() >= 0.05
