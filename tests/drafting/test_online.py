@@ -139,6 +139,26 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     assert not list(always.work(lambda: False)), "which learns in its own time"
 
 
+def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypatch):
+    """A second a slice and 16 slices an update: 1% of steps of 50 s would take 32 of them, of 250 s 7."""
+    policy, head = moved
+    said: list[str] = []
+    groups = groups_of(policy, 60)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    config = OnlineDrafterConfig(when="auto", unroll=1, batch=16, budget=0.01)
+    for seconds, rests in ((50.0, True), (250.0, False)):
+        drafter = OnlineDrafter(policy, head, config, seed=0, warn=said.append)
+        spent = [follow(drafter, step, groups, seconds)["time/drafter_displaced"] for step in range(1, 9)]
+        assert drafter.due is not rests
+        assert sum(spent) == 3 if rests else sum(spent) > 16, spent
+        assert len(said) == 1 and "online.budget = 0.01" in said[0]
+        if rests:
+            for share in (0.8, 0.8, 0.5):
+                drafter.observe(share, 5000)
+            assert drafter.due, "it drifted"
+
+
 def test_auto_asks_for_the_states_that_it_has_time_for(moved):
     """Of 320 tokens those of one optimiser step, more after it has learned from those; all with `always`."""
     policy, head = moved
@@ -155,9 +175,8 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved):
     learned = drafter.follow(1, {}, step_seconds=1e6)["drafter/tokens"]
     assert learned > one_step - 40, "time for all that was planned"
     assert asked_for() == 2 * learned > one_step
-    drafter.follow(2, {}, step_seconds=0.0)
-    drafter.budget.credit = 0.0
-    drafter.follow(3, {}, step_seconds=0.0)
+    drafter.budget.credit = -1e9
+    drafter.follow(2, {}, step_seconds=1e6)
     assert one_step <= asked_for() < one_step + 40, "no time was left"
     drafter = online(policy, head, when="always", unroll=1, batch=2)
     assert asked_for() == 8 * 40

@@ -13,6 +13,7 @@ noise nothing of it can change a completion, gradients end at the head, and the 
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from paceline.drafting.publishing import Drafting
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import TimeBudget
+from paceline.drafting.when import REACH, TimeBudget
 from paceline.learning.batch import TrainingSequence, training_sequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -71,6 +72,8 @@ class OnlineDrafter(HeadFollower):
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
+        self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices
+        self._told_of_reach = False
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
@@ -108,6 +111,8 @@ class OnlineDrafter(HeadFollower):
             self.budget.grant(step_seconds)
             within_budget = self.config.when == "auto"
             self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
+            if within_budget and self._is_out_of_reach(self.config.budget * step_seconds):
+                self._rest()
         self.buffer.shrink()
         if self._reports:
             self.publisher.publish(step)
@@ -116,6 +121,28 @@ class OnlineDrafter(HeadFollower):
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
+
+    def _is_out_of_reach(self, granted: float) -> bool:
+        """Returns whether no update would come about within REACH steps that grant so many seconds each.
+
+        Time that nobody needs comes on top, so where there was any this is not said; nor is it after fewer
+        than three slices, the first of which may compile kernels.
+        """
+        if self._reports or self.spent.idle or len(self._slice_seconds) < 3:
+            return False
+        return self.config.batch * statistics.median(self._slice_seconds) > REACH * granted
+
+    def _rest(self) -> None:
+        self.learning.abandon()
+        self.auto.rest()
+        self.due = False
+        if not self._told_of_reach:
+            self._told_of_reach = True
+            self.warn(
+                "the eagle head does not learn: its share of a step's time "
+                f"(rollout.speculation.online.budget = {self.config.budget:g}) is too small for an update "
+                f"within {REACH} steps; raise it, or use rollout.speculation.online.when=always"
+            )
 
     def _tokens_of(self, learned: int) -> int:
         """Returns how many response tokens the next step is to offer, after one that learned from so many.
@@ -199,6 +226,7 @@ class OnlineDrafter(HeadFollower):
             self.spent.idle += seconds
         else:
             self._displace(seconds)
+        self._slice_seconds.append(seconds)
         if report is not None:
             self._reports.append(report)
             self._learned_tokens += int(report.tokens)

@@ -2,7 +2,8 @@
 
     drift    learns while the share is below what it was in the first rollouts
     auto     learns on trial, goes on while the share clearly rises, rests at its level, and begins again when
-             it has drifted: whether a frozen head is enough differs from run to run
+             it has drifted: whether a frozen head is enough differs from run to run; rests at once where its
+             budget is too small for any update to come about
 
 Shares are compared by their standard deviation: a rollout with few drafts says little.
 """
@@ -23,6 +24,8 @@ TRIAL_ROLLOUTS = 4
 # by more than this, and than chance explains, in standard deviations.
 RISE = 0.003
 RISE_SIGMAS = 2.0
+# Steps within whose budget an update must come about: one that takes longer is no trial.
+REACH = 2 * TRIAL_ROLLOUTS
 
 
 def deviation(share: float, drafts: float, other_share: float, other_drafts: float) -> float:
@@ -92,6 +95,12 @@ class AutoMonitor:
             self.accepted = self.drafts = 0.0
             self.rollouts = 0
         return self.learning
+
+    def rest(self) -> None:
+        """Stops learning until acceptance drifts."""
+        self._begin()
+        self.learning = False
+        self.drift = DriftMonitor()
 
     def _begin(self) -> None:
         self.learning = True
