@@ -101,7 +101,8 @@ def test_old_recipes_and_runs_say_bf16_and_mean_base(tmp_path):
     train(tiny_config(policy, tmp_path, "run", "run.steps=2"))
     recipe = tmp_path / "run/config.yaml"
     before, rollout = recipe.read_text().split("\nrollout:")
-    recipe.write_text(f"{before}\nrollout:{rollout.replace('precision: base', 'precision: bf16', 1)}")
-    assert "precision: bf16" in recipe.read_text()
+    old_rollout = rollout.replace("\n  precision: base", "\n  precision: bf16", 1)
+    recipe.write_text(f"{before}\nrollout:{old_rollout}")
+    assert "\n  precision: bf16" in recipe.read_text()
     config = load_config(str(recipe), ["run.steps=3"])
     assert train(config, resume=tmp_path / "run").finished
