@@ -70,15 +70,8 @@ class _Paging:
 def exact_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `logprobs_R` as the rollout computes them, and `entropies_R`, which have no gradient."""
     hidden_TE = exact_hidden(policy, batch)
-    return head_logprobs(
-        hidden_TE,
-        policy.head.weight,
-        batch.predictors_R,
-        batch.targets_R,
-        batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32)),
-        recompute=policy.recompute.logits or not takes_kernels(hidden_TE),
-        exact=True,
-    )
+    recompute = policy.recompute.logits or not takes_kernels(hidden_TE)
+    return head_logprobs(hidden_TE, policy.head.weight, batch, recompute, exact=True)
 
 
 def exact_hidden(policy: Decoder, batch: MicroBatch) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from paceline.kernels.linear import linear
 from paceline.kernels.logprob_rows import logprob_rows
 from paceline.kernels.sampler import target_logprobs
+from paceline.learning.batch import MicroBatch
 
 # Logits per chunk: 512 MiB in float32.
 CHUNK_ELEMENTS = 1 << 27
@@ -25,19 +26,14 @@ ROW_MULTIPLE = 128
 
 
 def head_logprobs(
-    hidden_TE: torch.Tensor,
-    weight_VE: torch.Tensor,
-    predictors_R: torch.Tensor,
-    targets_R: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    recompute: bool,
-    exact: bool = False,
+    hidden_TE: torch.Tensor, weight_VE: torch.Tensor, batch: MicroBatch, recompute: bool, exact: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `logprobs_R` of the targets and `entropies_R`, which have no gradient.
+    """Returns `logprobs_R` of the batch's targets and `entropies_R`, which have no gradient.
 
-    `predictors_R` are the rows of `hidden_TE` that predict them; with `recompute` the backward pass computes
-    logits again; with `exact` logprobs have the rollout's bits.
+    With `recompute` the backward pass computes logits again; with `exact` logprobs have the rollout's bits.
     """
+    predictors_R, targets_R = batch.predictors_R, batch.targets_R
+    temperatures_R = batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32))
     return _HeadLogprobs.apply(
         hidden_TE, weight_VE, predictors_R, targets_R, temperatures_R, recompute, exact
     )

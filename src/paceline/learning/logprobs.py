@@ -22,14 +22,7 @@ def token_logprobs(policy: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, to
         batch.tokens_T, batch.attention.positions_T, batch.attention, batch.capture, batch.replay
     )
     if takes_kernels(hidden_TE):
-        return head_logprobs(
-            hidden_TE,
-            policy.head.weight,
-            batch.predictors_R,
-            batch.targets_R,
-            batch.temperatures_R.to(torch.promote_types(hidden_TE.dtype, torch.float32)),
-            policy.recompute.logits,
-        )
+        return head_logprobs(hidden_TE, policy.head.weight, batch, policy.recompute.logits)
     hidden_RE = hidden_TE[batch.predictors_R]
     chunk = max(1, CHUNK_ELEMENTS // policy.config.vocab_size)
     logprobs = []
