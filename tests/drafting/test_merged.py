@@ -17,7 +17,7 @@ from paceline.drafting.merged import (
     MergedDrafter,
     merged_candidates,
 )
-from paceline.drafting.tree import ROOT, Candidates, choose_nodes
+from paceline.kernels.tree_choice import ROOT, Candidates
 from paceline.models.source import PolicySource
 from paceline.pacing.strategy import Strategy
 from paceline.plan.rollout import rollout_bytes
@@ -25,6 +25,7 @@ from paceline.policy.decoder import Decoder
 from paceline.types import Request, SamplingParams
 from tests.drafting.test_exactness import folders, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
+from tests.drafting.test_tree_choice import chosen_nodes
 from tests.engine.test_engine import bits, grouped_requests
 from tests.oracles import FAMILIES
 
@@ -85,8 +86,8 @@ def test_each_path_is_there_once():
             assert (cell >= FIRST_AGREED) == in_both, path
             assert (cell < FIRST_BRANCH) == (path in of_grown and not in_both)
             agreed += in_both
-        nodes = choose_nodes(merged, 9)
-        chosen = list(zip(nodes.parents_RK[0].tolist(), nodes.tokens_RK[0].tolist(), strict=True))
+        nodes = chosen_nodes(merged, 9)
+        chosen = list(zip(nodes.parents_SK[0].tolist(), nodes.tokens_SK[0].tolist(), strict=True))
         assert len(set(chosen)) == 9, "siblings differ"
         assert all(parent <= i for i, (parent, _) in enumerate(chosen)), (
             "whoever is chosen has its parent before it"

@@ -8,9 +8,21 @@ import torch
 from paceline.drafting.branches import BranchCalibration, merged_branches
 from paceline.drafting.calibration import Calibration
 from paceline.drafting.growth import CANDIDATES, GapCalibration, TreeShape, depth_that_pays
-from paceline.drafting.tree import ROOT, Candidates, choose_nodes
+from paceline.kernels.tree_choice import ROOT, Candidates, ProposedNodes, choose_nodes
+from paceline.kernels.tree_counts import count_nodes
 
 CPU = torch.device("cpu")
+
+
+def empty_nodes(slots: int, count: int) -> ProposedNodes:
+    tokens, parents, cells = torch.full((3, slots, count), -7)
+    return ProposedNodes(tokens, parents, torch.zeros(slots, count), cells)
+
+
+def chosen_nodes(candidates: Candidates, count: int) -> ProposedNodes:
+    nodes = empty_nodes(len(candidates.tokens_RN), count)
+    choose_nodes(candidates, count, torch.arange(len(candidates.tokens_RN)), nodes)
+    return nodes
 
 
 def random_candidates(rng: random.Random, size: int) -> Candidates:
@@ -28,18 +40,18 @@ def test_the_likeliest_are_chosen_and_stand_behind_their_parents():
     rng = random.Random(0)
     for _ in range(50):
         candidates = random_candidates(rng, 20)
-        nodes = choose_nodes(candidates, 9)
+        nodes = chosen_nodes(candidates, 9)
         values, parents = candidates.values_RN[0].tolist(), candidates.parents_RN[0].tolist()
         possible = [n for n in range(20) if values[n] > -torch.inf]
         expected = sorted(possible, key=lambda n: -values[n])[:9]
-        chosen = [token for token in nodes.tokens_RK[0].tolist() if token >= 0]
+        chosen = [token for token in nodes.tokens_SK[0].tolist() if token >= 0]
         assert chosen == expected, "a candidate's token is its number here"
         for node, number in enumerate(chosen):
             parent = parents[number]
-            assert nodes.parents_RK[0, node] == (0 if parent == ROOT else 1 + chosen.index(parent))
-            assert nodes.parents_RK[0, node] <= node
-    few = choose_nodes(random_candidates(rng, 3), 7)
-    assert few.tokens_RK.shape == (1, 7) and (few.tokens_RK[0, 3:] == -1).all()
+            assert nodes.parents_SK[0, node] == (0 if parent == ROOT else 1 + chosen.index(parent))
+            assert nodes.parents_SK[0, node] <= node
+    few = chosen_nodes(random_candidates(rng, 3), 7)
+    assert few.tokens_SK.shape == (1, 7) and (few.tokens_SK[0, 3:] == -1).all()
 
 
 def test_merged_branches_are_a_trie():
@@ -70,10 +82,16 @@ def test_rates_follow_what_happens():
     calibration = Calibration([0.5, 0.5, 0.5], CPU)
     generator = torch.Generator().manual_seed(0)
     truth = torch.tensor([0.9, 0.2, 0.5])
+    slots = torch.arange(16)
+    counts = calibration.tried_C, calibration.right_C, calibration.fresh_2C
     for _ in range(200):
-        cells = torch.randint(0, 2, (16,), generator=generator)
-        right = torch.rand(16, generator=generator) < truth[cells]
-        calibration.observe(cells, torch.rand(16, generator=generator) < 0.7, right)
+        # Trees of one node, which the walk takes if it is right; some were not verified.
+        cells = torch.randint(0, 2, (16, 1), generator=generator)
+        right = (torch.rand(16, 1, generator=generator) < truth[cells]).long()
+        verified = (torch.rand(16, 1, generator=generator) < 0.7).long() - 1
+        path = torch.cat((torch.zeros_like(right), torch.where(verified < 0, 0, right)), 1)
+        verified = torch.cat((torch.zeros_like(verified), verified), 1)
+        count_nodes(path, verified, slots, torch.zeros(16, 1, dtype=torch.long), cells, *counts)
     rates = calibration.log_rates().exp()
     assert torch.allclose(rates[:2], truth[:2], atol=0.05) and rates[2] == 0.5, "nothing was seen of the last"
 

@@ -120,7 +120,7 @@ def test_flat_trees_give_the_same_bits(folders):  # noqa: F811
     drafter.grow = lambda *arguments: grown.append(grow(*arguments)) or grown[-1]
     _, done = tree_run(folders["qwen3"], requests, drafter, 15)
     assert bits(done) == bits(plain)
-    assert {len(growth.levels) for growth in grown} == {2}
+    assert {growth.shape.depth for growth in grown} == {2}
 
 
 @pytest.mark.parametrize(

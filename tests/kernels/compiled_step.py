@@ -1,4 +1,4 @@
-"""Compiles the kernels that share and pack a step's tokens for a GPU; prints how many registers each spills.
+"""Compiles the kernels that grow trees and pack a step's tokens for a GPU; prints registers that each spills.
 
 Compiling needs no GPU. Run by test_compiled.py.
 """
@@ -13,7 +13,14 @@ import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from paceline.kernels import allotment, packing, tree_walk  # noqa: E402
+from paceline.kernels import (  # noqa: E402
+    allotment,
+    packing,
+    tree_choice,
+    tree_counts,
+    tree_growth,
+    tree_walk,
+)
 
 FLOATS = {
     "values_ptr",
@@ -22,8 +29,24 @@ FLOATS = {
     "out_temperature_ptr",
     "logprobs_ptr",
     "out_logprobs_ptr",
+    "scores_ptr",
+    "log_rates_ptr",
+    "last_values_ptr",
+    "found_values_ptr",
+    "next_values_ptr",
+    "out_values_ptr",
+    "prior_ptr",
+    "tried_ptr",
+    "right_ptr",
+    "fresh_ptr",
+    "rates_ptr",
 }
-NUMBERS = {"most", "reach", "num_proposals", "num_rows", "count", "shared", "queries"}
+NUMBERS = {
+    *("most", "reach", "num_proposals", "num_rows", "count", "shared", "queries"),
+    *("num_found", "first", "used", "num_candidates", "num_queries", "num_cells"),
+    *("depth", "width", "next_width"),
+}
+LEVEL = dict(LEAVES=False, COUNT=4, BLOCK_N=16, BLOCK_D=8)
 
 
 def spills(kernel, capability: int, warps: int, **constants) -> int:
@@ -59,6 +82,12 @@ if __name__ == "__main__":
                     packing._pack_kernel, capability, 1, TREE=True, BLOCK_Q=16, SUMMED_ROWS=256
                 ),
                 "walking": spills(tree_walk._walk_kernel, capability, 1, BLOCK_Q=16),
+                "growing": spills(tree_growth._grow_kernel, capability, 1, ROOTS=False, **LEVEL),
+                "growing from roots": spills(tree_growth._grow_kernel, capability, 1, ROOTS=True, **LEVEL),
+                "choosing": spills(tree_choice._choose_kernel, capability, 4, BLOCK_N=64, BLOCK_K=16),
+                "counting": spills(tree_counts._count_kernel, capability, 1, BLOCK_Q=16),
+                "fading": spills(tree_counts._fade_kernel, capability, 1, BLOCK_C=64),
+                "rates": spills(tree_counts._log_rates_kernel, capability, 1, BLOCK_C=64),
             }
         )
     )

@@ -227,7 +227,7 @@ def check_kernels(device: str, monkeypatch) -> None:
     monkeypatch.setattr(history_index, "_BANKED_AT_ONCE", 16)
     for seed in range(2):
         for buckets in (64, 1 << 12):
-            ours, theirs = (Text(seed, buckets, device) for _ in range(2))
+            ours, theirs = Text(seed, buckets, device), Text(seed, buckets, "cpu")
             for step in range(14):
                 count = 1 + (step * 3) % COUNT
                 # The last: a null row, twice.
@@ -239,32 +239,40 @@ def check_kernels(device: str, monkeypatch) -> None:
                     slot = step // 4 % 2 * 2
                     ours.bank(slot, history_index.bank_row_triton)
                     theirs.bank(slot, history_index.bank_row_reference)
-                proposals = [torch.full((SLOTS, COUNT), 99, device=device) for _ in range(2)]
-                rows = torch.tensor(slots, device=device)
+                rows = torch.tensor(slots)
                 if step % 3 == 2:
                     check_branches(rows, ours, theirs, count)
                     continue
-                history_lookup.propose_triton(rows, ours.tokens, ours.length, ours.index, count, proposals[0])
-                history_lookup.propose_reference(
-                    rows, theirs.tokens, theirs.length, theirs.index, count, proposals[1]
+                proposals = torch.full((SLOTS, COUNT), 99)
+                our_proposals, ours_rows = proposals.to(device, copy=True), rows.to(device)
+                history_lookup.propose_triton(
+                    ours_rows, ours.tokens, ours.length, ours.index, count, our_proposals
                 )
-                assert torch.equal(*proposals)
-                for name, tensor in vars(theirs.index).items():
-                    assert torch.equal(getattr(ours.index, name), tensor), name
+                history_lookup.propose_reference(
+                    rows, theirs.tokens, theirs.length, theirs.index, count, proposals
+                )
+                assert torch.equal(our_proposals.cpu(), proposals)
+                same_index(ours, theirs)
+
+
+def same_index(ours: Text, theirs: Text) -> None:
+    for name, tensor in vars(theirs.index).items():
+        assert torch.equal(getattr(ours.index, name).cpu(), tensor), name
 
 
 def check_branches(rows: torch.Tensor, ours: Text, theirs: Text, count: int) -> None:
     """All candidates, in place of the best one's proposal, which is the first branch."""
-    found = history_branches.find_branches_triton(rows, ours.tokens, ours.length, ours.index, count)
+    found = history_branches.find_branches_triton(
+        rows.to(ours.tokens.device), ours.tokens, ours.length, ours.index, count
+    )
     expected = history_branches.find_branches_reference(
         rows, theirs.tokens, theirs.length, theirs.index, count
     )
     exists = expected[2] >= 0
     for mine, reference in zip(found, expected, strict=True):
-        assert torch.equal(mine[exists], reference[exists])
-    assert torch.equal(found[2], expected[2])
-    for name, tensor in vars(theirs.index).items():
-        assert torch.equal(getattr(ours.index, name), tensor), name
+        assert torch.equal(mine.cpu()[exists], reference[exists])
+    assert torch.equal(found[2].cpu(), expected[2])
+    same_index(ours, theirs)
 
 
 def test_branches_are_sorted_and_the_first_is_what_a_chain_has():

@@ -104,6 +104,7 @@ def test_inactive_rows_give_zeros(device):
         assert not out[0].any() and out[1].any()
 
 
+@pytest.mark.usefixtures("independent_rows")
 @pytest.mark.parametrize("programs", ["several share a row", "one a row"])
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(E4M3, marks=pytest.mark.slow)])
 def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, monkeypatch):

@@ -65,7 +65,7 @@ def test_rows_and_drafter_are_the_engines(drafter, tmp_path):
         expected += model.places_SK.nbytes
         caches += model.cache.num_bytes
     for own in engine.drafters.values():
-        expected += sum(t.nbytes for t in [*vars(own.calibration).values(), own.trees.cells_SK])
+        expected += sum(t.nbytes for t in [*vars(own.calibration).values(), own.trees.nodes.cells_SK])
     assert planned.drafter == expected
     assert kv_pool_bytes(planned.kv_token, 512) == caches
 

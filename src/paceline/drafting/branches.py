@@ -11,8 +11,8 @@ branches go elsewhere at the same place.
 import torch
 
 from paceline.drafting.calibration import Calibration
-from paceline.drafting.tree import ROOT, Candidates
 from paceline.kernels.history_index import LENGTHS
+from paceline.kernels.tree_choice import ROOT, Candidates
 
 # Children of a node that are told apart.
 RANKS = 3

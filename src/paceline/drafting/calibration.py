@@ -3,18 +3,14 @@
 Nodes fall into cells (such as "second candidate, half a unit of score behind the first"), and a cell's rate
 is the share of its nodes that were right, among those whose parent was on the path. It starts from a guess
 that counts like a few nodes, and old walks count less and less, because policy and drafter change. All of it
-lies on the device, and a step's own graph updates it.
+lies on the device, and a step's own graph updates it (`kernels/tree_counts.py`).
 """
 
 import torch
 
-# Nodes that the first guess counts for.
-PRIOR_NODES = 20.0
-# What a step leaves of the weight of those before it: about a thousand of them count.
-MEMORY = 0.999
-# No cell is certain, so a child is always less likely to be reached than its parent.
-LOWEST_RATE = 1e-3
-HIGHEST_RATE = 0.98
+from paceline.drafting.base import TreeStep
+from paceline.kernels.tree_choice import ProposedNodes
+from paceline.kernels.tree_counts import count_nodes, log_rates
 
 
 class Calibration:
@@ -25,6 +21,7 @@ class Calibration:
         # Nodes of each cell whose parent was on the path, and how many of them were, too.
         self.tried_C = torch.zeros_like(self.prior_C)
         self.right_C = torch.zeros_like(self.prior_C)
+        self.fresh_2C = self.prior_C.new_zeros(2, len(prior))
 
     def lend(self, other: "Calibration", first: int) -> None:
         """Makes the cells from `first` on the other's, so that both learn from either's trees."""
@@ -35,12 +32,9 @@ class Calibration:
 
     def log_rates(self) -> torch.Tensor:
         """Returns the log of every cell's rate, `[C]`."""
-        rate_C = (self.right_C + PRIOR_NODES * self.prior_C) / (self.tried_C + PRIOR_NODES)
-        return rate_C.clamp(LOWEST_RATE, HIGHEST_RATE).log()
+        return log_rates(self.prior_C, self.tried_C, self.right_C)
 
-    def observe(self, cells_N: torch.Tensor, tried_N: torch.Tensor, right_N: torch.Tensor) -> None:
-        """Takes in a step's nodes; those that are not `tried_N` say nothing."""
-        for count_C, seen_N in ((self.tried_C, tried_N), (self.right_C, tried_N & right_N)):
-            # Whole numbers, so that the order of the additions does not matter.
-            fresh_C = torch.zeros_like(count_C).scatter_add_(0, cells_N, seen_N.to(count_C.dtype))
-            count_C.mul_(MEMORY).add_(fresh_C)
+    def observe(self, step: TreeStep, nodes: ProposedNodes) -> None:
+        """Takes in a step's trees, whose nodes these were."""
+        rows = step.walk.path_RQ, step.verified_RQ, step.slots_R
+        count_nodes(*rows, nodes.parents_SK, nodes.cells_SK, self.tried_C, self.right_C, self.fresh_2C)

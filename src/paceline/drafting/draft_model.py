@@ -14,7 +14,7 @@ import torch
 
 from paceline.drafting.base import DrafterContext, TreeStep
 from paceline.drafting.cached import CachedDrafter
-from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import DraftQueries, gather_draft
@@ -138,17 +138,14 @@ class DraftModel(CachedDrafter):
         # Column 1 is the root's.
         walk = gather_draft(rows, slots_R, 1 + shape.places, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
-        growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates)
-        keys = ExpandedKeys(walk.cache_slots_CR[1:])
+        growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates, root_column=1)
         nodes = growth.branch(self.forward.logits(self._run_last_two(walk, table_RB)))
         while nodes is not None:
-            own_slots_RW, tree = keys.deepen(nodes.parents_RW)
-            positions_RW = walk.positions_CR[1 + nodes.depth].unsqueeze(1).repeat(1, nodes.width)
-            places = positions_RW, own_slots_RW, table_RB, walk.context_CR[1]
-            hidden_TE, _ = self.forward.decode(nodes.tokens_RW, *places, tree)
+            places = nodes.positions_RW, nodes.cache_slots_RW, table_RB, walk.context_CR[1]
+            hidden_TE, _ = self.forward.decode(nodes.tokens_RW, *places, nodes.keys)
             nodes = growth.branch(self.forward.logits(hidden_TE))
-        chosen = self.trees.propose(slots_R, growth.candidates(), count)
-        self.places_SK[slots_R, :count] = growth.places_RN().gather(1, chosen.candidates_RK)
+        chosen_RK = self.trees.propose(slots_R, growth.candidates(), count)
+        self.places_SK[slots_R, :count] = growth.places_RN().gather(1, chosen_RK)
         self.cached_S[slots_R] = rows.length[slots_R]
 
     def observe_tree(self, step: TreeStep) -> None:

@@ -21,7 +21,7 @@ from paceline.drafting.backlog import StepBacklog
 from paceline.drafting.base import DrafterContext, TargetPrefill, TargetStep, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.growth import ExpandedKeys, GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.head_products import HeadProducts
 from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import ChainDraft
@@ -198,16 +198,12 @@ class EagleDrafter(CachedDrafter):
         first = walk.tokens_2R[1], walk.positions_CR[0], walk.cache_slots_CR[0]
         normed_TE, states_TE = self._layer(states_RE, *first, context_R, table_RB)
         growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates)
-        keys = ExpandedKeys(walk.cache_slots_CR)
         nodes = growth.branch(self._logits(normed_TE))
         while nodes is not None:
-            own_slots_RW, tree = keys.deepen(nodes.parents_RW)
-            states_RWE = states_TE.unflatten(0, (len(slots_R), -1))
-            above_RW1 = nodes.parents_RW.unsqueeze(2).expand(-1, -1, states_TE.shape[1])
-            states_TE = states_RWE.gather(1, above_RW1).flatten(0, 1)
-            positions_T = walk.positions_CR[nodes.depth].repeat_interleave(nodes.width)
-            places = nodes.tokens_RW.flatten(), positions_T, own_slots_RW.flatten()
-            normed_TE, states_TE = self._layer(states_TE, *places, context_R, table_RB, tree)
+            states_TE = states_TE.index_select(0, nodes.above_T)
+            places = nodes.tokens_RW, nodes.positions_RW, nodes.cache_slots_RW
+            run = *(x.flatten() for x in places), context_R, table_RB, nodes.keys
+            normed_TE, states_TE = self._layer(states_TE, *run)
             nodes = growth.branch(self._logits(normed_TE))
         return growth
 

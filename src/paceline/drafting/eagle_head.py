@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from paceline.policy.config import DecoderConfig
-from paceline.policy.decoder import Attend, Attention, Decoder, FeedForward, RMSNorm, wide_linear
+from paceline.policy.decoder import (
+    Attend,
+    Attention,
+    Decoder,
+    FeedForward,
+    RMSNorm,
+    allocate,
+    wide_linear,
+)
 from paceline.policy.rope import rope_table
 
 
@@ -125,7 +133,7 @@ class EagleHead(nn.Module):
             self.feed_forward = FeedForward(layer)
             self.norm = RMSNorm(size, layer.norm_eps)
             self.head = nn.Linear(size, config.draft_vocab, bias=False)
-        self.to(dtype).to_empty(device=device)
+        allocate(self, dtype, device)
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab, device=device))
         # Up to the policy's own limit, whatever a folder's configuration claims: a clamped table would repeat
         # positions.

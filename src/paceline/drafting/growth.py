@@ -17,16 +17,21 @@ import torch
 
 from paceline.drafting.base import DrafterContext
 from paceline.drafting.calibration import Calibration
-from paceline.drafting.tree import ROOT, Candidates
 from paceline.kernels.candidates import best_candidates
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation
-from paceline.kernels.tree_gather import TreeKeys
+from paceline.kernels.tree_choice import Candidates
+from paceline.kernels.tree_growth import (
+    GAP_BOUNDARIES,
+    DraftPlaces,
+    FoundNodes,
+    RunNodes,
+    gap_cells,
+    grow_level,
+)
 
 # Children that a node may get.
 CANDIDATES = 4
-# Boundaries of the gaps between scores that are told apart; in units of score, which are nats.
-GAP_BOUNDARIES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5)
 # What a pass of an EAGLE-3 head takes, in steps of the policy that verify: 0.20 of 4.6 ms at 8B cost (H200).
 PASS_COST = 0.045
 # P(the policy samples it) by rank and gap, for the first rank the gap to the second. Simulated: 2,000 tokens
@@ -106,27 +111,7 @@ class GapCalibration(Calibration):
 
     def cells(self, scores_TM: torch.Tensor) -> torch.Tensor:
         """Returns the cells of candidates with these scores, best first."""
-        gaps_TM = scores_TM[:, :1] - scores_TM
-        gaps_TM[:, 0] = gaps_TM[:, 1]
-        # Where there is only one candidate the gap is infinite; where there is none it is no number.
-        bins_TM = torch.bucketize(gaps_TM.nan_to_num(nan=0.0).float(), self.boundaries)
-        rank_M = torch.arange(scores_TM.shape[1], device=scores_TM.device)
-        return rank_M * (len(GAP_BOUNDARIES) + 1) + bins_TM
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """The nodes of one depth that the drafter runs next, W for each of R rows."""
-
-    depth: int
-    tokens_RW: torch.Tensor
-    # Which of the nodes that were run before each one follows.
-    parents_RW: torch.Tensor
-
-    @property
-    def width(self) -> int:
-        """How many there are for each row."""
-        return self.tokens_RW.shape[1]
+        return gap_cells(scores_TM, self.boundaries)
 
 
 class TreeGrowth:
@@ -140,90 +125,48 @@ class TreeGrowth:
         queries: DraftQueries,
         calibration: GapCalibration,
         truncates: bool,
+        root_column: int = 0,
     ) -> None:
+        """`root_column` is the column of the queries that the drafter runs the root in."""
         rows = context.rows
         self.shape = shape
         self.queries = queries
-        self.calibration = calibration
+        self.places = DraftPlaces(queries.positions_CR[root_column:], queries.cache_slots_CR[root_column:])
         self.log_rates_C = calibration.log_rates()
         self.truncation = (
             Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
         )
-        self.levels: list[Candidates] = []
-        # Of each level's candidates: where its keys lie in the drafter's cache, behind the root; -1: nowhere.
-        self.places: list[torch.Tensor] = []
-        # The nodes that were run last: their numbers among the candidates, and their values.
-        self.last_RW = torch.full((len(slots_R), 1), ROOT, device=slots_R.device)
-        self.last_values_RW = torch.zeros(len(slots_R), 1, device=slots_R.device)
+        self.found = FoundNodes.empty(len(slots_R), CANDIDATES * shape.places, slots_R.device)
+        # The nodes that were run last; None: the roots.
+        self.last: RunNodes | None = None
 
-    def branch(self, logits_TV: torch.Tensor) -> Expanded | None:
+    def branch(self, logits_TV: torch.Tensor) -> RunNodes | None:
         """Adds the children of the nodes that were run last, whose logits these are, `[R x W, V]`.
 
         Returns the nodes to run next; None: the tree is deep enough.
         """
-        num_rows, width = self.last_RW.shape
-        depth = len(self.levels)
-        tokens_TM, scores_TM = self._best(logits_TV, width, depth)
-        cells_TM = self.calibration.cells(scores_TM)
-        rates_TM = torch.where(tokens_TM >= 0, self.log_rates_C[cells_TM], -torch.inf)
-        values_RWM = self.last_values_RW.unsqueeze(2) + rates_TM.view(num_rows, width, -1)
-        level = Candidates(
-            tokens_TM.view(num_rows, -1),
-            self.last_RW.repeat_interleave(CANDIDATES, dim=1),
-            values_RWM.flatten(1),
-            cells_TM.view(num_rows, -1),
-        )
-        first = sum(other.tokens_RN.shape[1] for other in self.levels)
-        self.levels.append(level)
-        self.places.append(torch.full_like(level.tokens_RN, -1))
-        if len(self.levels) == self.shape.depth:
-            return None
-        next_width = self.shape.widths[depth]
-        values_RW, picked_RW = level.values_RN.topk(next_width, dim=1)
+        depth = 0 if self.last is None else self.last.depth
+        width = 1 if self.last is None else self.last.width
         used = 1 + sum(self.shape.widths[:depth])
-        place_W = used + torch.arange(next_width, device=picked_RW.device)
-        self.places[-1].scatter_(1, picked_RW, place_W.expand_as(picked_RW))
-        self.last_RW, self.last_values_RW = first + picked_RW, values_RW
-        tokens_RW = level.tokens_RN.gather(1, picked_RW).clamp(min=0)
-        return Expanded(depth + 1, tokens_RW, picked_RW // CANDIDATES)
+        following = self.shape.widths[depth] if depth < len(self.shape.widths) else 0
+        noise = self.queries.temperature_R, self.queries.seed_R, self.queries.sample_positions_CR[depth]
+        best = best_candidates(logits_TV, *noise, CANDIDATES, self.truncation, width)
+        self.last = grow_level(
+            *best,
+            self.log_rates_C,
+            self.last,
+            self.found,
+            CANDIDATES * (used - width),
+            self.places,
+            used,
+            following,
+        )
+        return self.last
 
     def candidates(self) -> Candidates:
         """Returns all candidates."""
-        fields = zip(
-            *((c.tokens_RN, c.parents_RN, c.values_RN, c.cells_RN) for c in self.levels), strict=True
-        )
-        return Candidates(*(torch.cat(field, dim=1) for field in fields))
+        return self.found.candidates
 
     def places_RN(self) -> torch.Tensor:
         """Returns where each candidate's keys lie in the drafter's cache, behind the root; -1: nowhere."""
-        return torch.cat(self.places, dim=1)
-
-    def _best(self, logits_TV: torch.Tensor, width: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = self.queries.temperature_R, self.queries.seed_R, self.queries.sample_positions_CR[depth]
-        cut = self.truncation
-        if width > 1:
-            noise = tuple(x.repeat_interleave(width) for x in noise)
-            if cut is not None:
-                per_row = cut.top_k_R, cut.top_p_R, cut.min_p_R
-                cut = Truncation(*(x.repeat_interleave(width) for x in per_row))
-        return best_candidates(logits_TV, *noise, CANDIDATES, cut)
-
-
-class ExpandedKeys:
-    """Where the keys of the nodes on each path lie in a drafter's own cache, as the tree is run."""
-
-    def __init__(self, place_slots_CR: torch.Tensor) -> None:
-        """`place_slots_CR` are the cache slots of places 0, the root, to C - 1; -1: there is none."""
-        self.place_slots_CR = place_slots_CR
-        self.slots_RWD = place_slots_CR[0].view(-1, 1, 1)
-        self.used = 1
-
-    def deepen(self, parents_RW: torch.Tensor) -> tuple[torch.Tensor, TreeKeys]:
-        """Goes one depth down and returns the nodes' own slots and all their keys."""
-        width, depth = parents_RW.shape[1], self.slots_RWD.shape[2]
-        own_RW = self.place_slots_CR[self.used : self.used + width].T
-        self.used += width
-        above_RWD = self.slots_RWD.gather(1, parents_RW.unsqueeze(2).expand(-1, -1, depth))
-        self.slots_RWD = torch.cat((above_RWD, own_RW.unsqueeze(2)), dim=2)
-        depth_RW = torch.full_like(parents_RW, depth)
-        return own_RW.contiguous(), TreeKeys(depth_RW, self.slots_RWD.clamp(min=0))
+        return self.found.places_RN

@@ -16,10 +16,12 @@ from paceline.drafting.base import Drafter, DrafterContext, TreeStep
 from paceline.drafting.branches import BRANCH_PRIOR
 from paceline.drafting.calibration import Calibration
 from paceline.drafting.eagle import EagleDrafter
-from paceline.drafting.growth import CANDIDATES, GAP_BOUNDARIES, GAP_PRIOR
+from paceline.drafting.growth import CANDIDATES, GAP_PRIOR
 from paceline.drafting.history import HistoryDrafter
-from paceline.drafting.tree import ROOT, Candidates, TreeProposals
+from paceline.drafting.tree import TreeProposals
 from paceline.kernels.history_index import LENGTHS
+from paceline.kernels.tree_choice import ROOT, Candidates
+from paceline.kernels.tree_growth import GAPS
 
 # P(the policy samples it) of what both propose, by eagle's rank and by the tokens that history matched.
 # Guesses.
@@ -29,7 +31,6 @@ AGREED_PRIOR = (
     (0.3, 0.4, 0.5, 0.6),
     (0.25, 0.3, 0.4, 0.5),
 )
-GAPS = len(GAP_BOUNDARIES) + 1
 # Where the cells of history's nodes, and of those that both propose, begin behind eagle's.
 FIRST_BRANCH = CANDIDATES * GAPS
 FIRST_AGREED = FIRST_BRANCH + len(BRANCH_PRIOR) * len(LENGTHS)

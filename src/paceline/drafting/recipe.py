@@ -72,10 +72,10 @@ def draft_model_folder(
 def drafter_overrides(overrides: list[str], drafters: list[str]) -> list[str]:
     """Returns a command's overrides with all drafters allowed, for commands that say themselves who drafts.
 
-    Of the recipe's speculation only the folders, the shape and the step's tokens count, whatever drafters it
-    lists.
+    Of the recipe's speculation only the folders, the head's precision, the shape and the step's tokens count,
+    whatever drafters it lists.
     """
-    whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()}
+    whose = {key: drafter for drafter, key in DRAFTER_FOLDERS.items()} | {"eagle_precision": "eagle"}
     for override in overrides:
         key, _, value = override.partition("=")
         section, _, name = key.rpartition(".")

@@ -10,11 +10,12 @@ import torch
 
 from paceline.drafting.base import DrafterContext
 from paceline.drafting.growth import GapCalibration
-from paceline.drafting.tree import ROOT, Candidates, TreeProposals
+from paceline.drafting.tree import TreeProposals
 from paceline.kernels.candidates import best_candidates
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation, keep_distribution
 from paceline.kernels.sampler import sample, sample_truncated
+from paceline.kernels.tree_choice import ROOT, Candidates
 
 
 def sample_draft(

@@ -40,13 +40,15 @@ def best_candidates_reference(
     seed_R: torch.Tensor,
     position_R: torch.Tensor,
     count: int,
+    width: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference of `best_candidates`."""
+    temperature_R, seed_R, position_R = _for_each(width, temperature_R, seed_R, position_R)
     scaled_RV = scaled_logits(logits_RV, temperature_R)
     return _best(perturbed_logits(scaled_RV, temperature_R, seed_R, position_R), count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _best_chunk_kernel(
     logits_ptr,
     temperature_ptr,
@@ -56,6 +58,7 @@ def _best_chunk_kernel(
     token_ptr,
     vocab_size,
     num_chunks,
+    width,
     COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -64,11 +67,10 @@ def _best_chunk_kernel(
     launch_next(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row // width)
     greedy = temperature <= 0
-    gumbel = gumbel_triton(
-        tl.load(seed_ptr + row), tl.load(position_ptr + row), chunk * CHUNK, CHUNK, _STREAM_SAMPLE
-    )
+    seed, position = tl.load(seed_ptr + row // width), tl.load(position_ptr + row // width)
+    gumbel = gumbel_triton(seed, position, chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
     wait_previous(PDL)
     logits = tl.load(logits_ptr + row * vocab_size + token, mask=token < vocab_size, other=-float("inf")).to(
         tl.float32
@@ -116,6 +118,7 @@ def best_candidates_triton(
     seed_R: torch.Tensor,
     position_R: torch.Tensor,
     count: int,
+    width: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches `best_candidates`'s kernels."""
     num_rows, vocab_size = logits_RV.shape
@@ -134,6 +137,7 @@ def best_candidates_triton(
         token,
         vocab_size,
         num_chunks,
+        width,
         COUNT=count,
         CHUNK=CHUNK,
         **launch_options(num_warps=8),
@@ -158,18 +162,24 @@ def best_candidates(
     position_R: torch.Tensor,
     count: int,
     truncation: Truncation | None = None,
+    width: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and scores of each row's `count` best candidates, best first, `[R, count]`.
 
     What truncation leaves comes first. A token of -1 with a score of -inf is none: a logit of -inf is never
-    a candidate.
+    a candidate. Every `width` rows of logits have the same noise and truncation, given once.
     """
     noise_of = temperature_R, seed_R, position_R
     if truncation is not None:
         cut = truncation.top_k_R, truncation.top_p_R, truncation.min_p_R
-        return in_wide_pieces(lambda *few: _best_truncated(*few, count), logits_RV, *noise_of, *cut)
+        given = _for_each(width, *noise_of, *cut)
+        return in_wide_pieces(lambda *few: _best_truncated(*few, count), logits_RV, *given)
     run = best_candidates_triton if logits_RV.is_cuda else best_candidates_reference
-    return run(logits_RV, *noise_of, count)
+    return run(logits_RV, *noise_of, count, width)
+
+
+def _for_each(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.repeat_interleave(width) if width > 1 else x for x in tensors]
 
 
 def _best_truncated(logits_RV, temperature_R, seed_R, position_R, top_k_R, top_p_R, min_p_R, count):

@@ -1,5 +1,6 @@
 """What history knows to follow a row's last tokens: all candidates of `history_lookup.py`, best first."""
 
+import numpy as np
 import torch
 
 from paceline.kernels.history_index import (
@@ -32,12 +33,12 @@ def find_branches_reference(
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
     found = find_matches_reference(slots_R, tokens_SW, length_S, index, count)
-    ahead_K = torch.arange(count, device=slots_R.device)
-    follow_RC1 = found.follow_RC.unsqueeze(-1)
-    step_RCK = followed(found.own_RC.unsqueeze(-1), follow_RC1, ahead_K)
-    text_RCK = found.text(found.position_RC.unsqueeze(-1) + 1 + step_RCK).long()
-    exists_RCK = (found.key_RC >= 0).unsqueeze(-1) & (step_RCK < follow_RC1)
-    return torch.where(exists_RCK, text_RCK, END), found.matched_RC, found.key_RC
+    follow_RC1 = found.follow_RC[..., None]
+    step_RCK = followed(found.own_RC[..., None], follow_RC1, np.arange(count))
+    text_RCK = np.take_along_axis(found.following_RCK, step_RCK, 2)
+    exists_RCK = (found.key_RC >= 0)[..., None] & (step_RCK < follow_RC1)
+    tokens_RCK = np.where(exists_RCK, text_RCK, END)
+    return tuple(torch.from_numpy(x) for x in (tokens_RCK, found.matched_RC, found.key_RC))
 
 
 @triton.jit

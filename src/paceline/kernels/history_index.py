@@ -39,6 +39,7 @@ MAX_MATCH = 16
 MIN_MATCH = 2
 # Numbers of tokens under whose hash a position is indexed.
 LENGTHS = (2, 4, 8, 16)
+BACK = np.arange(MAX_MATCH)
 # Stands after each entry of the bank; no token has this id.
 END = -1
 # Low bits of a table's value, which say where; the bits above say when, so that what is newer is larger.
@@ -97,13 +98,10 @@ class HistoryIndex:
         )
 
 
-def window_hashes(window_XM: torch.Tensor, prompt_X: torch.Tensor) -> torch.Tensor:
+def window_hashes(window_XM: Array, prompt_X: Array) -> Array:
     """Returns the hashes of the last 2, 4, 8 and 16 tokens, `[..., L]`; a window has the newest first."""
-    if window_XM.is_cuda:
-        return torch.stack(list(_hashes(window_XM, prompt_X)), dim=-1)
-    # numpy's operations cost a fraction of torch's where there are few windows, and wrap alike.
-    hashes = _hashes(window_XM.numpy(), prompt_X.numpy())
-    return torch.from_numpy(np.stack(list(hashes), axis=-1))
+    hashes = list(_hashes(window_XM, prompt_X))
+    return np.stack(hashes, -1) if isinstance(window_XM, np.ndarray) else torch.stack(hashes, -1)
 
 
 def _hashes(window_XM: Array, h: Array) -> Iterator[Array]:
@@ -114,43 +112,38 @@ def _hashes(window_XM: Array, h: Array) -> Iterator[Array]:
             yield h
 
 
-def buckets_of(hashes: torch.Tensor, table_B: torch.Tensor) -> torch.Tensor:
+def buckets_of(hashes: Array, table_B: Array) -> Array:
     """Returns the bucket of each hash in a table."""
     return (hashes >> 24) & (len(table_B) - 1)
-
-
-def _insert(
-    table_B: torch.Tensor, hashes_XN: torch.Tensor, values_X: torch.Tensor, known_X: torch.Tensor
-) -> None:
-    """Indexes positions; `known_X` counts the tokens up to and including each.
-
-    A position with fewer tokens than a length is not indexed under that length.
-    """
-    values_XN = torch.where(
-        known_X.unsqueeze(-1) >= torch.tensor(LENGTHS, device=known_X.device), values_X.unsqueeze(-1), 0
-    )
-    table_B.scatter_reduce_(0, buckets_of(hashes_XN, table_B).flatten(), values_XN.flatten(), "amax")
 
 
 def index_running_reference(
     slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex
 ) -> None:
-    """Indexes what the rows have gained since they were last indexed."""
-    first_R = index.indexed_S[slots_R]
+    """Indexes what the rows have gained since they were last indexed.
+
+    In numpy, as all that a CPU does at each step for the few rows of a rollout: its operations cost a
+    fraction of torch's there.
+    """
+    slots, tokens, indexed = slots_R.numpy(), tokens_SW.numpy(), index.indexed_S.numpy()
+    first_R = indexed[slots]
     # The last token has nothing after it yet.
-    stop_R = length_S[slots_R] - 1
+    stop_R = length_S.numpy()[slots] - 1
     span = int((stop_R - first_R).max())
     if span <= 0:
         return
-    position_RN = first_R.unsqueeze(1) + torch.arange(span, device=slots_R.device)
-    window_RNM = (position_RN.unsqueeze(-1) - torch.arange(MAX_MATCH, device=slots_R.device)).clamp(min=0)
-    inside_RN = position_RN < stop_R.unsqueeze(1)
-    tokens_RNM = tokens_SW[slots_R[:, None, None], window_RNM.clamp(max=tokens_SW.shape[1] - 1)]
-    where_RN = slots_R.unsqueeze(1) * tokens_SW.shape[1] + position_RN
-    values_RN = torch.where(inside_RN, (index.clock_1 << LOCATION_BITS) | where_RN, 0)
-    hashes_RNL = window_hashes(tokens_RNM, index.prompt_S[slots_R].unsqueeze(1).expand_as(position_RN))
-    _insert(index.running_B, hashes_RNL, values_RN, position_RN + 1)
-    index.indexed_S[slots_R] = torch.maximum(first_R, stop_R)
+    position_RN = first_R[:, None] + np.arange(span)
+    window_RNM = np.minimum(np.maximum(position_RN[..., None] - BACK, 0), tokens.shape[1] - 1)
+    hashes_RNL = window_hashes(
+        tokens[slots[:, None, None], window_RNM], index.prompt_S.numpy()[slots][:, None]
+    )
+    when_where_RN = (int(index.clock_1) << LOCATION_BITS) | (slots[:, None] * tokens.shape[1] + position_RN)
+    # A position with fewer tokens than a length is not indexed under that length.
+    inserted_RNL = (position_RN < stop_R[:, None])[..., None] & (position_RN[..., None] + 1 >= LENGTHS)
+    values_RNL = np.where(inserted_RNL, when_where_RN[..., None], 0)
+    running_B = index.running_B.numpy()
+    np.maximum.at(running_B, buckets_of(hashes_RNL, running_B).ravel(), values_RNL.ravel())
+    indexed[slots] = np.maximum(first_R, stop_R)
 
 
 def index_finished(
@@ -161,15 +154,14 @@ def index_finished(
     number_N: torch.Tensor,
 ) -> None:
     """Indexes positions of the bank; `context_N` counts the tokens of its entry up to and including each."""
-    window_NM = index.bank_T[
-        (positions_N.unsqueeze(1) - torch.arange(MAX_MATCH, device=positions_N.device)).clamp(min=0)
-    ].long()
-    _insert(
-        index.finished_B,
-        window_hashes(window_NM, prompt_N),
-        (number_N << LOCATION_BITS) | positions_N,
-        context_N,
-    )
+    device = positions_N.device
+    back_M = torch.arange(MAX_MATCH, device=device)
+    window_NM = index.bank_T[(positions_N.unsqueeze(1) - back_M).clamp(min=0)].long()
+    # A position with fewer tokens than a length is not indexed under that length.
+    known_NL = context_N.unsqueeze(1) >= torch.tensor(LENGTHS, device=device)
+    values_NL = torch.where(known_NL, ((number_N << LOCATION_BITS) | positions_N).unsqueeze(1), 0)
+    buckets_NL = buckets_of(window_hashes(window_NM, prompt_N), index.finished_B)
+    index.finished_B.scatter_reduce_(0, buckets_NL.flatten(), values_NL.flatten(), "amax")
 
 
 def bank_row_reference(

@@ -16,9 +16,11 @@ Shape letters beside those of `history_index.py`: C candidates, K proposals.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from paceline.kernels.history_index import (
+    BACK,
     END,
     HASHING,
     LENGTHS,
@@ -54,95 +56,88 @@ def propose_reference(
     index_running_reference(slots_R, tokens_SW, length_S, index)
     index.clock_1.add_(1)
     found = find_matches_reference(slots_R, tokens_SW, length_S, index, count)
-    ahead_K = torch.arange(count, device=slots_R.device)
-    best_R1 = found.key_RC.argmax(1, keepdim=True)
-    follow_R1 = found.follow_RC.gather(1, best_R1)
-    step_RK = followed(found.own_RC.gather(1, best_R1), follow_R1, ahead_K)
-    best_RCK = best_R1.unsqueeze(-1).expand(-1, -1, count)
-    chosen_RK = found.text(found.position_RC.unsqueeze(-1) + 1 + step_RK.unsqueeze(1)).gather(1, best_RCK)
-    exists_RK = (found.key_RC.gather(1, best_R1) >= 0) & (step_RK < follow_R1)
-    proposals_SK[slots_R, :count] = torch.where(exists_RK, chosen_RK.squeeze(1).long(), END)
+    row_R = np.arange(len(slots_R))
+    best_R = found.key_RC.argmax(1)
+    follow_R1 = found.follow_RC[row_R, best_R][:, None]
+    step_RK = followed(found.own_RC[row_R, best_R][:, None], follow_R1, np.arange(count))
+    chosen_RK = np.take_along_axis(found.following_RCK[row_R, best_R], step_RK, 1)
+    exists_RK = (found.key_RC[row_R, best_R] >= 0)[:, None] & (step_RK < follow_R1)
+    proposals_SK.numpy()[slots_R.numpy(), :count] = np.where(exists_RK, chosen_RK, END)
 
 
 @dataclass(frozen=True)
 class Matches:
     """Where the rows' last tokens stand elsewhere: C candidates a row."""
 
-    index: HistoryIndex
-    tokens_SW: torch.Tensor
-    # The row, for running text, and the position of the last equal token.
-    slot_RC: torch.Tensor
-    position_RC: torch.Tensor
     # Whether it is the row's own text.
-    own_RC: torch.Tensor
+    own_RC: np.ndarray
     # Tokens that are equal, and that follow.
-    matched_RC: torch.Tensor
-    follow_RC: torch.Tensor
+    matched_RC: np.ndarray
+    follow_RC: np.ndarray
     # The largest is the best; -1: there is nothing to propose.
-    key_RC: torch.Tensor
-
-    def text(self, position_RCN: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens around the candidates; anything where there are none."""
-        return _text(self.index, self.tokens_SW, self.slot_RC, position_RCN)
+    key_RC: np.ndarray
+    # What stands behind the equal tokens; anything beyond those that follow.
+    following_RCK: np.ndarray
 
 
 def find_matches_reference(
     slots_R: torch.Tensor, tokens_SW: torch.Tensor, length_S: torch.Tensor, index: HistoryIndex, count: int
 ) -> Matches:
     """Returns all candidates, of each of which up to `count` tokens could be proposed."""
-    device = slots_R.device
-    width = tokens_SW.shape[1]
-    kinds = len(LENGTHS)
-    back_M = torch.arange(MAX_MATCH, device=device)
-    length_R = length_S[slots_R]
-    own_RM = length_R.unsqueeze(1) - 1 - back_M
-    suffix_RM = tokens_SW[slots_R.unsqueeze(1), own_RM.clamp(min=0)]
-    value_RC = _candidates(suffix_RM, length_R, index.prompt_S[slots_R], index)
+    slots, tokens, lengths = slots_R.numpy(), tokens_SW.numpy(), length_S.numpy()
+    bank = index.bank_T.numpy()
+    width, kinds = tokens.shape[1], len(LENGTHS)
+    length_R1 = lengths[slots][:, None]
+    own_RM = length_R1 - 1 - BACK
+    suffix_RM = tokens[slots[:, None], np.maximum(own_RM, 0)]
+    value_RC = _candidates(suffix_RM, length_R1, index.prompt_S.numpy()[slots], index)
     where_RC = value_RC & ((1 << LOCATION_BITS) - 1)
-    running_C = torch.arange(2 * kinds, device=device) >= kinds
-    slot_RC = torch.where(running_C, where_RC // width, 0)
-    position_RC = torch.where(running_C, where_RC % width, where_RC)
-    before_RCM = position_RC.unsqueeze(-1) - back_M
-    text_RCM = _text(index, tokens_SW, slot_RC, before_RCM)
-    equal_RCM = (text_RCM == suffix_RM.unsqueeze(1)) & (before_RCM >= 0) & (own_RM >= 0).unsqueeze(1)
-    matched_RC = equal_RCM.long().cumprod(-1).sum(-1)
-    after_RCK = position_RC.unsqueeze(-1) + 1 + torch.arange(count, device=device)
-    end_RC1 = torch.where(running_C, length_S[slot_RC], len(index.bank_T)).unsqueeze(-1)
-    goes_on_RCK = (after_RCK < end_RC1) & (_text(index, tokens_SW, slot_RC, after_RCK) != END)
-    follow_RC = goes_on_RCK.long().cumprod(-1).sum(-1)
-    key_RC = (matched_RC * MAX_MATCH + follow_RC) * 2 * kinds + torch.arange(2 * kinds, device=device)
-    key_RC = torch.where((value_RC > 0) & (matched_RC >= MIN_MATCH) & (follow_RC > 0), key_RC, -1)
-    own_RC = running_C & (slot_RC == slots_R.unsqueeze(1))
-    return Matches(index, tokens_SW, slot_RC, position_RC, own_RC, matched_RC, follow_RC, key_RC)
+    running_C = np.arange(2 * kinds) >= kinds
+    slot_RC = np.where(running_C, where_RC // width, 0)
+    position_RC = np.where(running_C, where_RC % width, where_RC)
+    # The tokens up to the last equal one, newest first, and those behind it.
+    around_RCN = position_RC[..., None] + np.concatenate((-BACK, np.arange(1, count + 1)))
+    inside = np.maximum(around_RCN, 0)
+    text_RCN = np.concatenate(
+        (
+            bank[np.minimum(inside[:, :kinds], len(bank) - 1)],
+            tokens[slot_RC[:, kinds:, None], np.minimum(inside[:, kinds:], width - 1)],
+        ),
+        axis=1,
+    )
+    equal_RCM = (text_RCN[..., :MAX_MATCH] == suffix_RM[:, None]) & (around_RCN[..., :MAX_MATCH] >= 0)
+    matched_RC = _leading(equal_RCM & (own_RM >= 0)[:, None])
+    following_RCK = text_RCN[..., MAX_MATCH:]
+    end_RC1 = np.where(running_C, lengths[slot_RC], len(bank))[..., None]
+    follow_RC = _leading((around_RCN[..., MAX_MATCH:] < end_RC1) & (following_RCK != END))
+    key_RC = (matched_RC * MAX_MATCH + follow_RC) * 2 * kinds + np.arange(2 * kinds)
+    key_RC = np.where((value_RC > 0) & (matched_RC >= MIN_MATCH) & (follow_RC > 0), key_RC, -1)
+    return Matches(running_C & (slot_RC == slots[:, None]), matched_RC, follow_RC, key_RC, following_RCK)
 
 
-def followed(own: torch.Tensor, follow: torch.Tensor, ahead_K: torch.Tensor) -> torch.Tensor:
+def followed(own: np.ndarray, follow: np.ndarray, ahead_K: np.ndarray) -> np.ndarray:
     """Returns which of the tokens that follow is proposed at each place.
 
     A row's own text goes on with what is being proposed: a loop is proposed as far as asked for.
     """
-    return torch.where(own, ahead_K % follow.clamp(min=1), ahead_K)
+    return np.where(own, ahead_K % np.maximum(follow, 1), ahead_K)
 
 
-def _text(
-    index: HistoryIndex, tokens_SW: torch.Tensor, slot_RC: torch.Tensor, position_RCN: torch.Tensor
-) -> torch.Tensor:
-    kinds = len(LENGTHS)
-    bank = index.bank_T[position_RCN[:, :kinds].clamp(0, len(index.bank_T) - 1)]
-    inside = position_RCN[:, kinds:].clamp(0, tokens_SW.shape[1] - 1)
-    return torch.cat((bank, tokens_SW[slot_RC[:, kinds:, None], inside]), dim=1)
+def _leading(true: np.ndarray) -> np.ndarray:
+    """Returns how many are true before the first that is not, along the last axis."""
+    return np.where(true.all(-1), true.shape[-1], (~true).argmax(-1))
 
 
 def _candidates(
-    suffix_RM: torch.Tensor, length_R: torch.Tensor, prompt_R: torch.Tensor, index: HistoryIndex
-) -> torch.Tensor:
+    suffix_RM: np.ndarray, length_R1: np.ndarray, prompt_R: np.ndarray, index: HistoryIndex
+) -> np.ndarray:
     """The tables' values for the rows' last tokens, `[R, C]`; 0 where there is none."""
     hashes_RL = window_hashes(suffix_RM, prompt_R)
-    finished_RL = index.finished_B[buckets_of(hashes_RL, index.finished_B)]
-    finished_RL = torch.where(finished_RL >> LOCATION_BITS >= index.oldest_1, finished_RL, 0)
-    value_RC = torch.cat((finished_RL, index.running_B[buckets_of(hashes_RL, index.running_B)]), dim=1)
-    lengths_C = torch.tensor(LENGTHS * 2, device=suffix_RM.device)
-    return torch.where(length_R.unsqueeze(1) >= lengths_C, value_RC, 0)
+    finished_B, running_B = index.finished_B.numpy(), index.running_B.numpy()
+    finished_RL = finished_B[buckets_of(hashes_RL, finished_B)]
+    finished_RL = np.where(finished_RL >> LOCATION_BITS >= int(index.oldest_1), finished_RL, 0)
+    value_RC = np.concatenate((finished_RL, running_B[buckets_of(hashes_RL, running_B)]), axis=1)
+    return np.where(length_R1 >= LENGTHS * 2, value_RC, 0)
 
 
 @triton.jit

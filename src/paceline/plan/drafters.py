@@ -83,7 +83,7 @@ def _tensors(drafter: Drafter) -> list[torch.Tensor]:
         elif isinstance(value, (HistoryIndex, Calibration)):
             found += vars(value).values()
         elif isinstance(value, TreeProposals):
-            found.append(value.cells_SK)
+            found.append(value.nodes.cells_SK)
         elif isinstance(value, HeadProducts):
             found += value.tensors
         elif isinstance(value, PagedForward):
