@@ -127,6 +127,7 @@ def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats
             found["idle"].append(meter.read())
     finally:
         pool.close()
+        places.release()
     return {part: min(runs, key=lambda run: run["head_cpu_s"]) for part, runs in found.items()}
 
 

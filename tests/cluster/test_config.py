@@ -10,6 +10,7 @@ from paceline.config import ConfigError, load_config
     [
         (["cluster.learners=2"], "cluster.learners = 2 needs cluster.replicas of at least 1"),
         (["cluster.runtime=ray"], "cluster.runtime = 'ray' does not apply: cluster.replicas is 0"),
+        (["cluster.transport=memory"], "cluster.transport = 'memory' does not apply: cluster.replicas is 0"),
         (["cluster.replicas=2", "cluster.placement=colocated"], "must equal the learners, 1"),
         (["cluster.replicas=2", "rollout.backend=vllm"], "cluster.replicas = 2: with .* one engine serves"),
         (["cluster.replicas=2", "rollout.precision=kv"], "precision = 'kv' scales are measured"),

@@ -92,6 +92,20 @@ def accepted(steps: list[dict]) -> tuple[float, float]:
     return 3 * found / sum(proposed), sum(proposed) / 3
 
 
+def wait_for_successors(pool, killed: list[int]) -> None:
+    """Lets no rollout begin while a killed replica has no successor that can generate."""
+    begin_rollout = pool.idle_training.begin_rollout
+
+    def begin() -> None:
+        limit = time.monotonic() + 120
+        while killed and not (killed[0] not in pids(pool) and all(r.is_ready for r in pool.replicas)):
+            assert time.monotonic() < limit, "nobody took over"
+            time.sleep(0.01)
+        begin_rollout()
+
+    pool.idle_training.begin_rollout = begin
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain"), "plain")
@@ -118,9 +132,11 @@ def test_a_run_is_the_same_but_for_how_drafts_went(plain, taught):
 
 
 def test_a_replica_that_is_killed_while_it_trains_changes_nothing(plain, tmp_path):
+    """All steps after that begin when the victim's successor is there: one replica alone has no idle time."""
     killed = []
 
     def kill_one_that_trains(pool) -> None:
+        wait_for_successors(pool, killed)
         states = pool.idle_training.coordinator.states
         while not killed:
             time.sleep(0.002)

@@ -30,8 +30,8 @@ class ClusterConfig(Section):
     )
     transport: Literal["auto", "memory", "ipc", "broadcast"] = Field(
         "auto",
-        description="how weights reach replicas; memory: shared host memory of one machine; ipc: CUDA IPC on "
-        "one machine; broadcast: NCCL, on a CPU gloo; auto: the fastest that reaches them all",
+        description="how weights reach replicas, or vLLM; memory: shared host memory of one machine; "
+        "ipc: CUDA IPC on one machine; broadcast: NCCL, on a CPU gloo; auto: the fastest that reaches all",
     )
     retries: int = Field(
         3, ge=0, le=1000, description="how often a request may run again because its replica was lost"
@@ -64,14 +64,18 @@ class ClusterConfig(Section):
                 f"cluster.learners = {self.learners} needs cluster.replicas of at least 1: with learners in "
                 "processes of their own nobody else has weights to generate with"
             )
-        keys = [key for key in type(self).model_fields if key not in ("replicas", "learners")]
-        for key in keys:
-            if not self.is_default(key):
-                raise ValueError(
-                    f"cluster.{key} = {getattr(self, key)!r} does not apply: cluster.replicas is 0, "
-                    "everything runs in one process; set cluster.replicas, or leave it out"
-                )
+        # Weights travel to vLLM, too: whether there is one is the recipe's to know.
+        for key in type(self).model_fields:
+            if key not in ("replicas", "learners", "transport"):
+                self._check_unused(key)
         return self
+
+    def _check_unused(self, key: str) -> None:
+        if not self.is_default(key):
+            raise ValueError(
+                f"cluster.{key} = {getattr(self, key)!r} does not apply: cluster.replicas is 0, "
+                "everything runs in one process; set cluster.replicas, or leave it out"
+            )
 
     @model_validator(mode="after")
     def _placement_fits(self) -> "ClusterConfig":
@@ -94,6 +98,13 @@ def check_cluster(config: "Config") -> None:
     """Raises ValueError where a recipe asks for something that several processes cannot do."""
     cluster, rollout = config.cluster, config.rollout
     if not cluster.replicas:
+        if rollout.backend != "vllm":
+            cluster._check_unused("transport")
+        elif cluster.transport == "broadcast":
+            raise ValueError(
+                "cluster.transport = 'broadcast' does not reach vLLM, whose process is on this machine; use "
+                "cluster.transport=memory or auto"
+            )
         return
     where = f"cluster.replicas = {cluster.replicas}"
     if rollout.backend == "vllm":

@@ -35,7 +35,7 @@ from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import fill
+from paceline.policy.huggingface import copy_weights
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request
 
@@ -158,7 +158,7 @@ class Engine(DeviceSide):
         else:
             self._preempt_all()
         if weights is not None:
-            fill(self.policy, dict(weights).__getitem__)
+            copy_weights(self.policy, dict(weights))
         if self.rollout_precision.refresh():
             self._rebuild_cache()
         self.version = version

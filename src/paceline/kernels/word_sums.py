@@ -1,44 +1,63 @@
 """Two sums over words of 64 bits, plainly and weighted by place, in one pass; they wrap around.
 
 Word i weighs (i % PERIOD + 1) (i // PIECE + 1). Additions modulo 2^64 may come in any order, so every device
-and every way to cut the work up finds the same.
+and every way to cut the work up finds the same. Pieces of memory that lie anywhere on a GPU are summed in one
+launch: a model has hundreds, and a launch for each would take longer than reading them.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from paceline.kernels.training_launch import plain_options
-from paceline.kernels.triton_support import cdiv, tl, triton
+from paceline.kernels.triton_support import tl, triton
 
 # A prime, so that the period of the weights falls on no power of two.
 PERIOD = 65_521
-# Words after which the second factor rises; it bounds the memory that the reference takes for products.
+# Words after which the second factor rises.
 PIECE = 64 * PERIOD
-# Words that a program takes at a time; with more than so many programs each takes several.
+# Words that a program takes at a time, and how often it does.
 BLOCK = 1024
-MOST_PROGRAMS = 2048
+BLOCKS = 64
 
 
 def word_sums_reference(words_N: torch.Tensor) -> torch.Tensor:
-    """The reference of `word_sums`."""
-    places = torch.arange(min(len(words_N), PIECE), device=words_N.device) % PERIOD + 1
+    """The reference of `word_sums`. A CPU runs this: words of the same weight are added up first."""
     sums_2 = torch.zeros(2, dtype=torch.int64, device=words_N.device)
-    for start in range(0, len(words_N), PIECE):
-        piece = words_N[start : start + PIECE]
-        sums_2[0] += piece.sum()
-        sums_2[1] += (piece * places[: len(piece)]).sum() * (start // PIECE + 1)
+    period = max(1, min(PERIOD, len(words_N)))
+    weight_P = torch.arange(1, period + 1, device=words_N.device)
+    for number, piece in enumerate(words_N.split(PIECE)):
+        whole = len(piece) // period * period
+        total_P = piece[:whole].view(-1, period).sum(0)
+        total_P[: len(piece) - whole] += piece[whole:]
+        sums_2[0] += total_P.sum()
+        sums_2[1] += (total_P * weight_P).sum() * (number + 1)
     return sums_2
 
 
-@triton.jit(do_not_specialize=["count", "blocks"])
+@triton.jit
 def _word_sums_kernel(
-    words_ptr, out_ptr, count, blocks, PERIOD: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
+    address_ptr,
+    count_ptr,
+    owner_ptr,
+    first_ptr,
+    out_ptr,
+    PERIOD: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Each program takes `blocks` blocks of words in a row and leaves its two sums."""
-    first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
+    """Each program takes BLOCKS blocks of its owner's words, from `first` on, and leaves their two sums."""
+    program = tl.program_id(0)
+    owner = tl.load(owner_ptr + program)
+    words_ptr = tl.load(address_ptr + owner).to(tl.pointer_type(tl.int64))
+    count = tl.load(count_ptr + owner)
+    first = tl.load(first_ptr + program)
     offset = tl.arange(0, BLOCK).to(tl.int64)
     plain = tl.zeros((BLOCK,), tl.int64)
     weighted = tl.zeros((BLOCK,), tl.int64)
-    for block in range(blocks):
+    for block in range(BLOCKS):
         start = first + block * BLOCK
         word = tl.load(words_ptr + start + offset, mask=start + offset < count, other=0)
         # A block is shorter than a period, so a place wraps around once at most.
@@ -47,29 +66,38 @@ def _word_sums_kernel(
         factor = start // PIECE + tl.where(start % PIECE + offset >= PIECE, 2, 1)
         plain += word
         weighted += word * (place * factor)
-    out = out_ptr + tl.program_id(0) * 2
-    tl.store(out, tl.sum(plain, axis=0))
-    tl.store(out + 1, tl.sum(weighted, axis=0))
+    tl.store(out_ptr + program * 2, tl.sum(plain, axis=0))
+    tl.store(out_ptr + program * 2 + 1, tl.sum(weighted, axis=0))
 
 
-def word_sums_triton(words_N: torch.Tensor) -> torch.Tensor:
-    """Launches `word_sums`'s kernel."""
-    blocks = cdiv(cdiv(len(words_N), BLOCK), MOST_PROGRAMS)
-    programs = cdiv(len(words_N), BLOCK * blocks)
-    partial_P2 = torch.empty(programs, 2, dtype=torch.int64, device=words_N.device)
-    _word_sums_kernel[(programs,)](
-        words_N,
+def word_sums_triton(addresses: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Launches `word_sums`'s kernel for words of the device's memory, so many at each address."""
+    count = np.array(counts, dtype=np.int64)
+    programs = -(-count // (BLOCK * BLOCKS))
+    owner = np.repeat(np.arange(len(count)), programs)
+    first = (np.arange(len(owner)) - np.repeat(programs.cumsum() - programs, programs)) * (BLOCK * BLOCKS)
+    sums_N2 = torch.zeros(len(count), 2, dtype=torch.int64, device=device)
+    if not len(owner):
+        return sums_N2
+    known = [
+        torch.from_numpy(x).to(device) for x in (np.array(addresses, dtype=np.int64), count, owner, first)
+    ]
+    partial_P2 = torch.empty(len(owner), 2, dtype=torch.int64, device=device)
+    _word_sums_kernel[(len(owner),)](
+        *known,
         partial_P2,
-        len(words_N),
-        blocks,
         PERIOD=PERIOD,
         PIECE=PIECE,
         BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
         **plain_options(num_warps=4),
     )
-    return partial_P2.sum(0)
+    return sums_N2.index_add_(0, known[2], partial_P2)
 
 
-def word_sums(words_N: torch.Tensor) -> torch.Tensor:
-    """Returns both sums of contiguous int64 words, on their device."""
-    return word_sums_triton(words_N) if words_N.is_cuda and len(words_N) else word_sums_reference(words_N)
+def word_sums(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns both sums of each piece of contiguous int64 words of one device, `[N, 2]`, on that device."""
+    if pieces[0].is_cuda:
+        addresses, counts = zip(*((words_N.data_ptr(), words_N.numel()) for words_N in pieces), strict=True)
+        return word_sums_triton(addresses, counts, pieces[0].device)
+    return torch.stack([word_sums_reference(words_N) for words_N in pieces])

@@ -193,6 +193,17 @@ def not_finite(policy: nn.Module) -> list[str]:
     return [name for name, ends in extremes.items() if not ends.isfinite().all()]
 
 
+def allocate(module: nn.Module, dtype: torch.dtype, device: str | torch.device) -> None:
+    """Gives the parameters of a module that was made on the meta device memory of their own, unfilled.
+
+    `Module.to_empty` does so, too, and imports sympy on its way: half a second.
+    """
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            part.register_parameter(name, nn.Parameter(memory, parameter.requires_grad))
+
+
 class Decoder(nn.Module):
     """A decoder of any supported family.
 
@@ -212,7 +223,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.to(dtype).to_empty(device=device)
+        allocate(self, dtype, device)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.rope_table = rope_table(config.rope, config.head_dim, config.max_positions).to(device)

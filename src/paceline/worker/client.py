@@ -79,7 +79,7 @@ class WorkerBackend(Backend):
         self.published: Message | None = None
         self.description: dict = {}
         self.pacing: dict | None = None  # what all replicas have learnt, for a worker that takes over
-        self._owns_memory = memory is None
+        self._owns_memory = owner is None
         self._catching_up = False  # a new worker reads the weights
         self.weights: Weights = memory or SharedWeights()
         self.worker = place(launch, self.weights)
@@ -271,7 +271,8 @@ class WorkerBackend(Backend):
         self._handed_in = set(self.outstanding)
         messages = [Message("fall_back")] if self.fell_back else []
         if self.weights.version is not None:
-            messages.append(self._weights_message())
+            stale = self.weights.changed_in_place()
+            messages.append(Message("await_weights") if stale else self._weights_message())
         if self.published is not None:
             messages.append(self.published)
         if self.pacing is not None:

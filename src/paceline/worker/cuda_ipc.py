@@ -26,6 +26,7 @@ class IpcWeights(ReadersLock):
         self.digest = ""
         self._shared: dict[str, torch.Tensor] = {}
         self._handles: dict[int, list[Any]] = {}  # by address of the storage
+        self._entries: list[dict[str, Any]] = []
 
     def write(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Makes weights the newest; those that lie where they lay before are not touched."""
@@ -34,6 +35,7 @@ class IpcWeights(ReadersLock):
                 kept = self._shared.get(name)
                 if kept is None:
                     self._shared[name] = tensor.detach()
+                    self._entries.append(self._entry(name, tensor))
                 elif kept.data_ptr() != tensor.data_ptr():
                     kept.copy_(tensor)
             self.digest = weights_digest(self._shared.items())
@@ -42,17 +44,20 @@ class IpcWeights(ReadersLock):
 
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
         """Returns what each worker must be told: where every tensor lies."""
-        tensors = [self._entry(name, tensor) for name, tensor in self._shared.items()]
         storages = {str(address): handle for address, handle in self._handles.items()}
         return [
             {
                 "transport": "ipc",
                 "version": self.version,
                 "digest": self.digest,
-                "tensors": tensors,
+                "tensors": list(self._entries),
                 "storages": storages,
             }
         ] * len(workers)
+
+    def changed_in_place(self) -> bool:
+        """Whether learning has begun to change them: a new worker must wait for the next."""
+        return weights_digest(self._shared.items()) != self.digest
 
     def cancel(self, notice: dict[str, Any]) -> None:
         """Does nothing: readers do not wait for one another."""
@@ -60,6 +65,8 @@ class IpcWeights(ReadersLock):
     def close(self) -> None:
         """Lets go of the tensors."""
         self._shared.clear()
+        self._entries.clear()
+        self._handles.clear()
 
     def _entry(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         storage = tensor.untyped_storage()
@@ -80,6 +87,8 @@ class IpcReader:
 
     def __init__(self) -> None:
         self._storages: dict[str, torch.UntypedStorage] = {}
+        self._entries: list[dict[str, Any]] = []
+        self._weights: list[tuple[str, torch.Tensor]] = []
 
     def read(self, notice: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         """Returns the writer's own tensors, valid until the message is answered; checks their digest."""
@@ -88,9 +97,11 @@ class IpcReader:
                 parts = [_from_text(part) for part in handle]
                 torch.cuda._lazy_init()
                 self._storages[address] = torch.UntypedStorage._new_shared_cuda(*parts)
-        weights = [(entry["name"], self._tensor(entry)) for entry in notice["tensors"]]
-        check_digest(weights_digest(weights), notice)
-        return weights
+        if notice["tensors"] != self._entries:
+            self._entries = notice["tensors"]
+            self._weights = [(entry["name"], self._tensor(entry)) for entry in self._entries]
+        check_digest(weights_digest(self._weights), notice)
+        return self._weights
 
     def _tensor(self, entry: dict[str, Any]) -> torch.Tensor:
         storage = self._storages[entry["storage"]]

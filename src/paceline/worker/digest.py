@@ -7,7 +7,7 @@ somebody who forges weights.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,31 +19,36 @@ MODULUS = 2**64
 
 def tensor_digest(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns two sums over the bits of a tensor."""
-    plain, weighted = _sums(tensor).tolist()
+    ((plain, weighted),) = _sums([tensor]).tolist()
     return plain % MODULUS, weighted % MODULUS
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Returns the digest of named tensors of one device, which depends on names, types, shapes and bits."""
-    described: list[tuple] = []
-    sums: list[torch.Tensor] = []
-    for name, tensor in weights:
-        described.append((name, str(tensor.dtype), tuple(tensor.shape)))
-        sums.append(_sums(tensor))
+    named = list(weights)
     digest = hashlib.blake2b(digest_size=16)
-    for facts, (plain, weighted) in zip(described, torch.stack(sums).tolist() if sums else (), strict=True):
-        digest.update(repr((*facts, (plain % MODULUS, weighted % MODULUS))).encode())
+    sums = _sums([tensor for _, tensor in named]).tolist() if named else []
+    for (name, tensor), (plain, weighted) in zip(named, sums, strict=True):
+        facts = name, str(tensor.dtype), tuple(tensor.shape), (plain % MODULUS, weighted % MODULUS)
+        digest.update(repr(facts).encode())
     return digest.hexdigest()
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns both sums on the tensor's device; the bytes behind the last whole word count by their place."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = len(flat) // WORD * WORD
-    words, rest = flat[:whole], flat[whole:]
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns both sums of each, `[N, 2]`; the bytes behind the last whole word count by their place."""
+    words, rests = zip(*map(_words, tensors), strict=True)
+    sums_N2 = word_sums(words)
+    for number, rest in enumerate(rests):
+        if rest is not None:
+            sums_N2[number, 0] += (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
+    return sums_N2
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a tensor's whole words, and the bytes behind them if there are any."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    rest = len(flat) % WORD
+    words = flat[: len(flat) - rest] if rest else flat
     if words.data_ptr() % WORD:
         words = words.clone()
-    sums_2 = word_sums(words.view(torch.int64))
-    if len(rest):
-        sums_2[0] += (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
-    return sums_2
+    return words.view(torch.int64), flat[len(flat) - rest :] if rest else None

@@ -44,6 +44,8 @@ class Host:
         self.inbox: deque[Message] = deque()
         self.changed = threading.Condition()
         self.outstanding = 0
+        # It is new, and the learner is changing the weights that it would read.
+        self.lacks_weights = False
         self.training = False  # there is time that nobody needs
         self.training_time = TrainingTime()
         self._came = 0.0  # when the first message in the inbox did
@@ -89,13 +91,17 @@ class Host:
     def _next_message(self) -> Message | None:
         """Returns the next message; None, with the backend running, where there is none but work to do."""
         with self.changed:
-            self.changed.wait_for(lambda: self.inbox or self.outstanding or self.training)
+            self.changed.wait_for(lambda: self.inbox or self._has_work)
             if not self.inbox:
                 self.backend.resume()
                 return None
             message = self.inbox.popleft()
             self.changed.notify_all()
             return message
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.outstanding or self.training) and not self.lacks_weights
 
     def _handle(self, message: Message) -> None:
         try:
@@ -121,10 +127,13 @@ class Host:
                 backend.submit(requests)
             case "abort":
                 backend.abort(fields["ids"])
+            case "await_weights":
+                self.lacks_weights = True
             case "update_weights":
                 if backend.slice_trainer is not None:
                     backend.slice_trainer.note_weights(fields["version"])
                 backend.update_weights(fields["version"], self.weights.read(fields))
+                self.lacks_weights = False
                 return self._description("done")
             case "publish_drafter":
                 tensors = read_tensors(fields["tensors"], message.arrays)

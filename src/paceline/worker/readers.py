@@ -28,6 +28,9 @@ class Weights(Protocol):
     def notices(self, workers: Sequence[str]) -> list[dict[str, Any]]:
         """Begins a transfer to these workers, of which no two are called alike; returns what to tell each."""
 
+    def changed_in_place(self) -> bool:
+        """Whether the newest weights are no longer there, because their owner learns where they lie."""
+
     def cancel(self, notice: dict[str, Any]) -> None:
         """Gives up the transfer that a notice is of: one of its workers is gone."""
 
@@ -47,6 +50,10 @@ class ReadersLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._readers = 0
+
+    def changed_in_place(self) -> bool:
+        """Returns False: they lie in memory of their own."""
+        return False
 
     def begin_reading(self) -> None:
         """Keeps the newest weights as they are until `end_reading`."""
