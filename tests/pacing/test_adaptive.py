@@ -54,6 +54,58 @@ def test_a_drafter_that_becomes_good_is_found_in_the_next_rollout():
     )
 
 
+@pytest.mark.parametrize("reopened", [False, True], ids=["", "reopened"])
+def test_an_evaluation_says_nothing_of_rollouts(reopened):
+    """History knows the problems that are trained on and none of those held out. An evaluation begins and
+    ends with the same batches as a rollout; what comes after it goes on as if it had not been.
+    """
+    lengths = long_tailed(128, 60)
+    trained, held_out = (remembering(lambda d, context, step, a=a: a) for a in (0.8, 0.02))
+
+    def next_rollout(evaluations: int) -> tuple[float, float]:
+        pacer = make_pacer("history")
+        for i in range(4):
+            simulate(trained, pacer, lengths, seed=i)
+        for i in range(evaluations):
+            simulate(held_out, pacer, lengths, seed=i, workload="eval")
+        if reopened:
+            state = json.loads(json.dumps(pacer.state()))
+            pacer = make_pacer("history")
+            pacer.load_state(state)
+        outcome = simulate(trained, pacer, lengths, seed=9)
+        return speculating(outcome, 20), outcome.seconds
+
+    (share, seconds), (share_after, seconds_after) = next_rollout(0), next_rollout(4)
+    assert share > 0.9 and share_after > 0.9, "it is chosen from the start"
+    assert seconds_after < 1.01 * seconds
+
+
+def test_a_trial_reported_late_is_its_own_workloads():
+    """Rollouts try a drafter, an evaluation begins and tries it too, then the first outcome arrives."""
+    pacer = AdaptivePacer(PacingSettings(BUCKETS, (Strategy("x", 1),)))
+
+    def seen(decision: Decision) -> Observation:
+        k = decision.strategy.count
+        return Observation(decision, 4, 300.0, 0.0, 5e-3, 4, 4 * k, (0,) * k)
+
+    def until_a_trial(moment: Moment) -> Decision:
+        for _ in range(1000):
+            decision = pacer.choose(moment)
+            if decision.reason == "trial" and decision.strategy.count:
+                return decision
+            pacer.observe(seen(decision))
+        raise AssertionError("no trial")
+
+    late = until_a_trial(Moment(4, 300.0))
+    tried = pacer.workload.latest_trial
+    until_a_trial(Moment(4, 300.0, workload="eval"))
+    another = pacer.workload.latest_trial
+    assert tried is not another and tried.reported == another.reported == 0
+    pacer.observe(seen(late))
+    pacer.choose(Moment(64, 300.0, workload="eval"))
+    assert (tried.reported, another.reported) == (1, 0)
+
+
 def test_a_tail_is_not_held_against_the_next_start():
     """Half of a rollout is text it knows, the tail is not; both at contexts of one class."""
     world = remembering(lambda d, context, step: 0.85 if context < 250 else 0.0)

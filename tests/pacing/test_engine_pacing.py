@@ -26,7 +26,7 @@ from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.shapes import SHAPES
 from paceline.report.pace_page import render
-from paceline.types import Completion
+from paceline.types import Completion, Purpose
 from tests.engine.test_engine import bits, grouped_requests
 from tests.page_data import page_data
 
@@ -123,8 +123,10 @@ class Recorder:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.seen = strategy, []
+        self.workloads: list[str] = []
 
     def choose(self, moment: Moment) -> Decision:
+        self.workloads.append(moment.workload)
         return Decision(self.strategy, moment.running, moment.context)
 
     def observe(self, observation: Observation) -> None:
@@ -147,6 +149,16 @@ def test_observations_say_what_the_step_did(policy, plain):
     assert recorder.seen[0].disturbed and any(not o.disturbed for o in recorder.seen), (
         "a prefill is in the first one's time"
     )
+
+
+def test_a_pacer_is_told_what_rows_are_for(policy):
+    recorder = Recorder(PLAIN)
+    engine, _ = make_engine(policy, recorder)
+    for purpose in (Purpose.EVAL, Purpose.TRAIN):
+        engine.submit([replace(request, purpose=purpose) for request in REQUESTS])
+        list(engine.completions())
+        assert set(recorder.workloads) == {purpose.value}
+        recorder.workloads.clear()
 
 
 def test_what_was_learnt_is_kept_and_only_for_the_same_machine(policy, plain, tmp_path):

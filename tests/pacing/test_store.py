@@ -70,7 +70,7 @@ def test_state_is_kept_under_names():
     assert set(estimate["time"]) == {"seconds", "load", "steps", "updated_at"}
     everywhere, here = state["acceptance"]["history"]
     assert everywhere["situation"] is None and here["situation"] == {"batch_class": 1, "context_class": 0}
-    assert set(here) == {"situation", "reached", "survived"}
+    assert set(here) == {"workload", "situation", "reached", "survived"} and here["workload"] == "train"
 
 
 # Written by the version before, after the fifty steps of `make_taught_pacer`.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, Pacer, Strategy
+from paceline.pacing.strategy import PLAIN, TRAIN, Decision, Moment, Observation, Pacer, Strategy
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 DEEPEST = 15
@@ -137,6 +137,7 @@ def simulate(
     ahead: int = 4,
     prompt: int = 128,
     slots: int = 256,
+    workload: str = TRAIN,
 ) -> Outcome:
     """Returns what happens to requests of the given lengths; outcomes reach the pacer `ahead` steps late."""
     rng = np.random.default_rng(seed)
@@ -154,7 +155,7 @@ def simulate(
         if not running:
             return outcome
         if rows.changed or step - looked == 16:
-            moment = Moment(running, rows.context(), world.max_queries(running))
+            moment = Moment(running, rows.context(), world.max_queries(running), workload)
             looked = step
         decision = pacer.choose(moment)
         outcome.events.append(moment)

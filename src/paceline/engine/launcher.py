@@ -48,7 +48,9 @@ class Launcher:
         self._steps_left -= 1
         if self._moment is None or self._steps_left < 0:
             context = float(length[batch.slots].mean())
-            self._moment = Moment(len(batch), context, self.max_queries(self.bucket(len(batch))))
+            self._moment = Moment(
+                len(batch), context, self.max_queries(self.bucket(len(batch))), batch.purpose.value
+            )
             self._steps_left = RESERVED_STEPS - 1
         return self._moment
 

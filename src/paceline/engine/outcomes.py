@@ -25,7 +25,7 @@ from paceline.engine.step_timer import StepTimer, StepTiming
 from paceline.engine.stop_strings import first_stop
 from paceline.pacing.strategy import Decision, Observation
 from paceline.stats import RolloutStats
-from paceline.types import FinishReason
+from paceline.types import FinishReason, Purpose
 
 # Why a row ended, by the state that the step reports.
 FINISH_REASON = {RowState.ENDED_AT_LIMIT: FinishReason.LENGTH, RowState.STOPPED: FinishReason.STOP}
@@ -55,6 +55,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def purpose(self) -> Purpose:
+        """What its rows are for; the loop lets nothing else run beside an evaluation."""
+        return self.sequences[0].request.purpose
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,22 @@ The *incumbent* is the strategy that was found best; a *trial* interrupts it for
 - timing trials: a strategy that might be best is timed where it never ran (`trials.py`);
 - determinism: choices follow from the moments and observations handed in, in their order, and the seed;
   nothing else is read.
+
+Times are shared by all workloads; all else is known of each one alone (`workload.py`).
 """
 
-import random
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from paceline.pacing.blocks import Block, BlockSummary, split_into_blocks
 from paceline.pacing.cost import CostModel
-from paceline.pacing.drafter_record import DrafterRecord
 from paceline.pacing.guard import Guard, lost_seconds
-from paceline.pacing.rates import RateModel, Rates
+from paceline.pacing.rates import Rates
 from paceline.pacing.settings import PacingSettings
 from paceline.pacing.situation import Situation, context_class, is_new_rollout, situation_of
-from paceline.pacing.strategy import PLAIN, Decision, Moment, Observation, StepTime, Strategy
-from paceline.pacing.trials import Outlook, Trial, TrialPlanner
+from paceline.pacing.strategy import PLAIN, TRAIN, Decision, Moment, Observation, StepTime, Strategy
+from paceline.pacing.trials import Outlook, Trial
+from paceline.pacing.workload import Workload
 
 
 class AdaptivePacer:
@@ -37,29 +38,22 @@ class AdaptivePacer:
     def __init__(self, settings: PacingSettings) -> None:
         self.settings = settings
         self.steps = 0
-        # Seconds observed.
-        self.elapsed = 0.0
-        strategies = strategies_by_drafter(settings.strategies)
+        self._strategies = strategies_by_drafter(settings.strategies)
         queries = sorted({1, *(strategy.queries for strategy in settings.strategies)})
-        rng = random.Random(settings.seed)
         self.cost = CostModel(settings.buckets, queries, settings.catch_up, settings.tuning)
-        self.records = {
-            drafter: DrafterRecord(own[-1].count, rng, settings.tuning) for drafter, own in strategies.items()
-        }
-        self.rates = RateModel(self.cost, strategies, self.records, settings.tuning)
-        self.planner = TrialPlanner(settings, self.cost, self.rates, self.records)
+        self._workloads: dict[str, Workload] = {}
+        # The one of the last decision.
+        self.workload = self._workload(TRAIN)
         self._guard = Guard(settings.tuning)
         self._pending: list[Observation] = []
         self._incumbent = PLAIN
-        # The trial whose outcome is awaited, and the latest one that was started: some of a trial's steps may
-        # be reported when it is no longer waited for.
+        # The trial whose outcome is awaited.
         self._awaited_trial: Trial | None = None
-        self._latest_trial: Trial | None = None
         # The decision that stands, for how many steps more, and what it was made for.
         self._decision = Decision(PLAIN)
         self._steps_left = 0
         self._decided_for: Moment | None = None
-        self._decided_key: tuple[int, int, int] | None = None
+        self._decided_key: tuple[str, int, int, int] | None = None
         # The moment of the last step.
         self._moment: Moment | None = None
 
@@ -109,26 +103,43 @@ class AdaptivePacer:
         """
         return {
             "cost": self.cost.state(),
-            "acceptance": {drafter: record.acceptance.state() for drafter, record in self.records.items()},
+            "acceptance": {
+                drafter: [
+                    {"workload": name, **entry}
+                    for name, workload in self._workloads.items()
+                    for entry in workload.records[drafter].acceptance.state()
+                ]
+                for drafter in self._strategies
+            },
         }
 
     def load_state(self, state: dict) -> None:
         """Takes over what `state` returned; drafters that this run does not have are left out."""
         self.cost.load_state(state["cost"])
-        for drafter, acceptance in state["acceptance"].items():
-            if drafter in self.records:
-                self.records[drafter].acceptance.load_state(acceptance)
+        for drafter in self._strategies:
+            by_workload: dict[str, list[dict]] = {}
+            for entry in state["acceptance"].get(drafter, ()):
+                # Files of earlier versions do not say: rollouts and evaluations are together in them.
+                by_workload.setdefault(entry.get("workload", TRAIN), []).append(entry)
+            for name, entries in by_workload.items():
+                self._workload(name).records[drafter].acceptance.load_state(entries)
+
+    def _workload(self, name: str) -> Workload:
+        if name not in self._workloads:
+            self._workloads[name] = Workload(self.settings, self.cost, self._strategies)
+        return self._workloads[name]
 
     # -- Deciding --------------------------------------------------------------------------------------------
 
-    def _decision_key(self, moment: Moment) -> tuple[int, int, int]:
+    def _decision_key(self, moment: Moment) -> tuple[str, int, int, int]:
         """Returns what a decision was made for; while it stays the same, the decision may stand."""
         bucket = self.cost.verify_times.bucket(moment.running)
-        return bucket, context_class(moment.context), moment.max_queries
+        return moment.workload, bucket, context_class(moment.context), moment.max_queries
 
     def _decide(self, moment: Moment) -> None:
         """Replaces the decision by one for this moment, from all that has been observed."""
         self._learn_pending()
+        self.workload = self._workload(moment.workload)
         if is_new_rollout(self._decided_for, moment, self.settings.tuning.new_rollout_factor):
             self._begin_rollout()
         self._decided_for = moment
@@ -171,18 +182,17 @@ class AdaptivePacer:
 
     def _set_decision(self, strategy: Strategy, reason: str, moment: Moment, rates: Rates) -> None:
         expected = rates.get(strategy, 0.0)
-        self._decision = Decision(strategy, moment.running, moment.context, expected, reason)
+        self._decision = Decision(strategy, moment.running, moment.context, expected, reason, moment.workload)
 
     def _expected_rates(self, moment: Moment) -> Rates:
-        return self.rates.expected(moment, self.steps, self._decision.strategy.drafter)
+        return self.workload.rates.expected(moment, self.steps, self._decision.strategy.drafter)
 
     def _begin_rollout(self) -> None:
         """Starts from plain decoding: the last rollout's tail says little, and drafters must catch up."""
         self._awaited_trial = None
         self._decision = Decision(PLAIN)
         self._settle_on(PLAIN)
-        for record in self.records.values():
-            record.begin_rollout()
+        self.workload.begin_rollout()
 
     # -- The incumbent and the guard -------------------------------------------------------------------------
 
@@ -204,14 +214,14 @@ class AdaptivePacer:
     def _reset_backoff_if_doing_well(self, where: Situation) -> None:
         """Makes the waits of the incumbent's drafter short again, if it is as fast as plain decoding."""
         if self._incumbent.count and self._guard.is_doing_well(self.cost, where):
-            self.records[self._incumbent.drafter].reset_backoff(where, self.steps)
+            self.workload.records[self._incumbent.drafter].reset_backoff(where, self.steps)
 
     def _leave_incumbent(self, where: Situation, slow: list[BlockSummary]) -> None:
         """Returns to plain decoding and suspends the drafter here, and where else the slow blocks lost time.
 
         What it did in them is all that is believed of its acceptance.
         """
-        record = self.records[self._incumbent.drafter]
+        record = self.workload.records[self._incumbent.drafter]
         columns = zip_longest(*(block.accepted_at for block in slow), fillvalue=0)
         accepted_at = tuple(sum(column) for column in columns)
         record.acceptance.restart(where, sum(block.drafts for block in slow), accepted_at)
@@ -221,7 +231,7 @@ class AdaptivePacer:
         for there, blocks in by_situation.items():
             if there == where or lost_seconds(blocks, self.cost) > 0:
                 record.suspend(there, self.steps)
-        self.planner.charge(record, lost_seconds(slow, self.cost))
+        self.workload.planner.charge(record, lost_seconds(slow, self.cost))
         self._settle_on(PLAIN)
 
     # -- Trials ----------------------------------------------------------------------------------------------
@@ -241,16 +251,16 @@ class AdaptivePacer:
         trial = self._next_trial(moment, rates, ask_for_plain)
         if trial is not None:
             self._awaited_trial = trial
-            self._latest_trial = trial
+            self.workload.latest_trial = trial
         return trial
 
     def _next_trial(self, moment: Moment, rates: Rates, ask_for_plain: bool) -> Trial | None:
         """Returns the trial to start now, of plain decoding's time if the guard asks for it, or none."""
         active = self._decision.strategy.drafter
-        outlook = Outlook(moment, self.steps, self.elapsed, self._incumbent, active, rates)
+        outlook = Outlook(moment, self.steps, self.workload.elapsed, self._incumbent, active, rates)
         if ask_for_plain and self._incumbent.count:
-            return self.planner.plain_timing(outlook)
-        return self.planner.next_trial(outlook)
+            return self.workload.planner.plain_timing(outlook)
+        return self.workload.planner.next_trial(outlook)
 
     def _conclude_trial_if_over(self, rates: Rates) -> None:
         """Ends the wait for a trial that is over; its drafter must wait unless it promises enough now."""
@@ -276,12 +286,13 @@ class AdaptivePacer:
 
     def _learn(self, block: Block) -> None:
         """Takes in a block: its times, its acceptance, and what it cost its trial or shows the guard."""
-        trial = self._latest_trial if block.is_trial else None
-        self.elapsed += block.seconds
+        workload = self._workload(block.workload)
+        trial = workload.latest_trial if block.is_trial else None
+        workload.elapsed += block.seconds
         self.cost.update(block)
         self._learn_acceptance(block, trial)
         if trial is not None:
-            self.planner.charge(trial.record, block.lost_seconds(trial.baseline))
+            workload.planner.charge(trial.record, block.lost_seconds(trial.baseline))
             trial.reported += block.steps
         elif block.strategy.count and block.strategy.drafter == self._incumbent.drafter and block.clean:
             self._guard.add(block.summary())
@@ -291,7 +302,7 @@ class AdaptivePacer:
         if trial is not None and trial.record is not None and not trial.reported:
             trial.record.acceptance.fade(block.situation, self.settings.tuning.stale_weight)
         if block.strategy.count and block.drafts:
-            acceptance = self.records[block.strategy.drafter].acceptance
+            acceptance = self._workload(block.workload).records[block.strategy.drafter].acceptance
             acceptance.update(block.situation, block.drafts, block.accepted_at, block.steps)
 
 

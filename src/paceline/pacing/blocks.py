@@ -41,6 +41,11 @@ class Block:
         return self.observations[0].decision.strategy
 
     @property
+    def workload(self) -> str:
+        """What the rows were for."""
+        return self.observations[0].decision.workload
+
+    @property
     def is_trial(self) -> bool:
         """Whether the steps were a trial's."""
         return self.observations[0].decision.reason == "trial"

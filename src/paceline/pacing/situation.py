@@ -37,4 +37,6 @@ def is_new_rollout(before: Moment | None, now: Moment, factor: float) -> bool:
     """Tells whether another rollout has begun: within one, the batch shrinks and the context grows."""
     if before is None:
         return False
+    if now.workload != before.workload:
+        return True
     return now.running >= factor * before.running or factor * now.context <= before.context

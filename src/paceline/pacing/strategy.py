@@ -10,6 +10,8 @@ UNLIMITED = 1 << 30
 TREE = "tree"
 # What its name puts between the tokens of a row on average and at most, where rows share.
 SHARED = "~"
+# The workload of requests that say nothing else: training rollouts.
+TRAIN = "train"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class Moment:
     context: float = 0.0
     # Tokens per row that a step may look at now, by memory or by what may be captured.
     max_queries: int = UNLIMITED
+    # What the rows are for. How right a drafter is in one workload says nothing of another: history knows the
+    # problems that are trained on and not those held out.
+    workload: str = TRAIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +86,8 @@ class Decision:
     expected: float = 0.0
     # "fixed", or of the adaptive pacer "best", "trial" or "guard".
     reason: str = "fixed"
+    # The moment's.
+    workload: str = TRAIN
 
 
 @dataclass(frozen=True)
