@@ -156,6 +156,8 @@ def test_a_steps_lines_are_found_without_reading_all(tmp_path):
         ((1.0, 1.1, 0.9, 1.0, 1.0), "speed: 2.00x, between 1.82 and 2.22 in 5 pairs"),
         ((1.0, 1.1, 2.5, 1.0, 1.0), "speed: too noisy to tell (2.00x, between 0.80 and 2.00 in 5 pairs)"),
         ((1.0, 1.1), "speed: too noisy to tell (1.91x, between 1.82 and 2.00 in 2 pairs)"),
+        ((1.0, 1.02, 0.98), "speed: 2.00x, between 1.86 and 2.15 in 3 pairs"),
+        ((1.0, 1.6, 1.9), "speed: too noisy to tell (1.25x, between 0.42 and 4.54 in 3 pairs)"),
     ],
 )
 def test_the_closing_check_claims_only_what_it_saw(paced, words):

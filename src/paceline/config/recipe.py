@@ -86,8 +86,8 @@ class ReportConfig(Section):
     closing_pairs: int = Field(
         5,
         ge=0,
-        description="rollouts with and without speculation after the last step, to compare them; "
-        "fewer than 5 claim nothing about speed, 0: none",
+        description="rollouts with and without speculation after the last step, at most, to compare them: "
+        "four are enough where they agree; fewer than three claim nothing about speed, 0: none",
     )
 
 

@@ -173,10 +173,9 @@ class Console:
 
 
 def speed_verdict(check: "SpeculationCheck") -> str:
-    """Returns the median of the pairs' ratios with their range, or says that it cannot be told."""
-    ratios = check.ratios
-    figures = f"{check.ratio:.2f}x, between {min(ratios):.2f} and {max(ratios):.2f}"
-    figures += f" in {len(ratios)} pairs"
+    """Returns the median of the pairs' ratios with its interval, or says that it cannot be told."""
+    low, high = check.interval
+    figures = f"{check.ratio:.2f}x, between {low:.2f} and {high:.2f} in {len(check.ratios)} pairs"
     return f"speed: too noisy to tell ({figures})" if check.too_noisy else f"speed: {figures}"
 
 
