@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
 # RL steps with vLLM's rollouts beside native ones on one GPU, stage by stage: 4B cost, full; 8B cost, LoRA.
 #
-#     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [certify]
+#     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [spec] [certify]
 #
 # VLLM is the Python of an environment with a GPU build of vLLM (0.26 to 0.32); POLICY comes from
-# `benchmarks/countdown.sh OUT warmup`. Both backends get the same KV pool; learner and vLLM share the GPU, so
-# vLLM sleeps while the policy learns. Runs that are there are not made again.
+# `benchmarks/countdown.sh OUT warmup`. `spec` compares native trees, paced, with vLLM's eagle3 at each number of
+# proposals in $KS and with plain decoding, at 8B cost: HEAD comes from `benchmarks/countdown.sh OUT drafter`.
+#
+# Both backends get the same prompts and the same KV pool; learner and vLLM share the GPU, so vLLM sleeps while
+# the policy learns. A run is ended when $STEPS steps are recorded, or after $LIMIT seconds: there is no
+# evaluation worth the name, no checkpoint and no closing comparison. Runs that are there are not made again.
+# $EXTRA are further overrides of every run; $ENGINE and $SPECULATIVE are options of vLLM, such as
+# '{async_scheduling: false}' and '{draft_sample_method: probabilistic}'.
 set -eu
 OUT=${1:?where to write}
 shift
@@ -13,36 +19,89 @@ PARTS=${*:-4b 8b certify}
 PYTHON=${PYTHON:-python3}
 VLLM=${VLLM:?the Python of the environment with vLLM}
 POLICY=${POLICY:?the warmed-up policy}
-KV_TOKENS=${KV_TOKENS:-120000}
+RECIPE=${RECIPE:-countdown}
+DEVICE=${DEVICE:-cuda}
+HEAD=${HEAD:-}
+KS=${KS:-1 3}
+KV_TOKENS=${KV_TOKENS:-200000}
+PROMPTS=${PROMPTS:-8}
 STEPS=${STEPS:-4}
+LIMIT=${LIMIT:-200}
+WIDEN_4B=${WIDEN_4B-policy.widen=qwen3-4b}
+WIDEN_8B=${WIDEN_8B-policy.widen=qwen3-8b}
+ENGINE=${ENGINE:-}
+SPECULATIVE=${SPECULATIVE:-}
+EXTRA=${EXTRA:-}
 HERE=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$OUT/runs"
 
-steps() { # NAME OVERRIDES...: native and vLLM with the same overrides
-  for backend in native vllm; do
-    name=$1-$backend
-    if [ -e "$OUT/runs/$name" ]; then continue; fi
-    overrides=("rollout.backend=$backend" "rollout.speculation.drafters=[]" "rollout.kv_tokens=$KV_TOKENS")
-    if [ "$backend" = vllm ]; then overrides+=("rollout.vllm.python=$VLLM" rollout.vllm.request_seeds=false); fi
-    echo "== $name"
-    $PYTHON -m paceline train countdown policy.path="$POLICY" run.device=cuda run.root="$OUT/runs" \
-      run.name="$name" run.steps="$STEPS" "${overrides[@]}" "${@:2}" \
-      >"$OUT/$name.log" 2>&1 || tail -5 "$OUT/$name.log"
+recorded() { # NAME: prints how many steps a run has recorded
+  cat "$OUT/runs/$1/metrics.jsonl" 2>/dev/null | grep -c '"kind": "train"' || true
+}
+run() { # NAME OVERRIDE...
+  name=$1
+  shift
+  if [ -e "$OUT/runs/$name" ]; then echo "$name: done before"; return; fi
+  began=$(date +%s)
+  # One step more than is counted, so that what follows the last one is never begun. At 4B cost and more the
+  # learning rate keeps the function near the small model's: updates reach the padding.
+  # shellcheck disable=SC2086 # $EXTRA is a list of words
+  $PYTHON -m paceline train "$RECIPE" policy.path="$POLICY" run.device="$DEVICE" run.root="$OUT/runs" \
+    run.name="$name" run.steps=$((STEPS + 1)) rollout.kv_tokens="$KV_TOKENS" rollout.prompts_per_step="$PROMPTS" \
+    rollout.max_running=$((PROMPTS * 8)) learning.lr=1e-7 eval.every=0 eval.problems=8 eval.max_tokens=16 \
+    report.closing_pairs=0 checkpoint.every=1000 "$@" $EXTRA >"$OUT/$name.log" 2>&1 &
+  process=$!
+  while kill -0 $process 2>/dev/null && [ $(($(date +%s) - began)) -lt "$LIMIT" ] &&
+    [ "$(recorded "$name")" -lt "$STEPS" ]; do sleep 1; done
+  kill -KILL $process 2>/dev/null || true
+  wait $process 2>/dev/null || true
+  steps=$(recorded "$name")
+  echo "$name: ${steps:-0} of $STEPS steps, $(($(date +%s) - began)) s"
+  if [ "${steps:-0}" -lt "$STEPS" ]; then tail -n 12 "$OUT/$name.log" | sed 's/^/    /'; fi
+}
+native() { run "$1-native" rollout.backend=native "${@:2}"; }
+vllm() { # NAME OVERRIDE...
+  run "$1-vllm" rollout.backend=vllm rollout.vllm.python="$VLLM" rollout.vllm.request_seeds=false \
+    ${ENGINE:+"rollout.vllm.engine=$ENGINE"} "${@:2}"
+}
+plain() { # NAME OVERRIDE...: both without speculation
+  native "$@" "rollout.speculation.drafters=[]"
+  vllm "$@" "rollout.speculation.drafters=[]"
+}
+spec() { # what speculation gives each, with the same head, which does not learn
+  cost="$WIDEN_8B policy.lora.rank=32"
+  head="rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head} rollout.speculation.online.when=never"
+  # shellcheck disable=SC2086 # lists of words
+  {
+    plain spec-plain $cost
+    native spec-paced $cost $head "rollout.speculation.drafters=[history,eagle]" rollout.speculation.tokens=15 \
+      rollout.speculation.shape=tree rollout.speculation.pacing=adaptive
+    for k in $KS; do
+      vllm "spec-eagle$k" $cost $head "rollout.speculation.drafters=[eagle]" rollout.speculation.tokens="$k" \
+        rollout.speculation.pacing=fixed rollout.speculation.verify=rejection \
+        ${SPECULATIVE:+"rollout.vllm.speculative=$SPECULATIVE"}
+    done
+  }
+}
+certify() {
+  for drafter in none eagle ngram disturbed; do
+    began=$(date +%s)
+    if timeout "$LIMIT" $PYTHON -m paceline certify builtin --backend vllm --drafter $drafter \
+      "rollout.vllm.python=$VLLM" rollout.kv_tokens=65536 --json "$OUT/certify-$drafter.json" \
+      >"$OUT/certify-$drafter.log" 2>&1; then verdict=passed; else verdict="FAILED ($?)"; fi
+    echo "certify-$drafter: $verdict, $(($(date +%s) - began)) s"
+    tail -n 5 "$OUT/certify-$drafter.log" | sed 's/^/    /'
   done
 }
 
 for part in $PARTS; do
+  # shellcheck disable=SC2086 # lists of words
   case $part in
-  4b) steps 4b policy.widen=qwen3-4b ;;
-  8b) steps 8b policy.widen=qwen3-8b policy.lora.rank=32 ;;
-  certify)
-    for drafter in none eagle ngram disturbed; do
-      $PYTHON -m paceline certify builtin --backend vllm --drafter $drafter "rollout.vllm.python=$VLLM" \
-        rollout.kv_tokens=65536 --json "$OUT/certify-$drafter.json" >"$OUT/certify-$drafter.log" 2>&1 ||
-        tail -5 "$OUT/certify-$drafter.log"
-    done
-    ;;
-  *) echo "no such part: $part (4b, 8b, certify)" >&2 && exit 2 ;;
+  4b) plain 4b $WIDEN_4B ;;
+  8b) plain 8b $WIDEN_8B policy.lora.rank=32 ;;
+  spec) spec ;;
+  certify) certify ;;
+  *) echo "no such part: $part (4b, 8b, spec, certify)" >&2 && exit 2 ;;
   esac
 done
 $PYTHON "$HERE/vllm_table.py" "$OUT/runs"

@@ -1,5 +1,6 @@
 """Stands in for the adapter: every request writes the tokens that its seed names, some per step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.types import Request
@@ -15,6 +16,12 @@ class FakeEngine:
     running: dict[str, tuple[Request, int]] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
     texts: dict[str, list[int]] = field(default_factory=dict)
+    ahead: int = 0  # steps that it has begun and not returned
+
+    def settle(self) -> Iterator[tuple[list[Progress], StepStats | None]]:
+        while self.ahead:
+            self.ahead -= 1
+            yield self.step()
 
     def add(self, request: Request) -> None:
         if request.sampling.min_p:
@@ -33,6 +40,9 @@ class FakeEngine:
 
     def load_drafter(self, weights: object) -> None:
         self.loads.append("drafter")
+
+    def sleep(self) -> None:
+        self.loads.append("sleep")
 
     def close(self) -> None:
         self.running.clear()

@@ -20,7 +20,8 @@ class StubBackend(Backend):
         self.accepted = accepted
         self.lost = lost
         self.weight = 0.0
-        self._speculation = VllmSpeculation(StubEngine())
+        self.engine = StubEngine()
+        self._speculation = VllmSpeculation(self)
 
     @property
     def speculation(self):
@@ -43,7 +44,7 @@ class StubBackend(Backend):
     def pause(self):
         pass
 
-    resume = close = pause
+    resume = close = settle = pause
 
     def take_stats(self):
         return RolloutStats(drafts={"eagle": DraftStats(100, 300, self.accepted, [self.accepted, 0, 0])})

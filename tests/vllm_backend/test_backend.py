@@ -1,5 +1,7 @@
 """What a completion of vLLM is made of: tokens by step, segments by weight version, ends, statistics."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -50,6 +52,25 @@ def test_new_weights_in_between_make_a_segment_of_their_own():
     (completion,) = steps
     assert completion.segments == (Segment(0, 2, 0), Segment(2, 5, 7))
     assert vllm.engine.loads == ["policy"]
+
+
+@pytest.mark.parametrize("change", ["weights", "head", "sleep"])
+def test_what_vllm_began_ahead_is_taken_in_before_anything_changes(change):
+    vllm = VllmBackend(FakeEngine(), replace(SETTINGS, sleeps=True), None)
+    vllm.submit([request("a", max_tokens=8)])
+    vllm._step()
+    vllm.engine.ahead = 1
+    match change:
+        case "weights":
+            vllm.update_weights(7, [])
+        case "head":
+            vllm.speculation.publish_drafter(1, {})
+        case "sleep":
+            vllm.sleep()
+    assert vllm.records["a"].tokens == [10, 11, 12, 13] and len(vllm.engine.loads) == 1
+    (completion,) = vllm.completions()
+    assert completion.segments[0] == Segment(0, 4 if change == "weights" else 8, 0)
+    assert vllm.take_stats().generated_tokens == 8
 
 
 def test_an_aborted_request_keeps_what_it_has():

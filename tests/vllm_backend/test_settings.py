@@ -4,12 +4,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from paceline.config import ConfigError, load_config
+from paceline.models.source import PolicySource
+from paceline.policy.decoder import Decoder
 from paceline.session import open_session
 from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown, speculative_options
 from paceline.vllm_backend.client import vllm_launch
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
+from paceline.vllm_backend.start import vllm_settings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
 from tests.vllm_backend.test_backend import SETTINGS
 
@@ -35,6 +39,11 @@ EAGLE = [
         ([*VLLM, "rollout.deterministic=true"], "rollout.backend=native"),
         ([*VLLM, "learning.numerics=exact"], "rollout.backend=native"),
         ([*VLLM, "rollout.vllm.engine={dtype: float16}"], "use policy.dtype"),
+        (
+            [*VLLM, "rollout.vllm.engine={enable_sleep_mode: true}"],
+            "enable_sleep_mode = True: vLLM sleeps by",
+        ),
+        ([*VLLM, "cluster.transport=broadcast"], "cluster.transport = 'broadcast' does not reach vLLM"),
         ([*VLLM, "rollout.vllm.speculative={method: ngram}"], "rollout.speculation.drafters"),
         (["rollout.vllm.tensor_parallel=2"], "use rollout.backend=vllm"),
         (["rollout.speculation.drafters=[ngram]"], "rollout.backend=vllm"),
@@ -51,6 +60,29 @@ def test_options_pass_through_and_what_is_relied_upon_stays():
     arguments = engine_arguments(SETTINGS)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["max_model_len"] == 64
     assert arguments["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3}
+
+
+def test_a_cache_of_a_given_size_asks_for_no_share_of_the_gpu():
+    """vLLM refuses to start where less than its share is free, as beside a learner it is."""
+    arguments = engine_arguments(replace(SETTINGS, kv_bytes=1 << 30))
+    assert arguments["kv_cache_memory_bytes"] == 1 << 30 and arguments["gpu_memory_utilization"] < 0.1
+    given = replace(SETTINGS, kv_bytes=1 << 30, engine={"gpu_memory_utilization": 0.5})
+    assert engine_arguments(given)["gpu_memory_utilization"] == 0.5
+    assert "gpu_memory_utilization" not in engine_arguments(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sleeps"),
+    [
+        ([], True),
+        (["rollout.mode=async"], False),
+        (["rollout.vllm.engine={enable_sleep_mode: false}"], False),
+    ],
+)
+def test_it_sleeps_beside_a_learner_unless_told_to_stay(tmp_path, overrides, sleeps):
+    config = load_config("default", [*VLLM, "rollout.kv_tokens=4096", *overrides])
+    elsewhere = Decoder(PolicySource.of(config.policy).shape, torch.bfloat16, "meta")
+    assert vllm_settings(elsewhere, config, None, tmp_path).sleeps == sleeps
 
 
 def test_speculation_stops_in_large_batches_where_the_recipe_says_so():
@@ -93,7 +125,8 @@ def test_an_environment_without_vllm_says_nothing():
 
 def test_the_process_inherits_nothing_of_this_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "somewhere")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     launch = vllm_launch(SETTINGS, "/venv/bin/python")
-    assert "PYTHONPATH" not in launch.environment
+    assert not {"PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF"} & set(launch.environment)
     assert launch.environment["VLLM_LOGGING_LEVEL"] == "INFO" and launch.command[0] == "/venv/bin/python"

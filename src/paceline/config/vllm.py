@@ -38,7 +38,6 @@ OWN_OPTIONS = {
     "logprobs_mode": "leave it out: logprobs must be those of the distribution that was sampled",
     "worker_extension_cls": "leave it out: weights are updated through it",
     "disable_log_stats": "leave it out: acceptance is read from the statistics",
-    "enable_sleep_mode": "leave it out: it is on where a learner shares the GPU",
     "data_parallel_size": "leave it out: one engine is one replica",
 }
 
@@ -80,6 +79,12 @@ class VllmConfig(Section):
             for key, value in getattr(self, section).items():
                 if key in own:
                     raise ValueError(f"rollout.vllm.{section}.{key} = {value!r}: {own[key]}")
+        sleeps = self.engine.get("enable_sleep_mode", False)
+        if sleeps is not False:
+            raise ValueError(
+                f"rollout.vllm.engine.enable_sleep_mode = {sleeps!r}: vLLM sleeps by itself where the policy "
+                "learns on its GPU; false keeps it awake, else leave it out"
+            )
         return self
 
 

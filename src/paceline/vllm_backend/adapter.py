@@ -1,21 +1,23 @@
 """The one module that knows vLLM's engine, for the versions that `versions.py` names.
 
 vLLM's own engine core runs in this process and makes a step when asked, so that nothing is generated between
-two steps: what `update_weights` does then is between two tokens of every request. Its ranks, where there are
-several, are processes of their own.
+two steps: what `update_weights` does then is between two tokens of every request. On a GPU vLLM begins a step
+before it has the tokens of the last one; `settle` ends it first. Its ranks, where there are several, are
+processes of their own.
 """
 
 import difflib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from paceline.types import Request
+from paceline.vllm_backend.first_weights import POLICY_LATER
 from paceline.vllm_backend.progress import Progress, RequestRefused, StepStats
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import check_version
@@ -23,6 +25,9 @@ from paceline.vllm_backend.weight_file import WeightFile
 
 # Where weights lie for ranks that are processes of their own.
 SHARED_MEMORY = "/dev/shm"
+
+# The share of a GPU that vLLM finds free before it starts, where the cache's size is given: any.
+NO_SHARE = 0.01
 
 
 class VllmEngine:
@@ -72,6 +77,22 @@ class VllmEngine:
         seconds = time.perf_counter() - begun
         stats = self._recorder.take(seconds) if self._recorder is not None else None
         return [_progress(output) for output in outputs], stats
+
+    def settle(self) -> Iterator[tuple[list[Progress], StepStats | None]]:
+        """Ends the steps that vLLM began ahead and begins no other; yields what each would have returned.
+
+        Without it vLLM drops as many of a request's next steps as tokens were under way, which is right only
+        where a step gives one.
+        """
+        core = self.engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        try:
+            while core.batch_queue:
+                yield self.step()
+        finally:
+            core.resume_scheduler()
 
     def add_text(self, name: str, tokens: Sequence[int]) -> None:
         """Queues a text whose tokens' logprobs are wanted; its progress has them, all but the first's."""
@@ -171,9 +192,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "generation_config": "vllm",  # defaults of its own would change what is sampled
     }
     if settings.kv_bytes:
-        arguments["kv_cache_memory_bytes"] = settings.kv_bytes
-    if settings.dummy_weights:
-        arguments["load_format"] = "dummy"
+        # It would refuse to start beside a learner that has more than a tenth of the GPU.
+        arguments |= {"kv_cache_memory_bytes": settings.kv_bytes, "gpu_memory_utilization": NO_SHARE}
     if settings.draft is not None:
         arguments["speculative_config"] = speculative_options(settings.draft, settings.max_running)
     relied_upon = {
@@ -181,6 +201,8 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "worker_extension_cls": "paceline.vllm_backend.extension.WorkerExtension",
         "disable_log_stats": False,
     }
+    if settings.dummy_weights:
+        relied_upon["load_format"] = POLICY_LATER
     return arguments | settings.engine | relied_upon
 
 

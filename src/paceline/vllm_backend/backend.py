@@ -96,7 +96,7 @@ class VllmBackend(Backend):
         draft = settings.draft
         self._decision = Decision(Strategy(draft.drafter, draft.tokens) if draft is not None else PLAIN)
         self._text_logprobs: list[float] | None = None
-        self._speculation = VllmSpeculation(engine) if draft is not None else None
+        self._speculation = VllmSpeculation(self) if draft is not None else None
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class VllmBackend(Backend):
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         assert weights is not None, "the learner's weights lie in another process: they must be sent"
+        self.settle()
         self.engine.load_policy(weights)
         self.version = version
 
@@ -148,6 +149,7 @@ class VllmBackend(Backend):
 
     def sleep(self) -> None:
         if self.settings.sleeps:
+            self.settle()
             self.engine.sleep()
 
     def wake(self) -> None:
@@ -182,8 +184,16 @@ class VllmBackend(Backend):
             return str(error)
         return ""
 
+    def settle(self) -> None:
+        """Takes in the steps that vLLM began ahead: their tokens are the weights' that made them."""
+        for progress, step in self.engine.settle():
+            self._take_in(progress, step)
+
     def _step(self) -> None:
-        progress, step = self.engine.step()
+        self._take_in(*self.engine.step())
+
+    def _take_in(self, progress: Sequence[Progress], step: StepStats | None) -> None:
+        """Adds what a step did to its requests and to the statistics."""
         running = tokens = 0
         for part in progress:
             if part.id == TEXT:
@@ -238,8 +248,8 @@ class VllmSpeculation:
 
     pacer: Pacer | None = None  # vLLM has its own
 
-    def __init__(self, engine: VllmEngine) -> None:
-        self.engine = engine
+    def __init__(self, backend: VllmBackend) -> None:
+        self.backend = backend
         self._published: dict[str, torch.Tensor] = {}
 
     @property
@@ -254,7 +264,8 @@ class VllmSpeculation:
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the head that drafts; tensors have the names of an eagle head's folder."""
-        self.engine.load_drafter(weights.items())
+        self.backend.settle()
+        self.backend.engine.load_drafter(weights.items())
         self._published = dict(weights)
 
     def record_states(self, max_bytes: int) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline.vllm_backend.first_weights import register_loader
 from paceline.vllm_backend.patches import apply_patches
 from paceline.vllm_backend.weight_file import WeightFile
 
 apply_patches()
+register_loader()
 # It warns of every module that has nothing to load, such as a rotation's table; a probe checks every update.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -63,6 +65,8 @@ def _reload(model: Any, model_config: Any, weights: Weights) -> None:
     model.load_weights(weights.read() if isinstance(weights, WeightFile) else iter(weights))
     finalize_layerwise_reload(model, model_config)
     _pack_tied_head(model)
+    if torch.cuda.is_initialized():  # what was read may be the learner's own memory, which changes next
+        torch.cuda.synchronize()
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

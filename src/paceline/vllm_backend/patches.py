@@ -1,6 +1,6 @@
 """Work-arounds for defects of vLLM, applied in each of its worker processes (docs/vllm.md).
 
-Each names the defect and does nothing where vLLM no longer has what it replaces.
+Each names the defect and does nothing where vLLM does not have, or cannot import, what it replaces.
 """
 
 from typing import Any
@@ -10,9 +10,13 @@ import torch
 
 def apply_patches() -> None:
     """Applies every work-around that this vLLM needs."""
+    from vllm.platforms import current_platform
+
     _keep_drafter_head_apart()
-    _expand_on_cpu()
-    _constrain_nothing_on_cpu()
+    _keep_drafter_head_apart_on_gpu()
+    if current_platform.is_cpu():
+        _expand_on_cpu()
+        _constrain_nothing_on_cpu()
 
 
 def _keep_drafter_head_apart() -> None:
@@ -21,8 +25,10 @@ def _keep_drafter_head_apart() -> None:
     vLLM shares the policy's where both are equal when they are loaded, as they are for a head that was
     initialised from the policy: each later update of one would then overwrite the other.
     """
-    from vllm.v1.spec_decode import llm_base_proposer
-
+    try:
+        from vllm.v1.spec_decode import llm_base_proposer
+    except ImportError:
+        return
     proposer = llm_base_proposer.SpecDecodeBaseProposer
     share = proposer._maybe_share_lm_head
 
@@ -33,17 +39,28 @@ def _keep_drafter_head_apart() -> None:
     proposer._maybe_share_lm_head = share_unless_own
 
 
+def _keep_drafter_head_apart_on_gpu() -> None:
+    """Does the same for vLLM's second model runner, which GPUs take for most models."""
+    try:
+        from vllm.v1.worker.gpu.spec_decode.eagle import utils
+    except ImportError:
+        return
+    should_share = utils._should_share
+
+    def should_share_unless_own(drafter: torch.nn.Module, flag: str, *modules: Any) -> bool:
+        own = flag == "has_own_lm_head" and getattr(drafter, flag, False)
+        return not own and bool(should_share(drafter, flag, *modules))
+
+    utils._should_share = should_share_unless_own
+
+
 def _expand_on_cpu() -> None:
     """Repeats a request's temperature, top-k and top-p for its proposed tokens on a CPU.
 
     vLLM's CPU build converts the result's memory to int64, fills the copy and drops it: proposals are then
     verified at whatever temperature that memory happens to hold.
     """
-    from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
-
-    if not current_platform.is_cpu():
-        return
 
     def expand(
         x: torch.Tensor,
@@ -61,11 +78,8 @@ def _expand_on_cpu() -> None:
 
 def _constrain_nothing_on_cpu() -> None:
     """Lets a step without any proposal pass on a CPU, where its top-k takes the maximum of nothing."""
-    from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
-    if not current_platform.is_cpu():
-        return
     constrain = rejection_sampler.apply_sampling_constraints
 
     def constrain_some(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:

@@ -27,6 +27,8 @@ from paceline.policy.model_files import TOKENIZER_FILES, copy_files
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
+from paceline.worker.cuda_ipc import IpcWeights
+from paceline.worker.readers import Weights
 
 # Tokens of the text that is compared after each update.
 PROBE_TOKENS = 48
@@ -61,13 +63,30 @@ def start_vllm(
     tolerance = QUANTISED_TOLERANCE if quantised else PROBE_TOLERANCE[settings.dtype]
     probe = Probe(probe_text(policy), lambda tokens: learner_logprobs(policy, tokens), tolerance)
     try:
-        client = VllmClient(settings, str(python), lambda: exported_tensors(policy), warn, probe, head=head)
+        client = VllmClient(
+            settings,
+            str(python),
+            lambda: exported_tensors(policy),
+            warn,
+            probe,
+            head=head,
+            memory=_weights_memory(policy, config),
+        )
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     weakref.finalize(client, shutil.rmtree, scratch, ignore_errors=True)
     client.update_weights(0)  # the folder may have none, or those without the policy's adapters
     return client
+
+
+def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
+    """Returns the learner's own GPU memory as vLLM's one rank maps it; None: a piece of the host's does."""
+    vllm = config.rollout.vllm
+    one_rank = vllm.tensor_parallel * vllm.pipeline_parallel == 1
+    if policy.device.type != "cuda" or not one_rank or config.cluster.transport == "memory":
+        return None
+    return IpcWeights()
 
 
 def vllm_settings(
@@ -96,7 +115,7 @@ def vllm_settings(
         seed=config.run.seed,
         eos_token_ids=tuple(policy.config.eos_token_ids),
         request_seeds=rollout.vllm.request_seeds,
-        sleeps=not on_cpu and rollout.mode != "async",
+        sleeps=not on_cpu and rollout.mode != "async" and bool(options.get("enable_sleep_mode", True)),
         tensor_parallel=rollout.vllm.tensor_parallel,
         pipeline_parallel=rollout.vllm.pipeline_parallel,
         expert_parallel=rollout.vllm.expert_parallel,
