@@ -62,7 +62,7 @@ def test_calibrating_makes_a_profile_that_simulates(tmp_path):
     assert outcome.rollout_seconds > 0 and outcome.tokens == outcome.generated_tokens
 
 
-def test_whole_steps_are_timed_with_and_without_verification(monkeypatch):
+def test_whole_steps_are_timed_with_and_without_verification(monkeypatch, cpu_clock):
     monkeypatch.setattr("paceline.simulate.measure_steps.NEW_TOKENS", 6)
     notes = []
     bench = StepBench(_tiny_folder(), torch.device("cpu"), math.inf, notes.append)
