@@ -134,18 +134,19 @@ def saved_bytes(policy: Decoder, tokens: int, rows: int) -> int:
     sequence = text(tokens - rows, rows)
     states = TextStates(torch.zeros(rows, 32), tuple(torch.zeros(tokens, 32) for _ in range(3)))
     own = {p.data_ptr() for p in (*learning.trainer.head.parameters(), *policy.parameters())}
-    kept: dict[int, int] = {}
+    # Held to the end: an address that is free again may get another size.
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage.data_ptr()] = storage
         return tensor
 
     part = [Passage(Example(sequence, 1, 0, states), 0, rows)]
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
         learning._accumulate(part, lambda: False)
-    return sum(kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 @pytest.mark.slow
