@@ -238,10 +238,16 @@ def test_expert_kernels(device, num_rows):
         matrix(down, device),
         tile,
     )
-    error = (out.cpu().float() - expected.float()).norm() / expected.float().norm()
-    # One step of an intermediate number in E4M3, where the GPU's SwiGLU rounds the other way in bf16.
-    one_step = 4e-2 / num_rows
-    assert error < (1e-5 if device == "cpu" else 1e-2 + one_step), error
+    difference = out.cpu().float() - expected.float()
+    # One step of an intermediate number in E4M3, where another library's last bit rounds it the other way,
+    # or the GPU's SwiGLU in bf16.
+    one_step = 4e-2
+    if device == "cpu":
+        errors = difference.norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() < 1e-5 and errors.max() < 1e-5 + one_step, errors
+    else:
+        error = difference.norm() / expected.float().norm()
+        assert error < 1e-2 + one_step / num_rows, error
 
 
 def test_expert_reference_is_near_the_unquantised_one_and_rows_are_invariant():
