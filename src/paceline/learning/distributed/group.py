@@ -24,6 +24,8 @@ from paceline.policy.decoder import Decoder
 
 # How long a collective may take before the ranks that are missing are named.
 TIMEOUT_SECONDS = 600.0
+# How long a rank may take to reach the store that it serves itself: it is there, however slow the machine.
+OWN_STORE_SECONDS = 60.0
 
 
 class DecidedElsewhere(RuntimeError):
@@ -177,9 +179,10 @@ def _open_store(
     address: str, port: int, rank: int, count: int, timeout: timedelta, serves: bool
 ) -> tuple[dist.TCPStore, dist.TCPStore]:
     """Returns two connections to the store."""
+    patience = max(timeout, timedelta(seconds=OWN_STORE_SECONDS)) if serves else timeout
     try:
-        store = dist.TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
-        return store, dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+        store = dist.TCPStore(address, port, is_master=serves, timeout=patience, wait_for_workers=False)
+        other = dist.TCPStore(address, port, timeout=patience, wait_for_workers=False)
     except dist.DistError as error:
         if serves:
             raise RanksLost(f"rank 0 of {count} cannot listen on port {port}: {error}", (0,)) from error
@@ -188,3 +191,6 @@ def _open_store(
             f"{timeout.total_seconds():g} s: {error}",
             (0,),
         ) from error
+    for connection in (store, other):
+        connection.set_timeout(timeout)
+    return store, other
