@@ -21,7 +21,6 @@ class Sampler:
     def __init__(self, policy: Decoder, trust: float) -> None:
         self.policy = policy
         self.trust = trust
-        self.rng = random.Random(1)
         self.known: dict[tuple, torch.Tensor] = {}
         self.lock = Lock()
 
@@ -37,12 +36,14 @@ class Sampler:
         top_k = max(0, body["top_k"])
         sampling = SamplingParams(body["temperature"], top_p=body["top_p"], top_k=top_k, min_p=body["min_p"])
         tokens, logprobs = [], []
+        # A request's own: in which order threads come here is luck.
+        rng = random.Random(f"{body['seed']} {body['prompt']}")
         with self.lock:
             for _ in range(body["max_tokens"]):
                 logits_1V = self.logits((*body["prompt"], *tokens))
                 p_V = distribution(logits_1V.double(), sampling)[0]
-                (token,) = self.rng.choices(range(len(p_V)), p_V.tolist())
-                if self.rng.random() < self.trust:
+                (token,) = rng.choices(range(len(p_V)), p_V.tolist())
+                if rng.random() < self.trust:
                     token = int(p_V.argmax())
                 tokens.append(token)
                 logprobs.append(float(logits_1V.log_softmax(-1)[0, token]))
