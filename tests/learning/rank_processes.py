@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import time
@@ -30,9 +31,15 @@ class Outcome(NamedTuple):
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """Returns a free port, below those that a system gives to whoever asks for any.
+
+    So nobody else takes it meanwhile, and no rank that comes before the first one connects to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def start_ranks(
