@@ -46,6 +46,7 @@ class RankHost:
         self.device = device
         self.learner: RankLearner | None = None
         self.weights: Any = None
+        self.listener: socket.socket | None = None  # of the first rank, where the others will come
 
     def serve(self, connection: Connection) -> None:
         """Does what the head asks until it closes; without a head there is nothing left to do."""
@@ -83,7 +84,8 @@ class RankHost:
         fields = message.fields
         match message.kind:
             case "address":
-                return {"host": self._own_address(), "port": _free_port()}
+                self.listener = _listen()
+                return {"host": self._own_address(), "port": self.listener.getsockname()[1]}
             case "join":
                 self._join(fields["host"], fields["port"])
             case "update":
@@ -115,7 +117,7 @@ class RankHost:
 
     def _join(self, host: str, port: int) -> None:
         seconds = self.config.cluster.collective_seconds
-        group = join_ranks(host, port, self.rank, self.count, self.device, seconds)
+        group = join_ranks(host, port, self.rank, self.count, self.device, seconds, listener=self.listener)
         self.learner = RankLearner(self.policy, self.config, group, self._warn)
 
     def _publish(self, version: int, transport: str) -> dict[str, Any]:
@@ -149,6 +151,8 @@ class RankHost:
         return "127.0.0.1" if own.family == socket.AF_UNIX else str(own.getsockname()[0])
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+def _listen() -> socket.socket:
+    """Returns a socket that listens on a port of its own from now on: nobody else can be given it."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -4,6 +4,7 @@ Messages between hosts (numbers of micro-batches, names, digests) are CPU tensor
 gradients and parameters travel where they are, on a GPU over NCCL.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -141,17 +142,18 @@ def join_ranks(
     device: str | torch.device = "cpu",
     timeout: float = TIMEOUT_SECONDS,
     served: bool = False,
+    listener: socket.socket | None = None,
 ) -> RankGroup:
     """Makes this process rank `rank` of `count`, and returns when all have come.
 
-    The first rank listens on `address:port`, unless `served` says that `serve_ranks` does so elsewhere.
-    On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
+    The first rank listens on `address:port`, through `listener` where it did so before, unless `served` says
+    that `serve_ranks` does so elsewhere. On a GPU (`device` "cuda:0") collectives run over NCCL, on a CPU
     over gloo. Where some do not come within `timeout` seconds, the error names them.
     """
     device = torch.device(device)
     wait = timedelta(seconds=timeout)
     serves = rank == 0 and not served
-    stores = _open_store(address, port, rank, count, wait, serves)
+    stores = _open_store(address, port, rank, count, wait, serves, listener)
     roll_call = RollCall(*stores, rank, count, timeout, serves)
     roll_call.all_present()
     if device.type == "cuda":
@@ -176,12 +178,25 @@ def serve_ranks(port: int) -> dist.TCPStore:
 
 
 def _open_store(
-    address: str, port: int, rank: int, count: int, timeout: timedelta, serves: bool
+    address: str,
+    port: int,
+    rank: int,
+    count: int,
+    timeout: timedelta,
+    serves: bool,
+    listener: socket.socket | None,
 ) -> tuple[dist.TCPStore, dist.TCPStore]:
     """Returns two connections to the store."""
     patience = max(timeout, timedelta(seconds=OWN_STORE_SECONDS)) if serves else timeout
     try:
-        store = dist.TCPStore(address, port, is_master=serves, timeout=patience, wait_for_workers=False)
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=serves,
+            timeout=patience,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if serves and listener is not None else None,
+        )
         other = dist.TCPStore(address, port, timeout=patience, wait_for_workers=False)
     except dist.DistError as error:
         if serves:
