@@ -122,10 +122,17 @@ def test_requests_run_again_where_the_worker_dies_and_end_once(start):
 
 
 @pytest.mark.slow
-def test_a_hung_worker_is_noticed_and_replaced(start):
-    backend = start(patience=replace(PATIENT, answer=8))
+def test_a_hung_worker_is_noticed_and_replaced(start, tmp_path):
+    backend = start()
     backend.update_weights(1)
     backend.submit([request("stuck", 4, first=667)])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "died").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # Impatient until it is noticed: the next one may take its time.
+    backend.warn = lambda text: setattr(backend, "patience", PATIENT)
+    backend.patience = replace(PATIENT, answer=3)
     (completion,) = backend.completions()
     assert completion.tokens == expected([request("stuck", 4, first=667)])["stuck"]
     assert backend.restarts == 1
