@@ -226,13 +226,13 @@ def test_idle_replicas_train_stop_for_work_and_are_averaged_once(pool):
         pool.submit([request(f"late{step}", 1)])
         late = next(iter(pool.completions()))
         seconds = time.monotonic() - began
-        # Nobody but who waits ends a slice here; the seconds are for what a busy machine needs.
-        assert late.request.id == f"late{step}" and seconds < 20, "work waited for training"
+        # Nobody but who waits ends a slice here, or it is killed; less is for what a busy machine needs.
+        assert late.request.id == f"late{step}" and seconds < PATIENT.answer, "work waited for training"
         assert free.client.restarts == 0
         end_the_long_one(pool, step)
         learned = training.take(120.0)
         assert learned.tokens > 0 and learned.replicas == 1 and 0 < learned.seconds < 120
-        assert 0 < learned.longest_wait < 20
+        assert 0 < learned.longest_wait < PATIENT.answer
         pool.speculation.publish_drafter(step, learned.weights)
         shares = pool.take_stats().replicas
         assert 0 <= shares.unused_share < shares.idle_share < 1
