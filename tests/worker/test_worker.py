@@ -152,6 +152,48 @@ def test_a_worker_that_cannot_start_is_an_error():
         WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=PATIENT)
 
 
+class StandIn:
+    """A worker without a process: this end says hello, and may go."""
+
+    id = 1
+
+    def __init__(self) -> None:
+        ours, self.other_end = socket.socketpair()
+        self.connection = Connection(ours)
+        self.ended = threading.Event()
+        Connection(self.other_end).send(Message("hello"))
+
+    def kill(self) -> None:
+        self.connection.close()
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def end(self, seconds: float = 2.0) -> int:
+        self.connection.close()
+        self.ended.set()
+        return -9
+
+
+def test_a_worker_that_comes_after_closing_is_ended():
+    first, late = StandIn(), StandIn()
+    coming, closed = threading.Event(), threading.Event()
+
+    def place(launch, weights):
+        if not first.ended.is_set():
+            return first
+        coming.set()
+        assert closed.wait(120)
+        return late
+
+    backend = WorkerBackend(Launch("", ""), list, patience=replace(PATIENT, close=0.1), place=place)
+    first.other_end.close()
+    assert coming.wait(120)
+    backend.close()
+    closed.set()
+    assert late.ended.wait(120), "nobody else would"
+
+
 @pytest.mark.slow
 def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
     backend = start(seconds=0.003, patience=replace(PATIENT, restarts=100))
