@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -180,16 +181,24 @@ def test_a_rollout_that_begins_anew_starts_from_nothing():
 
 @pytest.fixture
 def pool(tmp_path):
+    """Two replicas; no process is started while `may_start` is not set."""
+    may_start = threading.Event()
+    may_start.set()
+
+    def place(launch, weights):
+        assert may_start.wait(300)
+        return WorkerProcess(launch, weights)
+
     notes, die = tmp_path / "published", tmp_path / "die"
     settings = json.dumps({"seconds": 0.005, "notes": str(notes), "die_training": str(die)})
     made = ReplicaPool(
         Launch("tests.cluster.training_backend:make", settings),
-        [WorkerProcess] * 2,
+        [place] * 2,
         8,
         lambda: [("w", torch.tensor([0.0]))],
         patience=PATIENT,
     )
-    made.notes, made.die = notes, die
+    made.notes, made.die, made.may_start = notes, die, may_start
     made.update_weights(1)
     yield made
     workers = pids(made)
@@ -226,13 +235,13 @@ def test_idle_replicas_train_stop_for_work_and_are_averaged_once(pool):
         pool.submit([request(f"late{step}", 1)])
         late = next(iter(pool.completions()))
         seconds = time.monotonic() - began
-        # Nobody but who waits ends a slice here; the seconds are for what a busy machine needs.
-        assert late.request.id == f"late{step}" and seconds < 20, "work waited for training"
+        # Nobody but who waits ends a slice here, or it is killed; less is for what a busy machine needs.
+        assert late.request.id == f"late{step}" and seconds < PATIENT.answer, "work waited for training"
         assert free.client.restarts == 0
         end_the_long_one(pool, step)
         learned = training.take(120.0)
         assert learned.tokens > 0 and learned.replicas == 1 and 0 < learned.seconds < 120
-        assert 0 < learned.longest_wait < 20
+        assert 0 < learned.longest_wait < PATIENT.answer
         pool.speculation.publish_drafter(step, learned.weights)
         shares = pool.take_stats().replicas
         assert 0 <= shares.unused_share < shares.idle_share < 1
@@ -249,11 +258,13 @@ def test_a_worker_killed_while_it_trains_costs_what_it_learned_and_nothing_else(
     training.begin_rollout()
     train_beside_a_long_one(pool, 1)
     before = set(pids(pool))
+    pool.may_start.clear()  # the next one might train before the rollout is over
     pool.die.touch()
     wait_for(lambda: pool.restarts == 1)
     end_the_long_one(pool, 1)
     learned = training.take(120.0)
     assert learned is not None and learned.weights == {}
+    pool.may_start.set()
     wait_until_ready(pool)
     assert pool.restarts == 1 and len(set(pids(pool)) - before) == 1 and os.getpid() not in pids(pool)
     assert not pool.num_retried, "it had no request"

@@ -192,11 +192,14 @@ def test_a_new_replica_has_the_newest_weights(pool):
 @pytest.mark.slow
 def test_a_hung_replica_is_noticed_and_replaced(pool, monkeypatch):
     wait_until_ready(pool)
-    monkeypatch.setattr(pool.replicas[0].client, "patience", replace(PATIENT, answer=10))
     pool.update_weights(7)
     before = pool.restarts
     requests = [request(f"h{i}", 30) for i in range(12)]
     hung = submit_to_a_stopped_replica(pool, requests)
+    client = pool.replicas[0].client
+    # Impatient until it is noticed: the next one may take its time.
+    monkeypatch.setattr(client, "warn", lambda text: setattr(client, "patience", PATIENT))
+    client.patience = replace(PATIENT, answer=3)
     completions = list(pool.completions())
     assert {c.request.id: c.tokens for c in completions} == expected(requests)
     wait_until_ready(pool)

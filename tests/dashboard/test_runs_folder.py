@@ -1,6 +1,8 @@
 """What the dashboard reads: runs as they grow, long ones at once, and nothing outside its folder."""
 
 import json
+import os
+import threading
 import time
 
 import pytest
@@ -22,9 +24,10 @@ def append(run, *records):
 
 
 def test_runs_are_listed_the_newest_first_and_shown(tmp_path):
-    make_run(tmp_path / "old", steps=3)
-    time.sleep(0.02)
-    make_run(tmp_path / "new", steps=4)
+    old = make_run(tmp_path / "old", steps=3)
+    new = make_run(tmp_path / "new", steps=4)
+    for age, path in enumerate((new, old)):
+        os.utime(path / "metrics.jsonl", (1e9 - age, 1e9 - age))
     (tmp_path / "no run").mkdir()
     folder = RunsFolder(tmp_path)
     assert folder.names() == ["new", "old"]
@@ -68,10 +71,19 @@ def test_a_long_run_is_shown_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(live_run, "READ_AT_ONCE", 10_000)
     monkeypatch.setattr(live_run, "FIRST_LOOK", 50)
     monkeypatch.setattr(live_run, "FIRST_PAUSE", 0.0)
+    shown = threading.Event()
+    load_whole = LiveRun._load_whole
+
+    def load_once_shown(self):
+        assert shown.wait(300)
+        load_whole(self)
+
+    monkeypatch.setattr(LiveRun, "_load_whole", load_once_shown)
     path = make_run(tmp_path / "run", steps=600)
     folder = RunsFolder(tmp_path)
     first = charts_of(folder.view(["run"]))["reward"]
     assert first["xs"][0] <= 2 and first["xs"][-1] == 600 and len(first["xs"]) <= 105
+    shown.set()
     run = folder.run("run")
     until = time.monotonic() + 300
     while run._loading and time.monotonic() < until:

@@ -128,29 +128,37 @@ def test_async_learns_from_older_groups_within_the_bound_and_resumes(policy, tmp
 
 
 def test_responses_arrive_while_the_policy_learns(policy, tmp_path, monkeypatch):
-    """With a worker whose steps sleep and a learner that waits for a response, the two must overlap."""
+    """With a worker that goes on only once the learner is at work and waits for a response, the two must
+    overlap.
+    """
     from paceline import session
+    from paceline.rollout.stream import StreamingRollouts
     from paceline.worker.process import Launch
 
+    hold = tmp_path / "hold"
+    slow = json.dumps({"seconds": 0.005, "die_once": "", "hold": str(hold)})
     monkeypatch.setattr(
-        session,
-        "Launch",
-        lambda factory, settings: Launch(
-            "tests.worker.slow_backend:make", json.dumps({"seconds": 0.02, "die_once": ""})
-        ),
+        session, "Launch", lambda factory, settings: Launch("tests.worker.slow_backend:make", slow)
     )
-    update = Learner.update
+    fill, update = StreamingRollouts._fill, Learner.update
     under_way = []
+
+    def holding_fill(self, step, version, learning=False):
+        if learning:
+            hold.touch()  # else all of it might be done before the learner begins
+        fill(self, step, version, learning)
 
     def waiting_update(self, *arguments):
         outstanding = trainer.session.backend.outstanding
         under_way.append(len(outstanding))
+        hold.unlink()
         deadline = time.monotonic() + 120
         while under_way[-1] and len(outstanding) == under_way[-1]:
             assert time.monotonic() < deadline, "nothing was generated while the policy learned"
             time.sleep(0.01)
         return update(self, *arguments)
 
+    monkeypatch.setattr(StreamingRollouts, "_fill", holding_fill)
     monkeypatch.setattr(Learner, "update", waiting_update)
     mode = ("rollout.mode=async", "rollout.max_lag=1", "run.steps=5")
     trainer = Trainer(

@@ -63,11 +63,8 @@ def test_a_holder_is_named_and_a_killed_one_is_forgotten(tmp_path):
     holder.kill()
     holder.wait()
     said: list[str] = []
-    before = time.monotonic()
     RunLock(tmp_path, said.append).release()
-    assert time.monotonic() - before < module.WATCH_SECONDS / 2 and not said, (
-        "nothing to wait for, nothing to remove"
-    )
+    assert not said, "nothing to wait for, which would be said, and nothing to remove"
     assert (tmp_path / "run.lock").read_bytes() == b""
 
 

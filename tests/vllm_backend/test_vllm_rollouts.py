@@ -7,6 +7,7 @@ what is tested, so that the tests share two processes.
 import json
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -99,26 +100,32 @@ def test_after_an_update_greedy_tokens_are_the_learners(plain):
 
 
 def test_a_response_that_crosses_an_update_has_a_segment_for_each(plain):
-    short = requests(plain, 1, "short", max_tokens=4, ignore_eos=True)
-    plain.backend.submit([*short, *requests(plain, 12, "crossing", max_tokens=200, ignore_eos=True)])
-    first = next(plain.backend.completions())
-    plain.backend.update_weights(2)
-    done = list(plain.backend.completions())
-    assert first.request.id == "short/0" and len(done) == 12
-    across = [completion for completion in done if len(completion.segments) > 1]
+    for version in range(2, 7):
+        short = requests(plain, 1, f"short{version}", max_tokens=4, ignore_eos=True)
+        long = requests(plain, 12, f"crossing{version}", max_tokens=200, ignore_eos=True)
+        plain.backend.submit([*short, *long])
+        first = next(plain.backend.completions())
+        plain.backend.update_weights(version)
+        done = list(plain.backend.completions())
+        assert first.request.id == short[0].id and len(done) == 12
+        across = [completion for completion in done if len(completion.segments) > 1]
+        if across:
+            break  # else this process paused until all of them had ended: once more
     assert across, "all of them had ended before"
     for completion in across:
-        assert [segment.weight_version for segment in completion.segments] == [1, 2]
+        assert [segment.weight_version for segment in completion.segments] == [version - 1, version]
         assert completion.segments[-1].stop == len(completion.tokens) == 200
 
 
 def test_a_killed_worker_is_replaced_and_every_sample_ends_once(plain):
-    plain.backend.submit(requests(plain, 40, "killed", max_tokens=120, ignore_eos=True))
-    done = []
-    for completion in plain.backend.completions():
-        if not done:
-            os.kill(plain.backend.worker.id, signal.SIGKILL)
-        done.append(completion)
+    soon = requests(plain, 1, "soon", max_tokens=4, ignore_eos=True)
+    plain.backend.submit([*soon, *requests(plain, 40, "killed", max_tokens=120, ignore_eos=True)])
+    assert next(plain.backend.completions()).request.id == "soon/0"
+    os.kill(plain.backend.worker.id, signal.SIGKILL)
+    done = list(plain.backend.completions())
+    deadline = time.monotonic() + 120
+    while not plain.backend.restarts and time.monotonic() < deadline:
+        time.sleep(0.01)  # the last of them may be here before the news
     assert plain.backend.restarts == 1
     assert sorted(c.request.id for c in done) == sorted(f"killed/{i}" for i in range(40))
     assert all(len(c.tokens) == 120 and c.finish_reason is FinishReason.LENGTH for c in done)

@@ -6,11 +6,11 @@ that, a server of vLLM's own has it.
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,12 +33,19 @@ START_SECONDS = 600
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
 
 
+def free_port() -> int:
+    """Returns a port that is free, and that no system gives away by itself before vLLM has opened it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 @contextmanager
 def vllm_server(log: Path, speculative: dict | None = None) -> Iterator[str]:
     """Serves the built-in policy with vLLM on a free port; nothing of its process group outlives this."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--model", str(BUILTIN_POLICY), "--host", "127.0.0.1", "--port", str(port)]
     options += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16", "--block-size", "32"]
     options += ["--kv-cache-memory-bytes", str(64 << 20), "--generation-config", "vllm"]
@@ -69,8 +76,8 @@ def vllm_server(log: Path, speculative: dict | None = None) -> Iterator[str]:
 def _wait_until_it_serves(process: subprocess.Popen, url: str, log: Path) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        with suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
+        with suppress(OSError):  # nobody listens yet, or whoever does is slow
+            urllib.request.urlopen(f"{url}/v1/models", timeout=60).close()
             return
         time.sleep(1)
     pytest.fail(f"vLLM does not serve; its log ends with\n{log.read_text()[-3000:]}", pytrace=False)

@@ -14,11 +14,15 @@ from paceline.types import Completion, FinishReason, Precision, Segment
 
 
 class SlowBackend(Backend):
-    """Writes one token of every request per `seconds`; one whose prompt begins with 666 ends the process."""
+    """Writes one token of every request per `seconds`; one whose prompt begins with 666 ends the process.
 
-    def __init__(self, seconds: float, die_once: str) -> None:
+    It writes none while there is a file `hold`.
+    """
+
+    def __init__(self, seconds: float, die_once: str, hold: str = "") -> None:
         self.seconds = seconds
         self.die_once = die_once
+        self.hold = Path(hold) if hold else None
         self.weight = 0
         self.version = 0
         self.rows = deque()
@@ -30,6 +34,8 @@ class SlowBackend(Backend):
     def completions(self):
         while self.rows and not self.paused:
             time.sleep(self.seconds)
+            if self.hold is not None and self.hold.exists():
+                continue
             done = []
             for row in self.rows:
                 request, tokens, segments = row

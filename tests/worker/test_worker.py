@@ -122,10 +122,17 @@ def test_requests_run_again_where_the_worker_dies_and_end_once(start):
 
 
 @pytest.mark.slow
-def test_a_hung_worker_is_noticed_and_replaced(start):
-    backend = start(patience=replace(PATIENT, answer=8))
+def test_a_hung_worker_is_noticed_and_replaced(start, tmp_path):
+    backend = start()
     backend.update_weights(1)
     backend.submit([request("stuck", 4, first=667)])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "died").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # Impatient until it is noticed: the next one may take its time.
+    backend.warn = lambda text: setattr(backend, "patience", PATIENT)
+    backend.patience = replace(PATIENT, answer=3)
     (completion,) = backend.completions()
     assert completion.tokens == expected([request("stuck", 4, first=667)])["stuck"]
     assert backend.restarts == 1
@@ -143,6 +150,48 @@ def test_a_worker_that_dies_again_and_again_is_an_error(start):
 def test_a_worker_that_cannot_start_is_an_error():
     with pytest.raises(WorkerFailed, match="ended with code 1 before it was ready"):
         WorkerBackend(Launch("tests.worker.slow_backend:make", "{no json"), list, patience=PATIENT)
+
+
+class StandIn:
+    """A worker without a process: this end says hello, and may go."""
+
+    id = 1
+
+    def __init__(self) -> None:
+        ours, self.other_end = socket.socketpair()
+        self.connection = Connection(ours)
+        self.ended = threading.Event()
+        Connection(self.other_end).send(Message("hello"))
+
+    def kill(self) -> None:
+        self.connection.close()
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def end(self, seconds: float = 2.0) -> int:
+        self.connection.close()
+        self.ended.set()
+        return -9
+
+
+def test_a_worker_that_comes_after_closing_is_ended():
+    first, late = StandIn(), StandIn()
+    coming, closed = threading.Event(), threading.Event()
+
+    def place(launch, weights):
+        if not first.ended.is_set():
+            return first
+        coming.set()
+        assert closed.wait(120)
+        return late
+
+    backend = WorkerBackend(Launch("", ""), list, patience=replace(PATIENT, close=0.1), place=place)
+    first.other_end.close()
+    assert coming.wait(120)
+    backend.close()
+    closed.set()
+    assert late.ended.wait(120), "nobody else would"
 
 
 @pytest.mark.slow

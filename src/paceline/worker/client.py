@@ -228,7 +228,8 @@ class WorkerBackend(Backend):
         with self.changed:
             self.worker = worker
         if self.closed:
-            return  # who closed ends it
+            worker.end()  # who closed may have looked before it was there
+            return
         started = threading.Timer(self.patience.start, worker.kill)
         started.start()
         try:
