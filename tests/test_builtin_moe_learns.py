@@ -59,6 +59,7 @@ def test_accuracy_rises(tmp_path):
         "builtin-moe",
         f"run.root={tmp_path}",
         "run.name=run",
+        "report.closing_pairs=0",
     ]
     output = subprocess.run(
         command, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=3600

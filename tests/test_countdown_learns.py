@@ -28,6 +28,7 @@ def run(tmp_path_factory):
         "run.steps=20",
         "task.eval_problems=400",
         "report.samples_per_step=16",
+        "report.closing_pairs=0",
     ]
     output = subprocess.run(
         [sys.executable, "-m", "paceline", "train", "countdown-small", *overrides],

@@ -159,6 +159,7 @@ def test_an_empty_recipe_does_not_resume(uninterrupted, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_replay_learns_the_same_from_saved_rollouts(uninterrupted, policy, tmp_path):
     """On-policy step 1 from saved samples equals step 1 of the live run."""
     finish("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", str(tmp_path / "saved"))

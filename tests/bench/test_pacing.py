@@ -72,7 +72,7 @@ def recipe(*overrides: str):
     return config, *recipe_policy(config)
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_a_recipes_own_drafters_precision_and_lengths(shape):
     config, policy, prompts = recipe(f"rollout.speculation.shape={shape}", "rollout.precision=fp8")
     said = []

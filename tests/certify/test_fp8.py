@@ -182,7 +182,7 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
         ("experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}),
         ("experts", "fp8", torch.float32, {}),
         ("biases", "kv", torch.float32, {"kv_scales_per_head": True}),
-        ("qk_norm", "kv", torch.bfloat16, {}),
+        pytest.param("qk_norm", "kv", torch.bfloat16, {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_sound_engine_agrees(kind, precision, dtype, settings):
@@ -505,14 +505,19 @@ def test_the_command_certifies_what_the_recipe_says(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, drafter", [("builtin", "eagle"), ("builtin-moe", "disturbed")])
-def test_the_built_in_policies_are_certified_in_fp8(tmp_path, policy, drafter):
+@pytest.mark.parametrize(
+    "policy, drafter, verify",
+    [("builtin", "eagle", "shared-noise"), ("builtin-moe", "disturbed", "rejection")],
+)
+def test_the_built_in_policies_are_certified_in_fp8(tmp_path, policy, drafter, verify):
     arguments = [
         "certify",
         policy,
         "rollout.precision=fp8+kv",
         "--drafter",
         drafter,
+        "--verify",
+        verify,
         "--quick",
         "--json",
         str(tmp_path / "c.json"),

@@ -53,7 +53,7 @@ def packed(device: str) -> tuple[PackedAttention, PackedAttention]:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
-@pytest.mark.parametrize("block_scores", [1 << 24, 5000])
+@pytest.mark.parametrize("block_scores", [pytest.param(1 << 24, marks=pytest.mark.slow), 5000])
 def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)
     tensors = draw(step, torch.float64, "cpu")

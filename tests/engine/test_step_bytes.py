@@ -53,7 +53,7 @@ def shallow(shape: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(shape, num_layers=3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8+kv"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp8+kv"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_step_holds_more_than_its_estimate(name, precision):
     shape = shallow(CASES[name])

@@ -123,7 +123,9 @@ def ragged_of(tokens: list[int], device: str) -> packing.RaggedRows:
     return packing.RaggedRows(*(x.to(device) for x in ragged), max(NODES, *tokens))
 
 
-@pytest.mark.parametrize("programs", ["several share a row", "one a row"])
+@pytest.mark.parametrize(
+    "programs", ["several share a row", pytest.param("one a row", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("tree", [False, True])
 def test_attention_of_ragged_rows_has_each_rows_bits(tree, programs, device, monkeypatch):
     """As if every row had as many; in the kernel whether rows share programs or not."""

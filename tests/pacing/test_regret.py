@@ -64,7 +64,7 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
         assert any(strategy.count for strategy in paced.strategies), "it was given a chance"
 
 
-@pytest.mark.parametrize("names", ["a", "abc"])
+@pytest.mark.parametrize("names", [pytest.param("a", marks=pytest.mark.slow), "abc"])
 @pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 5e-2), (2e-3, 5e-2), (2.5e-4, 5e-3)])
 def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
     names, seconds_per_token, switch_seconds

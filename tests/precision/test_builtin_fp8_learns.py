@@ -26,7 +26,11 @@ def train(root, *overrides: str) -> list[dict]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_corrected_run_ends_within_noise_of_full_precision(seed, tmp_path):
     records = train(
-        tmp_path, f"run.seed={seed}", "rollout.precision=fp8+kv", "learning.correction.preset=tis"
+        tmp_path,
+        f"run.seed={seed}",
+        "rollout.precision=fp8+kv",
+        "learning.correction.preset=tis",
+        "report.closing_pairs=0",
     )
     steps, evaluations = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
     accuracy = evaluations[-1]["eval/accuracy"]
