@@ -179,7 +179,9 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
         ("biases", "fp8+kv", torch.float32, {}),
         ("qk_norm", "fp8", torch.float32, {"base_precision_layers": 1}),
         ("qk_norm", "fp8+kv", torch.bfloat16, {"kv_scales_per_head": True}),
-        ("experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}),
+        pytest.param(
+            "experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}, marks=pytest.mark.slow
+        ),
         ("experts", "fp8", torch.float32, {}),
         ("biases", "kv", torch.float32, {"kv_scales_per_head": True}),
         pytest.param("qk_norm", "kv", torch.bfloat16, {}, marks=pytest.mark.slow),

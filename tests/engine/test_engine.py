@@ -61,7 +61,7 @@ def bits(completions: dict[str, Completion]) -> dict[str, tuple]:
     return {name: (c.tokens, c.logprobs, c.finish_reason) for name, c in completions.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_equals_naive_transformers_sampling_in_float64(family, folders):
     with double_precision():
         oracle = small_model(family)

@@ -12,7 +12,7 @@ from paceline.kernels.noise import gumbel
 from paceline.policy.config import from_huggingface
 from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.types import FinishReason, Request, SamplingParams, Segment
-from tests.oracles import FAMILIES, double_precision, small_model
+from tests.oracles import EVERY_FAMILY, double_precision, small_model
 
 EOS = 2
 
@@ -50,7 +50,7 @@ def make_requests(count: int) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_equals_naive_transformers_sampling(family, tmp_path):
     with double_precision():
         oracle = small_model(family)

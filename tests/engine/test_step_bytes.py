@@ -156,6 +156,7 @@ def test_no_shared_step_holds_more_than_its_estimate(tree):
             assert allocations.peak <= needs.step(rows, queries), (variant, rows, queries)
 
 
+@pytest.mark.slow
 def test_one_piece_of_logits_at_a_time():
     shape = dataclasses.replace(SMALL_SHAPES["llama"], vocab_size=50_000)
     runner = make_runner(shape, EngineSettings(deterministic=True))

@@ -105,7 +105,9 @@ def test_inactive_rows_give_zeros(device):
 
 
 @pytest.mark.usefixtures("independent_rows")
-@pytest.mark.parametrize("programs", ["several share a row", "one a row"])
+@pytest.mark.parametrize(
+    "programs", ["several share a row", pytest.param("one a row", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(E4M3, marks=pytest.mark.slow)])
 def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16

@@ -107,6 +107,7 @@ def test_drafters_share_one_budget():
     )
 
 
+@pytest.mark.slow
 def test_what_fails_at_the_full_batch_may_still_win_in_the_tail():
     """A drafter that is right only late in long responses: trials, the guard and what a rollout begins with
     go by the situation.

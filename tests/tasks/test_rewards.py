@@ -220,6 +220,7 @@ def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
     ]
 
 
+@pytest.mark.slow
 def test_concurrency_is_bounded_and_waiting_does_not_count(scoring):
     rewards = scoring({"function": f"{EXAMPLES}:judge", "time_limit": 4, "concurrency": 2})
     before = time.monotonic()

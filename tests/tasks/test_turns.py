@@ -293,6 +293,7 @@ def test_tools_may_answer_with_chat_messages(tmp_path):
     assert sample.score.correct
 
 
+@pytest.mark.slow
 def test_a_run_with_turns_learns_and_repeats_itself(policy_folder, tmp_path):
     extra = [
         f"task.turns.step={EXAMPLES}:echo_twice",
