@@ -3,9 +3,7 @@
 import gc
 import os
 import pickle
-import random
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.learning.distributed.group import RankGroup, join_ranks
+from tests.ports import free_port
 
 # Long: the machine may have much else to do.
 TIMEOUT_SECONDS = 240.0
@@ -28,18 +27,6 @@ class Outcome(NamedTuple):
     result: Any
     error: str
     code: int  # negative: the signal that ended it
-
-
-def free_port() -> int:
-    """Returns a free port, below those that a system gives to whoever asks for any.
-
-    So nobody else takes it meanwhile, and no rank that comes before the first one connects to itself.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with suppress(OSError), socket.socket() as server:
-            server.bind(("127.0.0.1", port))
-            return port
 
 
 def start_ranks(

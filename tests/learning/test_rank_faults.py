@@ -12,8 +12,9 @@ from paceline.learning.distributed.faults import RanksLost
 from paceline.learning.distributed.group import RankGroup, join_ranks, serve_ranks
 from paceline.learning.distributed.rank_learner import RankLearner
 from paceline.learning.learner import Learner
-from tests.learning.rank_processes import end_ranks, free_port, start_ranks
+from tests.learning.rank_processes import end_ranks, start_ranks
 from tests.learning.test_ranks import CASES
+from tests.ports import free_port
 
 VICTIM = 1
 # Of a collective, in the tests in which it must run out.

@@ -14,8 +14,8 @@ from paceline.learning.learner import Learner
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters
-from tests.learning.rank_processes import free_port
 from tests.learning.samples import make_config, make_groups
+from tests.ports import free_port
 
 pytestmark = pytest.mark.gpu
 

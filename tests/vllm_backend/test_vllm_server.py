@@ -6,9 +6,7 @@ that, a server of vLLM's own has it.
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -26,20 +24,12 @@ from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
 from tests.peers.test_vllm import VENV
 from tests.peers.test_vllm import pytestmark as vllm_marks
+from tests.ports import free_port
 
 pytestmark = vllm_marks
 
 START_SECONDS = 600
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-
-
-def free_port() -> int:
-    """Returns a port that is free, and that no system gives away by itself before vLLM has opened it."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextmanager

@@ -115,13 +115,8 @@ def _choose_kernel(
     token = tl.load(tokens_ptr + row * num_candidates + number, mask=exists, other=-1)
     cell = tl.load(cells_ptr + row * num_candidates + number, mask=exists, other=-1)
     order = order_by_value(value, number, exists)
-    # The same by the other axis, so that a candidate can look up its parent's.
-    after = (value[None, :] > value[:, None]) | (
-        (value[None, :] == value[:, None]) & (number[None, :] < number[:, None])
-    )
-    order_of = tl.sum((after & exists[None, :]).to(tl.int32), axis=1)
     is_parent = number[:, None] == parent[None, :]
-    node_above = tl.sum(tl.where(is_parent, order_of[:, None] + 1, 0), axis=0)
+    node_above = tl.sum(tl.where(is_parent, order[:, None] + 1, 0), axis=0)
     real = value > -float("inf")
     chosen = exists & (order < count)
     out = slot * num_proposals + order
