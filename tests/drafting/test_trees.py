@@ -307,16 +307,21 @@ def eagle_logits(policy: Decoder, head: EagleHead, tokens_L: torch.Tensor, path:
 
 
 @pytest.mark.parametrize(
-    "kind, truncated",
+    "kind, truncated, draft_vocab",
     [
-        ("eagle", False),
+        ("eagle", False, 70),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("eagle", True), ("draft_model", False), ("draft_model", True))
+            for case in (
+                ("eagle", False, 0),
+                ("eagle", True, 70),
+                ("draft_model", False, 0),
+                ("draft_model", True, 0),
+            )
         ),
     ],
 )
-def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, folders):  # noqa: F811
+def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, draft_vocab, folders):  # noqa: F811
     """In float64, against a computation without caches: through shared prompts, chunks, preemption, and walks
     whose paths moved.
     """
@@ -325,7 +330,7 @@ def test_nodes_are_the_best_candidates_behind_their_path(kind, truncated, folder
     sampling = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True, **cut)
     requests = [Request(r.id, r.prompt, r.seed, sampling) for r in requests]
     policy = load_policy(folders["qwen3"], torch.float64)
-    drafter = make_drafter(kind, folders["qwen3"], torch.float64, draft_vocab=70 if truncated else 0)
+    drafter = make_drafter(kind, folders["qwen3"], torch.float64, draft_vocab=draft_vocab)
     watched = WatchedTrees(drafter)
     settings = EngineSettings(max_running=4, kv_tokens=144, prefill_tokens=13)
     pacer = FixedPacer(Strategy(kind, 12, tree=True), 1000)

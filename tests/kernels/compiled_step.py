@@ -15,6 +15,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from paceline.kernels import (  # noqa: E402
     allotment,
+    candidates,
     packing,
     tree_choice,
     tree_counts,
@@ -23,6 +24,8 @@ from paceline.kernels import (  # noqa: E402
 )
 
 FLOATS = {
+    "logits_ptr",
+    "score_ptr",
     "values_ptr",
     "priority_ptr",
     "temperature_ptr",
@@ -44,7 +47,7 @@ FLOATS = {
 NUMBERS = {
     *("most", "reach", "num_proposals", "num_rows", "count", "shared", "queries"),
     *("num_found", "first", "used", "num_candidates", "num_queries", "num_cells"),
-    *("depth", "width", "next_width"),
+    *("depth", "width", "next_width", "vocab_size", "num_chunks"),
 }
 LEVEL = dict(LEAVES=False, COUNT=4, BLOCK_N=16, BLOCK_D=8)
 
@@ -82,6 +85,9 @@ if __name__ == "__main__":
                     packing._pack_kernel, capability, 1, TREE=True, BLOCK_Q=16, SUMMED_ROWS=256
                 ),
                 "walking": spills(tree_walk._walk_kernel, capability, 1, BLOCK_Q=16),
+                "candidates of some tokens": spills(
+                    candidates._best_chunk_kernel, capability, 8, COUNT=4, CHUNK=2048, SOME=True
+                ),
                 "growing": spills(tree_growth._grow_kernel, capability, 1, ROOTS=False, **LEVEL),
                 "growing from roots": spills(tree_growth._grow_kernel, capability, 1, ROOTS=True, **LEVEL),
                 "choosing": spills(tree_choice._choose_kernel, capability, 4, BLOCK_N=64, BLOCK_K=16),

@@ -42,6 +42,35 @@ def test_what_truncation_leaves_comes_first():
     assert all(len(set(row)) == 4 for row in tokens.tolist()), "what is cut follows"
 
 
+def among_all(logits, vocabulary, size):
+    """The logits of all tokens, of which only some are possible."""
+    return torch.full((len(logits), size), -torch.inf, device=logits.device).index_copy(1, vocabulary, logits)
+
+
+def test_logits_of_some_tokens_are_those_of_all_with_the_others_impossible():
+    vocabulary = torch.tensor([41, 3, 8, 9, 49, 20, 33])
+    logits, *noise_of = make(6, len(vocabulary))
+    logits[4, 2:] = -torch.inf  # fewer than are asked for
+    ours = best_candidates(logits, *noise_of, 4, vocabulary_V=vocabulary)
+    theirs = best_candidates(among_all(logits, vocabulary, 50), *noise_of, 4)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert ours[0][4].tolist()[2:] == [-1, -1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_kernel_of_some_tokens_is_the_kernel_of_all(device, count):
+    vocabulary = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:2100].to(device)
+    logits, *noise_of = (tensor.to(device) for tensor in make(3, 2100))
+    ours = candidates.best_candidates_triton(logits, *noise_of, count, vocabulary_V=vocabulary)
+    theirs = candidates.best_candidates_triton(among_all(logits, vocabulary, 5000), *noise_of, count)
+    reference = candidates.best_candidates_reference(logits, *noise_of, count, vocabulary_V=vocabulary)
+    for number in (0, 1):
+        assert torch.equal(ours[number], theirs[number])
+        assert torch.equal(ours[number], reference[number])
+
+
 @pytest.mark.slow
 def test_kernel_is_the_reference(device):
     for vocab in (3, 97, 2500):

@@ -37,6 +37,14 @@ def test_bits_equal_python_philox():
         assert bits.tolist() == expected[:10]
 
 
+def test_some_tokens_have_the_noise_that_they_have_among_all():
+    seed, position = torch.tensor([3, -9, 2**40]), torch.tensor([0, 5, 2**31 - 1])
+    tokens = torch.tensor([7, 0, 39, 4, 5, 6, 22])
+    ours, theirs = noise.gumbel_of(seed, position, tokens), noise.gumbel(seed, position, 40)[:, tokens]
+    assert torch.equal(ours, theirs)
+    assert len(ours.unique()) == ours.numel()
+
+
 def test_gumbel_follows_the_formula_to_float32_rounding():
     bits = torch.cat(
         [torch.arange(0, 2**12), torch.randint(0, 2**32, (2**16,)), torch.arange(2**32 - 2**12, 2**32)]

@@ -20,7 +20,7 @@ import torch
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.training import MICRO_BATCH_TOKENS, drafted_tokens, rows_per_chunk, teacher_states
 from paceline.drafting.unroll import unroll
-from paceline.kernels.noise import gumbel
+from paceline.kernels.noise import gumbel_of
 from paceline.learning.batch import MicroBatch, pack, training_sequence
 from paceline.policy.decoder import Decoder
 from paceline.types import Completion
@@ -125,7 +125,7 @@ def _chances(
                 head.logits(x_RE[tokens]),
                 batch.targets_R[tokens],
                 temperature_R[tokens],
-                gumbel(seed_R[tokens], places, policy.config.vocab_size)[:, head.draft_to_target],
+                gumbel_of(seed_R[tokens], places, head.draft_to_target),
             )
             shared_RK[tokens - step, step], rejection_RK[tokens - step, step] = shared, rejection
     return shared_RK, rejection_RK

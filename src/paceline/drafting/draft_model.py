@@ -15,6 +15,7 @@ import torch
 from paceline.drafting.base import DrafterContext, TreeStep
 from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
+from paceline.drafting.logits import DraftLogits
 from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import DraftQueries, gather_draft
@@ -127,7 +128,7 @@ class DraftModel(CachedDrafter):
                     table_RB,
                     walk.context_CR[column + 1],
                 )
-            chain.sample(self.forward.logits(hidden_RE))
+            chain.sample(DraftLogits(self.forward.logits(hidden_RE)))
         chain.propose(self.trees)
         # All accepted, the next length is L + count + 1, and what was not run here is one token behind it.
         self.cached_S[slots_R] = rows.length[slots_R]
@@ -139,11 +140,11 @@ class DraftModel(CachedDrafter):
         walk = gather_draft(rows, slots_R, 1 + shape.places, self.forward.max_position, BLOCK_SIZE)
         table_RB = rows.block_table.index_select(0, slots_R)
         growth = TreeGrowth(shape, self.context, slots_R, walk, self.calibration, truncates, root_column=1)
-        nodes = growth.branch(self.forward.logits(self._run_last_two(walk, table_RB)))
+        nodes = growth.branch(DraftLogits(self.forward.logits(self._run_last_two(walk, table_RB))))
         while nodes is not None:
             places = nodes.positions_RW, nodes.cache_slots_RW, table_RB, walk.context_CR[1]
             hidden_TE, _ = self.forward.decode(nodes.tokens_RW, *places, nodes.keys)
-            nodes = growth.branch(self.forward.logits(hidden_TE))
+            nodes = growth.branch(DraftLogits(self.forward.logits(hidden_TE)))
         chosen_RK = self.trees.propose(slots_R, growth.candidates(), count)
         self.places_SK[slots_R, :count] = growth.places_RN().gather(1, chosen_RK)
         self.cached_S[slots_R] = rows.length[slots_R]

@@ -23,6 +23,7 @@ from paceline.drafting.cached import CachedDrafter
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.growth import GapCalibration, TreeGrowth, TreeShape
 from paceline.drafting.head_products import HeadProducts
+from paceline.drafting.logits import DraftLogits
 from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
@@ -265,17 +266,11 @@ class EagleDrafter(CachedDrafter):
             self.head.config.layer.norm_eps,
         )
 
-    def _logits(self, normed_RE: torch.Tensor) -> torch.Tensor:
-        """Scores over the policy's vocabulary, because noise belongs to the policy's tokens.
-
-        Tokens without a draft id are impossible.
-        """
-        wide = torch.float64 if normed_RE.dtype == torch.float64 else torch.float32
-        logits_RV = self.products(normed_RE, self.head.head.weight, wide)
-        if self.whole_vocabulary:
-            return logits_RV
-        full_RV = logits_RV.new_full((len(logits_RV), self.head.config.layer.vocab_size), -torch.inf)
-        return full_RV.index_copy_(1, self.head.draft_to_target, logits_RV)
+    def _logits(self, normed_TE: torch.Tensor) -> DraftLogits:
+        wide = torch.float64 if normed_TE.dtype == torch.float64 else torch.float32
+        scores_TN = self.products(normed_TE, self.head.head.weight, wide)
+        vocabulary_N = None if self.whole_vocabulary else self.head.draft_to_target
+        return DraftLogits(scores_TN, vocabulary_N, self.head.config.layer.vocab_size)
 
     # -- learning --
 

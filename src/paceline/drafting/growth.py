@@ -17,7 +17,7 @@ import torch
 
 from paceline.drafting.base import DrafterContext
 from paceline.drafting.calibration import Calibration
-from paceline.kernels.candidates import best_candidates
+from paceline.drafting.logits import DraftLogits
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation
 from paceline.kernels.tree_choice import Candidates
@@ -140,8 +140,8 @@ class TreeGrowth:
         # The nodes that were run last; None: the roots.
         self.last: RunNodes | None = None
 
-    def branch(self, logits_TV: torch.Tensor) -> RunNodes | None:
-        """Adds the children of the nodes that were run last, whose logits these are, `[R x W, V]`.
+    def branch(self, logits: DraftLogits) -> RunNodes | None:
+        """Adds the children of the nodes that were run last, R x W of them, whose logits these are.
 
         Returns the nodes to run next; None: the tree is deep enough.
         """
@@ -150,7 +150,7 @@ class TreeGrowth:
         used = 1 + sum(self.shape.widths[:depth])
         following = self.shape.widths[depth] if depth < len(self.shape.widths) else 0
         noise = self.queries.temperature_R, self.queries.seed_R, self.queries.sample_positions_CR[depth]
-        best = best_candidates(logits_TV, *noise, CANDIDATES, self.truncation, width)
+        best = logits.best(noise, CANDIDATES, self.truncation, width)
         self.last = grow_level(
             *best,
             self.log_rates_C,

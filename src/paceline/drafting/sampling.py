@@ -10,8 +10,8 @@ import torch
 
 from paceline.drafting.base import DrafterContext
 from paceline.drafting.growth import GapCalibration
+from paceline.drafting.logits import DraftLogits
 from paceline.drafting.tree import TreeProposals
-from paceline.kernels.candidates import best_candidates
 from paceline.kernels.draft_step import DraftQueries
 from paceline.kernels.rejection import Truncation, keep_distribution
 from paceline.kernels.sampler import sample, sample_truncated
@@ -19,7 +19,7 @@ from paceline.kernels.tree_choice import ROOT, Candidates
 
 
 def sample_draft(
-    logits_RV: torch.Tensor,
+    logits: DraftLogits,
     context: DrafterContext,
     slots_R: torch.Tensor,
     queries: DraftQueries,
@@ -33,11 +33,19 @@ def sample_draft(
     rows = context.rows
     cut = Truncation(rows.top_k[slots_R], rows.top_p[slots_R], rows.min_p[slots_R]) if truncates else None
     if context.probabilities_SKV is not None:
-        keep_distribution(logits_RV, queries.temperature_R, cut, context.probabilities_SKV, slots_R, column)
+        kept = context.probabilities_SKV, slots_R, column
+        keep_distribution(logits.full(), queries.temperature_R, cut, *kept)
     noise = queries.temperature_R, queries.seed_R, queries.sample_positions_CR[column]
     if cut is not None:
-        return sample_truncated(logits_RV, *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]
-    return sample(logits_RV, *noise)[0]
+        return sample_truncated(logits.full(), *noise, cut.top_k_R, cut.top_p_R, cut.min_p_R)[0]
+    if logits.vocabulary_N is None:
+        return sample(logits.scores_TN, *noise)[0]
+    return _first(logits.best(noise, 1)[0])
+
+
+def _first(tokens_RN: torch.Tensor) -> torch.Tensor:
+    """Returns the best candidates; there always is one, unless a logit is no number."""
+    return tokens_RN[:, 0].clamp(min=0)
 
 
 @dataclass
@@ -53,21 +61,20 @@ class ChainDraft:
     tokens: list[torch.Tensor] = field(default_factory=list)
     cells: list[torch.Tensor] = field(default_factory=list)
 
-    def sample(self, logits_RV: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: DraftLogits) -> torch.Tensor:
         """Returns the next column's tokens."""
         column = len(self.tokens)
         if self.calibration is None:
             drawn = self.context, self.slots_R, self.queries, column, self.truncates
-            self.tokens.append(sample_draft(logits_RV, *drawn))
+            self.tokens.append(sample_draft(logits, *drawn))
             return self.tokens[-1]
         rows = self.context.rows
         cut = None
         if self.truncates:
             cut = Truncation(*(x[self.slots_R] for x in (rows.top_k, rows.top_p, rows.min_p)))
         noise = self.queries.temperature_R, self.queries.seed_R, self.queries.sample_positions_CR[column]
-        tokens_R2, scores_R2 = best_candidates(logits_RV, *noise, 2, cut)
-        # There is always one, unless a logit is no number.
-        self.tokens.append(tokens_R2[:, 0].clamp(min=0))
+        tokens_R2, scores_R2 = logits.best(noise, 2, cut)
+        self.tokens.append(_first(tokens_R2))
         self.cells.append(self.calibration.cells(scores_R2)[:, 0])
         return self.tokens[-1]
 

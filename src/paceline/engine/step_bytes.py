@@ -88,7 +88,7 @@ class StepBytes:
         """Returns the bytes of a draft by the drafter that needs most.
 
         A drafter's logits are those of one token per row, all rows at once, and a head with a vocabulary of
-        its own spreads them over the policy's.
+        its own spreads them over the policy's where they are truncated.
         """
         return max((self._draft(shape, rows) for shape in self.drafters), default=0)
 

@@ -3,12 +3,15 @@
 The noise is that with which the policy samples, so the first candidate is what `sampler.py` would sample from
 these logits, and the policy's own choice lies among the first few far more often than it is the first. T = 0
 means the largest logits. A row is cut into chunks whatever the batch, as in `sampler.py`.
+
+Logits may be of some tokens of the vocabulary, as an EAGLE-3 head's are: noise belongs to the policy's tokens
+and is computed for those alone.
 """
 
 import torch
 
 from paceline.kernels import noise
-from paceline.kernels.noise import gumbel_triton
+from paceline.kernels.noise import gumbel_of_triton, gumbel_triton
 from paceline.kernels.rejection import Truncation
 from paceline.kernels.sampler import (
     CHUNK,
@@ -41,11 +44,17 @@ def best_candidates_reference(
     position_R: torch.Tensor,
     count: int,
     width: int = 1,
+    vocabulary_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference of `best_candidates`."""
     temperature_R, seed_R, position_R = _for_each(width, temperature_R, seed_R, position_R)
     scaled_RV = scaled_logits(logits_RV, temperature_R)
-    return _best(perturbed_logits(scaled_RV, temperature_R, seed_R, position_R), count)
+    if vocabulary_V is None:
+        return _best(perturbed_logits(scaled_RV, temperature_R, seed_R, position_R), count)
+    noise_RV = noise.gumbel_of(seed_R, position_R, vocabulary_V)
+    scores_RV = scaled_RV + torch.where((temperature_R > 0).unsqueeze(-1), noise_RV, 0.0)
+    places_RN, scores_RN = _best(scores_RV, count)
+    return torch.where(places_RN < 0, -1, vocabulary_V[places_RN]), scores_RN
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -54,6 +63,7 @@ def _best_chunk_kernel(
     temperature_ptr,
     seed_ptr,
     position_ptr,
+    vocabulary_ptr,
     score_ptr,
     token_ptr,
     vocab_size,
@@ -61,18 +71,24 @@ def _best_chunk_kernel(
     width,
     COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
+    SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (row, chunk): the chunk's COUNT best."""
+    """Programs (row, chunk): the chunk's COUNT best. SOME: a vocabulary says which tokens logits are of."""
     launch_next(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
     temperature = tl.load(temperature_ptr + row // width)
     greedy = temperature <= 0
     seed, position = tl.load(seed_ptr + row // width), tl.load(position_ptr + row // width)
-    gumbel = gumbel_triton(seed, position, chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
+    if SOME:
+        token = tl.load(vocabulary_ptr + place, mask=place < vocab_size, other=0x7FFFFFFF).to(tl.int32)
+        gumbel = gumbel_of_triton(seed, position, token, _STREAM_SAMPLE)
+    else:
+        token = place
+        gumbel = gumbel_triton(seed, position, chunk * CHUNK, CHUNK, _STREAM_SAMPLE)
     wait_previous(PDL)
-    logits = tl.load(logits_ptr + row * vocab_size + token, mask=token < vocab_size, other=-float("inf")).to(
+    logits = tl.load(logits_ptr + row * vocab_size + place, mask=place < vocab_size, other=-float("inf")).to(
         tl.float32
     )
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
@@ -119,6 +135,7 @@ def best_candidates_triton(
     position_R: torch.Tensor,
     count: int,
     width: int = 1,
+    vocabulary_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches `best_candidates`'s kernels."""
     num_rows, vocab_size = logits_RV.shape
@@ -133,6 +150,7 @@ def best_candidates_triton(
         temperature_R,
         seed_R,
         position_R,
+        vocabulary_V,
         score,
         token,
         vocab_size,
@@ -140,6 +158,7 @@ def best_candidates_triton(
         width,
         COUNT=count,
         CHUNK=CHUNK,
+        SOME=vocabulary_V is not None,
         **launch_options(num_warps=8),
     )
     _best_combine_kernel[(num_rows,)](
@@ -163,11 +182,13 @@ def best_candidates(
     count: int,
     truncation: Truncation | None = None,
     width: int = 1,
+    vocabulary_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and scores of each row's `count` best candidates, best first, `[R, count]`.
 
     What truncation leaves comes first. A token of -1 with a score of -inf is none: a logit of -inf is never
-    a candidate. Every `width` rows of logits have the same noise and truncation, given once.
+    a candidate. Every `width` rows of logits have the same noise and truncation, given once. `vocabulary_V`
+    are the tokens that logits are of, int64, each once; None: all. Truncation is for logits of all tokens.
     """
     noise_of = temperature_R, seed_R, position_R
     if truncation is not None:
@@ -175,7 +196,7 @@ def best_candidates(
         given = _for_each(width, *noise_of, *cut)
         return in_wide_pieces(lambda *few: _best_truncated(*few, count), logits_RV, *given)
     run = best_candidates_triton if logits_RV.is_cuda else best_candidates_reference
-    return run(logits_RV, *noise_of, count, width)
+    return run(logits_RV, *noise_of, count, width, vocabulary_V)
 
 
 def _for_each(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -92,6 +92,20 @@ def random_bits(seed: Array, position: Array, vocab_size: int, stream: int = STR
     return bits.reshape(*seed.shape[:-1], draws * TOKENS_PER_DRAW)[..., :vocab_size]
 
 
+def random_bits_of(seed: Array, position: Array, tokens: Array, stream: int = STREAM_SAMPLE) -> Array:
+    """Returns those of `random_bits` that belong to these tokens, `[*seed.shape, N]`."""
+    seed, position = seed[..., None], position[..., None]
+    zero = seed * 0
+    words = philox(
+        (tokens // TOKENS_PER_DRAW + zero, position + zero, zero + stream, zero),
+        (seed & MASK32, (seed >> 32) & MASK32),
+    )
+    bits, which = words[0], tokens % TOKENS_PER_DRAW + zero
+    for number, word in enumerate(words[1:], start=1):
+        bits = _library(seed).where(which == number, word, bits)
+    return bits
+
+
 def _log_reduced(f: Array) -> Array:
     polynomial = f * 0.0 + LOG_POLYNOMIAL[0]
     for coefficient in LOG_POLYNOMIAL[1:]:
@@ -131,6 +145,11 @@ def gumbel(
         return gumbel_from_bits(random_bits(seed, position.long(), vocab_size, stream))
     bits = random_bits(seed.numpy(), position.numpy().astype(np.int64), vocab_size, stream)
     return torch.from_numpy(gumbel_from_bits(bits))
+
+
+def gumbel_of(seed: torch.Tensor, position: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns those of `gumbel` that belong to these tokens, `[*seed.shape, N]`."""
+    return gumbel_from_bits(random_bits_of(seed, position.long(), tokens))
 
 
 def _library(x: Array) -> ModuleType:
@@ -225,6 +244,15 @@ def gumbel_triton(seed, position, first_token, TOKENS: tl.constexpr, stream):
     token_group = (first_token // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
     w0, w1, w2, w3 = _words_triton(seed, position, token_group, stream)
     return _gumbel_from_bits_triton(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def gumbel_of_triton(seed, position, token, stream):
+    """Returns float32 noise of the tokens, in any order, for one seed and position."""
+    w0, w1, w2, w3 = _words_triton(seed, position, (token // 4).to(tl.uint32), stream)
+    which = token % 4
+    first, second = tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3)
+    return _gumbel_from_bits_triton(tl.where(which < 2, first, second))
 
 
 @triton.jit
