@@ -73,17 +73,17 @@ def test_a_restored_head_is_quantised_again(policy):
     assert accepted(engine) == drafted
 
 
-def test_the_layers_weights_are_copied_and_nothing_else(policy):
+def test_what_proposes_is_copied_and_nothing_else(policy):
     head = load_eagle("builtin-eagle", policy, torch.float32)
     products = HeadProducts(head, fp8=True, deterministic=False)
-    for weight in (head.attention.qkv.weight, head.feed_forward.down.weight):
+    for weight in (head.attention.qkv.weight, head.feed_forward.down.weight, head.head.weight):
         x = torch.randn(5, weight.shape[1])
-        exact, quantised = x @ weight.t(), products(x, weight)
+        exact, quantised = x @ weight.t(), products(x, weight, torch.float32)
         error = (quantised - exact).norm() / exact.norm()
         assert 1e-4 < error < 0.06, "FP8's own rounding, and no more"
     x = torch.randn(5, head.fc.weight.shape[1])
     assert torch.equal(products(x, head.fc.weight), HeadProducts(head, False, False)(x, head.fc.weight))
-    assert not products.in_fp8(head.head.weight) and not products.in_fp8(head.fc.weight)
+    assert all(weight is not head.fc.weight for weight, _ in products.copies)
 
 
 def test_the_plan_counts_the_copies(policy):

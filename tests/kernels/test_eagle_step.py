@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels import eagle_step
+from paceline.kernels.fp8_quantise import quantise_rows_triton
 
 
 def check(device: str, dtype: torch.dtype) -> None:
@@ -17,6 +18,14 @@ def check(device: str, dtype: torch.dtype) -> None:
         args = ids, random(30, width), random(tokens, width), random(width), random(width), 1e-5
         ours, theirs = eagle_step.eagle_inputs_triton(*args), eagle_step.eagle_inputs_reference(*args)
         torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    for tokens, width in ((1, 128), (5, 384), (3, 512)):
+        ids = torch.randint(0, 30, (tokens,), generator=g).to(device)
+        args = ids, random(30, width), random(tokens, width), random(width), random(width), 1e-5
+        ours = eagle_step.eagle_inputs_triton(*args, quantise=True)
+        theirs = quantise_rows_triton(eagle_step.eagle_inputs_triton(*args))
+        values = (x.values_MK[:tokens].view(torch.uint8) for x in (ours, theirs))
+        assert torch.equal(*values)
+        assert torch.equal(*(x.scales_GM[:, :tokens] for x in (ours, theirs)))
     for rows, queries in ((1, 1), (4, 1), (4, 3), (3, 8)):
         features, slots = random(rows * queries, 96), torch.randperm(9, generator=g)[:rows].to(device)
         context = torch.randint(0, 20, (rows,), generator=g).to(device)

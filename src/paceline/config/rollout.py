@@ -58,7 +58,7 @@ class SpeculationConfig(Section):
     )
     eagle_precision: Literal["base", "fp8"] = Field(
         "base",
-        description="what the eagle head's layer proposes in; base: the policy's own type; fp8: FP8, which "
+        description="what the eagle head proposes in; base: the policy's own type; fp8: FP8, which "
         "halves what a pass reads; completions are the same",
     )
     draft_model_path: str = Field(

@@ -28,9 +28,10 @@ from paceline.drafting.recorder import RecorderShape, StateRecorder
 from paceline.drafting.sampling import ChainDraft
 from paceline.drafting.tree import TreeProposals
 from paceline.kernels.draft_step import gather_draft
-from paceline.kernels.eagle_step import eagle_inputs, keep_last
+from paceline.kernels.eagle_step import eagle_inputs, eagle_inputs_quantised, keep_last
+from paceline.kernels.fp8_format import QuantisedRows
 from paceline.kernels.norm import rms_norm_residual, rms_norm_residual_quantised
-from paceline.kernels.paged_attention import paged_attention
+from paceline.kernels.paged_attention import paged_attention, paged_attention_quantised
 from paceline.kernels.rope_kv import rope_and_write_kv
 from paceline.kernels.swiglu import silu_multiply, silu_multiply_quantised
 from paceline.kernels.tree_gather import TreeKeys
@@ -221,7 +222,7 @@ class EagleDrafter(CachedDrafter):
         context_R: torch.Tensor,
         table_RB: torch.Tensor,
         tree: TreeKeys | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor]:
         """(normed, state): what the vocabulary's head takes, and what the next column or depth does.
 
         There is one token for each row, or as many as its `tree` has nodes.
@@ -231,8 +232,8 @@ class EagleDrafter(CachedDrafter):
         eps = head.config.layer.norm_eps
         k_cache, v_cache = self.cache.layer(0)
         products, feed_forward = self.products, head.feed_forward
-        fp8 = products.in_fp8(feed_forward.gate_up.weight)
-        qkv = products(self._inputs(states_TE, following_T), attention.qkv.weight, in_parts=True)
+        fp8 = self.fp8
+        qkv = products(self._inputs(states_TE, following_T, fp8), attention.qkv.weight, in_parts=True)
         q_THD = rope_and_write_kv(
             qkv,
             positions_T,
@@ -245,8 +246,12 @@ class EagleDrafter(CachedDrafter):
             dtype=states_TE.dtype,
         )
         q_RQHD = q_THD.unflatten(0, (len(context_R), -1))
-        attended_RQHD = paged_attention(q_RQHD, k_cache, v_cache, table_RB, context_R, tree=tree)
-        attended_TE = attended_RQHD.flatten(0, 1).flatten(1)
+        cache = k_cache, v_cache, table_RB, context_R
+        attended_TE = (
+            paged_attention_quantised(q_RQHD, *cache, tree=tree)
+            if fp8
+            else paged_attention(q_RQHD, *cache, tree=tree).flatten(0, 1).flatten(1)
+        )
         out_TE = products(attended_TE, attention.output.weight, in_parts=True)
         norm = rms_norm_residual_quantised if fp8 else rms_norm_residual
         normed_TE, residual_TE = norm(out_TE, states_TE, head.feed_forward_norm.weight, eps)
@@ -254,11 +259,13 @@ class EagleDrafter(CachedDrafter):
             products(normed_TE, feed_forward.gate_up.weight)
         )
         out_TE = products(gated_TF, feed_forward.down.weight, in_parts=True)
-        return rms_norm_residual(out_TE, residual_TE, head.norm.weight, eps)
+        return norm(out_TE, residual_TE, head.norm.weight, eps)
 
-    def _inputs(self, states_TE: torch.Tensor, following_T: torch.Tensor) -> torch.Tensor:
+    def _inputs(
+        self, states_TE: torch.Tensor, following_T: torch.Tensor, fp8: bool = False
+    ) -> torch.Tensor | QuantisedRows:
         norms = self.head.embedding_norm.weight, self.head.hidden_norm.weight
-        return eagle_inputs(
+        return (eagle_inputs_quantised if fp8 else eagle_inputs)(
             following_T,
             self.context.policy.embedding.weight,
             states_TE,
@@ -266,7 +273,7 @@ class EagleDrafter(CachedDrafter):
             self.head.config.layer.norm_eps,
         )
 
-    def _logits(self, normed_TE: torch.Tensor) -> DraftLogits:
+    def _logits(self, normed_TE: torch.Tensor | QuantisedRows) -> DraftLogits:
         wide = torch.float64 if normed_TE.dtype == torch.float64 else torch.float32
         scores_TN = self.products(normed_TE, self.head.head.weight, wide)
         vocabulary_N = None if self.whole_vocabulary else self.head.draft_to_target

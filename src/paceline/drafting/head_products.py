@@ -1,8 +1,8 @@
-"""The products of an eagle head's layer, in the policy's type or in FP8.
+"""The products of an eagle head, in the policy's type or in FP8.
 
-A pass that proposes reads all weights of the layer for a few rows, so its time is that of reading them: FP8
-halves it. What is drafted is verified all the same. Following the policy, which writes the entries that later
-passes attend to, stays in the policy's type, and so does the head over the vocabulary.
+A pass that proposes reads all weights for a few rows, so its time is that of reading them: FP8 halves it.
+What is drafted is verified all the same. Following the policy, which writes the entries that later passes
+attend to, stays in the policy's type.
 """
 
 import torch
@@ -20,7 +20,7 @@ class HeadProducts:
     def __init__(self, head: EagleHead, fp8: bool, deterministic: bool) -> None:
         self.deterministic = deterministic
         attention, feed_forward = head.attention, head.feed_forward
-        projections = attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down
+        projections = attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down, head.head
         weights = [projection.weight for projection in projections]
         self.copies = [(w, BlockMatrix.poisoned(w.shape, w.device)) for w in weights] if fp8 else []
         self.refresh()
@@ -36,10 +36,6 @@ class HeadProducts:
         """What the copies take."""
         return [tensor for _, copy in self.copies for tensor in (copy.values, copy.scales)]
 
-    def in_fp8(self, weight_NE: torch.Tensor) -> bool:
-        """Returns whether a weight has an FP8 copy."""
-        return any(weight is weight_NE for weight, _ in self.copies)
-
     def __call__(
         self,
         x_TE: torch.Tensor | QuantisedRows,
@@ -52,4 +48,4 @@ class HeadProducts:
         if copy is None:
             return linear(x_TE, weight_NE, out_dtype, self.deterministic)
         x = x_TE if isinstance(x_TE, QuantisedRows) else quantise_rows(x_TE.contiguous())
-        return fp8_linear(x, copy, self.deterministic, keep_parts=in_parts)
+        return fp8_linear(x, copy, self.deterministic, in_parts, out_dtype)

@@ -1,7 +1,7 @@
 """What an eagle head does besides its layer, in one launch each.
 
 eagle_inputs   token ──▶ embedding ──▶ norm ─┐
-               state ────────────────▶ norm ─┴▶ [ T, 2E ]
+               state ────────────────▶ norm ─┴▶ [ T, 2E ], plain or quantised
 keep_last      of the features of a step's tokens, those of each row's last kept sample go to the row's slot,
                where its next draft starts
 """
@@ -9,6 +9,8 @@ keep_last      of the features of a step's tokens, those of each row's last kept
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.fp8_format import GROUP, QuantisedRows, quantise_groups
+from paceline.kernels.fp8_quantise import quantise_rows, store_groups
 from paceline.kernels.norm import rms_norm_block, rms_norm_reference
 from paceline.kernels.triton_support import (
     launch_next,
@@ -56,7 +58,7 @@ def keep_last_reference(
     features_SE[slots_R] = features_TE[way_RQ.gather(1, last_R1).squeeze(1)]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded_rows"])
 def _inputs_kernel(
     tokens_ptr,
     embedding_ptr,
@@ -64,12 +66,19 @@ def _inputs_kernel(
     token_norm_ptr,
     state_norm_ptr,
     out_ptr,
+    values_ptr,
+    scales_ptr,
+    padded_rows,
     epsilon,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, half): half 0 norms the token's embedding, half 1 the state."""
+    """Program (row, half): half 0 norms the token's embedding, half 1 the state.
+
+    QUANTISE: exactly the plain rows, quantised; E is then a multiple of 128.
+    """
     launch_next(PDL)
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     column = tl.arange(0, BLOCK_E)
@@ -85,9 +94,17 @@ def _inputs_kernel(
             tl.float32
         )
     normed = rms_norm_block(x, weight, epsilon, E)
-    tl.store(
-        out_ptr + row * 2 * E + tl.program_id(1) * E + column, normed.to(out_ptr.dtype.element_ty), mask=mask
-    )
+    if QUANTISE:
+        rounded = normed.to(states_ptr.dtype.element_ty).to(tl.float32)
+        values, scales = quantise_groups(tl.reshape(rounded, (BLOCK_E // 128, 128)))
+        half_group = tl.arange(0, BLOCK_E // 128)
+        # Groups past the half's end are none of the row.
+        group = tl.where(half_group < E // 128, tl.program_id(1) * (E // 128) + half_group, 2 * E // 128)
+        group_column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        store_groups(values, scales, values_ptr, scales_ptr, row, group, group_column, padded_rows, 2 * E)
+    else:
+        out = out_ptr + row * 2 * E + tl.program_id(1) * E + column
+        tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["queries"])
@@ -125,24 +142,34 @@ def eagle_inputs_triton(
     token_norm_E: torch.Tensor,
     state_norm_E: torch.Tensor,
     eps: float,
-) -> torch.Tensor:
+    quantise: bool = False,
+) -> torch.Tensor | QuantisedRows:
     """Launches `eagle_inputs`'s kernel."""
     num_tokens, width = states_TE.shape
-    out_T2 = torch.empty(num_tokens, 2 * width, dtype=states_TE.dtype, device=states_TE.device)
-    block = next_power_of_2(width)
+    dtype, device = states_TE.dtype, states_TE.device
+    plain_T2 = rows = None
+    if quantise:
+        rows = QuantisedRows.empty(num_tokens, 2 * width, dtype, device)
+    else:
+        plain_T2 = torch.empty(num_tokens, 2 * width, dtype=dtype, device=device)
+    block = max(128, next_power_of_2(width))
     _inputs_kernel[(num_tokens, 2)](
         tokens_T,
         embedding_VE,
         states_TE,
         token_norm_E,
         state_norm_E,
-        out_T2,
+        plain_T2,
+        None if rows is None else rows.values_MK,
+        None if rows is None else rows.scales_GM,
+        0 if rows is None else len(rows.values_MK),
         eps,
         E=width,
         BLOCK_E=block,
+        QUANTISE=quantise,
         **launch_options(num_warps=min(8, max(1, block // 512))),
     )
-    return out_T2
+    return plain_T2 if rows is None else rows
 
 
 def keep_last_triton(
@@ -181,6 +208,21 @@ def eagle_inputs(
     """Returns [ norm(embedding of the token), norm(state) ], `[T, 2E]`."""
     run = eagle_inputs_triton if states_TE.is_cuda else eagle_inputs_reference
     return run(tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps)
+
+
+def eagle_inputs_quantised(
+    tokens_T: torch.Tensor,
+    embedding_VE: torch.Tensor,
+    states_TE: torch.Tensor,
+    token_norm_E: torch.Tensor,
+    state_norm_E: torch.Tensor,
+    eps: float,
+) -> QuantisedRows:
+    """Returns what `eagle_inputs` does, as an FP8 product takes it."""
+    inputs = tokens_T, embedding_VE, states_TE, token_norm_E, state_norm_E, eps
+    if states_TE.is_cuda and states_TE.shape[1] % GROUP == 0:
+        return eagle_inputs_triton(*inputs, quantise=True)
+    return quantise_rows(eagle_inputs(*inputs))
 
 
 def keep_last(

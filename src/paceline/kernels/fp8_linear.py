@@ -57,10 +57,12 @@ class Fp8Tile:
         return launch_options(self.warps, self.stages, stage_bytes=(self.rows + self.cols) * GROUP)
 
 
-def fp8_linear_reference(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
+def fp8_linear_reference(
+    x: QuantisedRows, weight: BlockMatrix, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Multiplies what the scales stand for in float32; rows run in tiles, as in linear.py."""
     weight_NK = weight.dequantise() if weight.wide is None else weight.wide
-    return multiply_rows(x.dequantise(), weight_NK)[: x.num_rows].to(x.dtype)
+    return multiply_rows(x.dequantise(), weight_NK)[: x.num_rows].to(out_dtype or x.dtype)
 
 
 def choose_parts(width: int, depth: int) -> int:
@@ -147,14 +149,19 @@ def _fp8_linear_kernel(
 
 
 def fp8_linear_triton(
-    x: QuantisedRows, weight: BlockMatrix, tile: Fp8Tile | None = None, parts: int = 1
+    x: QuantisedRows,
+    weight: BlockMatrix,
+    tile: Fp8Tile | None = None,
+    parts: int = 1,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Returns `[M, N]`, or `[parts, M, N]` in float32 whose sum over the parts in order is the product."""
     num_rows = x.num_rows
     depth = x.values_MK.shape[1]
     width = weight.values.shape[0]
     tile = tile or choose_fp8_tile(num_rows, width)
-    shape, dtype = ((num_rows, width), x.dtype) if parts == 1 else ((parts, num_rows, width), torch.float32)
+    shape = (num_rows, width) if parts == 1 else (parts, num_rows, width)
+    dtype = torch.float32 if parts > 1 else out_dtype or x.dtype
     out = torch.empty(shape, dtype=dtype, device=x.values_MK.device)
     x_desc = weight_desc = None
     if tile.tma:
@@ -190,14 +197,20 @@ def fp8_linear_cublas(x: QuantisedRows, weight: BlockMatrix) -> torch.Tensor:
 
 
 def fp8_linear(
-    x: QuantisedRows, weight: BlockMatrix, deterministic: bool = False, keep_parts: bool = False
+    x: QuantisedRows,
+    weight: BlockMatrix,
+    deterministic: bool = False,
+    keep_parts: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns x times weight transposed, `[M, N]` in x's type.
+    """Returns x times weight transposed, `[M, N]` in x's type, or in `out_dtype`.
 
-    With `keep_parts` the result may also be `[parts, M, N]` in float32.
+    With `keep_parts` and no `out_dtype` the result may also be `[parts, M, N]` in float32.
     """
     if not x.values_MK.is_cuda:
-        return fp8_linear_reference(x, weight)
+        return fp8_linear_reference(x, weight, out_dtype)
+    if out_dtype is not None:
+        return fp8_linear_triton(x, weight, out_dtype=out_dtype)
     width, depth = weight.values.shape
     if x.num_rows >= CUBLAS_ROWS and not deterministic and width % GROUP == 0 and depth % (4 * GROUP) == 0:
         return fp8_linear_cublas(x, weight)
