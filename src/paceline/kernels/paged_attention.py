@@ -23,7 +23,7 @@ from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_kernel import paged_attention_kernel
-from paceline.kernels.paged_launch import Launch, default_launch, rows_per_program
+from paceline.kernels.paged_launch import OWN_KEYS_GROUPS, Launch, default_launch, rows_per_program
 from paceline.kernels.query_tiles import decode_tiles
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
@@ -72,9 +72,10 @@ def paged_attention_triton(
     block_size, num_kv_heads = k_cache.shape[1:3]
     fp8 = k_cache.dtype == E4M3
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
-    rows = rows_per_program(num_queries, padded_gqa)
-    row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
+    own_keys = tree is not None and max_groups <= OWN_KEYS_GROUPS
+    rows = rows_per_program(num_queries, padded_gqa, own_keys)
+    row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
     reach = num_queries if tree is None else tree.slots_RQD.shape[2]
     processors = multiprocessors(q_RQHD.device)
     launch = launch or default_launch(processors, row_tiles * num_kv_heads, max_groups)

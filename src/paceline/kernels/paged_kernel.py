@@ -115,7 +115,7 @@ def paged_attention_kernel(
         query_position = context + tl.load(
             depth_ptr + first_query + query, mask=query < row_queries, other=0
         ).to(tl.int32)
-        end = tl.where(nothing, 0, context + reach)
+        end = tl.where(nothing, 0, tl.max(query_position, axis=0) + 1)
         shared_end = tl.where(nothing, 0, context // TILE * TILE)
         node_slots_ptr += first_query * reach
     else:

@@ -22,6 +22,8 @@ LAUNCHED = 8
 # (query, head of the group) pairs per program. A tensor core takes 8, and 16 share what is read of the cache.
 MIN_ROWS = 8
 MAX_ROWS = 16
+# Groups of keys up to which the nodes of a tree share little: most of what they read is each one's own.
+OWN_KEYS_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,14 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)
 
 
-def rows_per_program(num_queries: int, padded_gqa: int) -> int:
-    """Returns the (query, head of the group) pairs of one program's tile."""
-    return max(padded_gqa, MIN_ROWS, min(MAX_ROWS, next_power_of_2(num_queries * padded_gqa)))
+def rows_per_program(num_queries: int, padded_gqa: int, own_keys: bool = False) -> int:
+    """Returns the (query, head of the group) pairs of one program's tile.
+
+    With `own_keys`, queries share few keys, and a program takes those of each of its queries in turn: as few
+    as it can have.
+    """
+    most = MIN_ROWS if own_keys else MAX_ROWS
+    return max(padded_gqa, MIN_ROWS, min(most, next_power_of_2(num_queries * padded_gqa)))
 
 
 def padded_groups(max_groups: int) -> int:
