@@ -92,7 +92,7 @@ def measure_rollouts(engine: Engine, requests: list[Request], repeats: int) -> R
         preemptions=engine.preemptions,
         decode_steps=len(stats.running),
         tail_seconds=_tail_seconds(stats, len(requests)),
-        step_ms_by_running=_step_ms_by_running(stats),
+        step_ms_by_running=step_ms_by_running(stats),
         accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
     )
 
@@ -102,7 +102,11 @@ def _tail_seconds(stats: RolloutStats, requests: int) -> float:
     return sum(seconds for seconds, running in steps if running * TAIL_SHARE <= requests)
 
 
-def _step_ms_by_running(stats: RolloutStats) -> dict[int, float]:
+def step_ms_by_running(stats: RolloutStats) -> dict[int, float]:
+    """Returns mean times by numbers of running rows; none where prefills between steps blur their times."""
+    # One that is negative has left its time to another, of any number of rows.
+    if min(stats.step_seconds) < 0:
+        return {}
     bounds = [2**i for i in range(max(stats.running).bit_length() + 1)]
     by_bound: dict[int, list[float]] = {}
     for running, seconds in zip(stats.running, stats.step_seconds, strict=True):

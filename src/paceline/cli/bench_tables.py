@@ -53,7 +53,7 @@ def rollout_lines(point: "RolloutPoint") -> Iterator[str]:
     accepted = f", accept length {point.accept_length:.2f}" if point.accept_length > 1 else ""
     yield f"{point.decode_steps} steps, {point.preemptions} preemptions{accepted}"
     by_running = ", ".join(f"<={n}: {ms:.2f}" for n, ms in point.step_ms_by_running.items())
-    yield f"mean step ms by running requests: {by_running}"
+    yield f"mean step ms by running requests: {by_running or 'not told, prefills lie between the steps'}"
 
 
 def acceptance_lines(p: "AcceptancePoint") -> Iterator[str]:
