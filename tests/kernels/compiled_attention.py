@@ -55,6 +55,8 @@ def products(
         FP8=True,
         PDL=True,
         SHARED=False,
+        FAR=False,
+        NEAR=False,
         TREE=tree,
         RAGGED=ragged,
         QUANTISE=False,

@@ -32,6 +32,8 @@ HEADS = dict(
     PADDED_GQA=4,
     TILE=TILE,
     GROUP=GROUP,
+    FAR=False,
+    NEAR=False,
     TREE=False,
     RAGGED=False,
     FP8=False,
@@ -121,6 +123,14 @@ def cases():
             launch.stages,
             options,
         )
+    launch = paged_launch.far_launch(processors=132, tiles=8, max_groups=64)
+    yield (
+        "what a tree's nodes share",
+        paged_kernel.paged_attention_kernel,
+        HEADS | dict(ROWS=paged_launch.FAR_ROWS, SHARED=True, FAR=True),
+        launch.stages,
+        launch.options(paged_launch.FAR_ROWS, head_dim=128, q_bytes=2, kv_bytes=2),
+    )
     rows = prefill_attention.QUERY_ROWS
     stages = prefill_attention.STAGES
     warps = prefill_attention.WARPS

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.kernels import paged_attention as decode
+from paceline.kernels import paged_launch
 from paceline.kernels.fp8_format import E4M3, to_e4m3
 from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
 from paceline.kernels.tree_gather import TreeKeys
@@ -109,13 +110,15 @@ def test_inactive_rows_give_zeros(device):
     "programs", ["several share a row", pytest.param("one a row", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(E4M3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", ["short", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", ["short", "long"])
 def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    contexts = [57, 250] if device == "cpu" else CONTEXTS
+    few = [57, 250] if rows == "short" else [250, 300]
+    contexts = few if device == "cpu" else CONTEXTS
     forest = Forest(contexts, dtype, kv_dtype or dtype)
-    if rows == "long":  # programs take as many nodes as they do there
-        monkeypatch.setattr(decode, "OWN_KEYS_GROUPS", 0)
+    if rows == "long":  # what comes before the root's group is taken by programs of many nodes
+        for module in (decode, paged_launch):
+            monkeypatch.setattr(module, "OWN_KEYS_GROUPS", 0)
     if programs == "one a row":
         monkeypatch.setattr(decode, "multiprocessors", lambda _: 1)
     ours = forest.as_tree(paged_attention_triton, device)

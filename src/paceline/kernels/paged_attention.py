@@ -9,7 +9,9 @@ A query's bits depend on its own sequence only, not on the batch, on Q, or on wh
 computed it (attention_tiles.py). With many rows one program walks its whole row and folds in registers. With
 fewer, programs are spread over the rows in proportion to their lengths (paged_launch.py), those of one row
 share its groups, and a second kernel folds their partial results (attention_combine.py). Both fold the same
-numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows.
+numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows. Of a tree with
+a long text before it, programs of many nodes take the groups that all of them share, and programs of few the
+nodes' own.
 """
 
 import torch
@@ -23,7 +25,14 @@ from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_kernel import paged_attention_kernel
-from paceline.kernels.paged_launch import OWN_KEYS_GROUPS, Launch, default_launch, rows_per_program
+from paceline.kernels.paged_launch import (
+    OWN_KEYS_GROUPS,
+    Launch,
+    default_launch,
+    far_launch,
+    far_rows,
+    rows_per_program,
+)
 from paceline.kernels.query_tiles import decode_tiles
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
@@ -73,55 +82,70 @@ def paged_attention_triton(
     fp8 = k_cache.dtype == E4M3
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
+    processors = multiprocessors(q_RQHD.device)
     own_keys = tree is not None and max_groups <= OWN_KEYS_GROUPS
     rows = rows_per_program(num_queries, padded_gqa, own_keys)
     row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
-    reach = num_queries if tree is None else tree.slots_RQD.shape[2]
-    processors = multiprocessors(q_RQHD.device)
     launch = launch or default_launch(processors, row_tiles * num_kv_heads, max_groups)
+    shape = num_rows, num_queries, padded_gqa, num_kv_heads, max_groups, processors
+    # See attention_tiles.py for why not over E4M3.
+    far = far_rows(*shape) if tree is not None and not fp8 else 0
     out = AttentionOutput.empty(q_RQHD, quantise)
-    partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 else None
-    paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
-        q_RQHD,
-        k_cache,
-        v_cache.view(torch.int16) if fp8 else v_cache,
-        k_scale_H,
-        v_scale_H,
-        block_table_RB,
-        context_len_R,
-        None if tree is None else tree.depth_RQ,
-        None if tree is None else tree.slots_RQD,
-        None if ragged is None else ragged.first_R,
-        None if ragged is None else ragged.tokens_R,
-        out.plain,
-        out.values,
-        out.scales,
-        partials.acc if partials is not None else None,
-        partials.maximum if partials is not None else None,
-        partials.total if partials is not None else None,
-        num_rows,
-        num_queries,
-        reach,
-        block_table_RB.shape[1],
-        partials.max_groups if partials is not None else max_groups,
-        launch.resident_programs(fp8, processors),
-        out.padded_rows,
-        head_dim**-0.5 * LOG2E,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        ROWS=rows,
-        PADDED_GQA=padded_gqa,
-        TILE=TILE,
-        GROUP=GROUP,
-        SHARED=partials is not None,
-        TREE=tree is not None,
-        RAGGED=ragged is not None,
-        FP8=fp8,
-        QUANTISE=quantise,
-        **launch.options(rows, head_dim, q_RQHD.itemsize, k_cache.itemsize),
-    )
+    partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 or far else None
+
+    def run(rows: int, launch: Launch, far: bool = False, near: bool = False) -> None:
+        nodes = None if far else tree
+        row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
+        paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
+            q_RQHD,
+            k_cache,
+            v_cache.view(torch.int16) if fp8 else v_cache,
+            k_scale_H,
+            v_scale_H,
+            block_table_RB,
+            context_len_R,
+            None if nodes is None else nodes.depth_RQ,
+            None if nodes is None else nodes.slots_RQD,
+            None if ragged is None else ragged.first_R,
+            None if ragged is None else ragged.tokens_R,
+            out.plain,
+            out.values,
+            out.scales,
+            partials.acc if partials is not None else None,
+            partials.maximum if partials is not None else None,
+            partials.total if partials is not None else None,
+            num_rows,
+            num_queries,
+            num_queries if tree is None else tree.slots_RQD.shape[2],
+            block_table_RB.shape[1],
+            partials.max_groups if partials is not None else max_groups,
+            launch.resident_programs(fp8, processors),
+            out.padded_rows,
+            head_dim**-0.5 * LOG2E,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            ROWS=rows,
+            PADDED_GQA=padded_gqa,
+            TILE=TILE,
+            GROUP=GROUP,
+            SHARED=partials is not None,
+            FAR=far,
+            NEAR=near,
+            TREE=nodes is not None,
+            RAGGED=ragged is not None,
+            FP8=fp8,
+            QUANTISE=quantise,
+            **launch.options(rows, head_dim, q_RQHD.itemsize, k_cache.itemsize),
+        )
+
+    if far:
+        far_tiles = num_rows * cdiv(num_queries, far // padded_gqa) * num_kv_heads
+        run(far, far_launch(processors, far_tiles, max_groups), far=True)
+        run(rows_per_program(num_queries, padded_gqa, own_keys=True), Launch(1, stages=3), near=True)
+    else:
+        run(rows, launch)
     if partials is not None:
         depth_RQ = None if tree is None else tree.depth_RQ
         combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8, ragged)

@@ -73,6 +73,8 @@ def paged_attention_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
+    FAR: tl.constexpr,
+    NEAR: tl.constexpr,
     TREE: tl.constexpr,
     RAGGED: tl.constexpr,
     FP8: tl.constexpr,
@@ -85,7 +87,8 @@ def paged_attention_kernel(
     are taken by each node for itself. RAGGED: rows have up to `num_queries`, and say where theirs begin.
 
     SHARED: programs p < P take groups p, p + P, ... of their row, and P is the row's part of `resident`
-    programs, rounded down so that all run at once; programs p >= P have nothing to do.
+    programs, rounded down so that all run at once; programs p >= P have nothing to do. FAR: only the groups
+    before the context's, which all queries see whole. NEAR: only those from the context's on, one program.
     """
     launch_next(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -109,8 +112,10 @@ def paged_attention_kernel(
     row_table_ptr = table_ptr + row.to(tl.int64) * table_width
     context = tl.load(context_ptr + row).to(tl.int32)
     nothing = (context < 0) | (query_tile * QUERIES >= row_queries)
+    context_group = tl.maximum(context, 0) // GROUP
+    first = context_group if NEAR else tl.program_id(2)
     # Loaded whatever the row's length.
-    block = tile_blocks(row_table_ptr, tl.program_id(2) * GROUP, table_width, BLOCK_SIZE, TILE)
+    block = tile_blocks(row_table_ptr, first * GROUP, table_width, BLOCK_SIZE, TILE)
     if TREE:
         query_position = context + tl.load(
             depth_ptr + first_query + query, mask=query < row_queries, other=0
@@ -121,9 +126,11 @@ def paged_attention_kernel(
     else:
         query_position = context + query
         last_query = tl.minimum(row_queries, query_tile * QUERIES + QUERIES)
-        end = tl.where(nothing, 0, context + last_query)
+        end = tl.where(nothing, 0, context_group * GROUP if FAR else context + last_query)
         shared_end = end
-    if SHARED:
+    if NEAR:
+        stride = 1
+    elif SHARED:
         groups = tl.cdiv(end, GROUP)
         work = _groups_in_batch(context_ptr, num_rows, reach, GROUP) * query_tiles * NUM_KV_HEADS
         stride = tl.maximum(1, tl.minimum(groups * resident // tl.maximum(1, work), tl.num_programs(2)))
@@ -139,9 +146,12 @@ def paged_attention_kernel(
     group_acc, group_maximum, group_total = fresh_keys(ROWS, HEAD_DIM, FP8)
     if SHARED:
         TILES: tl.constexpr = GROUP // TILE
-        first = tl.program_id(2)
-        num_tiles = tiles_before(end, first, stride, TILE, GROUP)
-        shared_tiles = tiles_before(shared_end, first, stride, TILE, GROUP) if TREE else num_tiles
+        if NEAR:
+            num_tiles = tl.where(nothing, 0, tl.cdiv(end, TILE) - first * TILES)
+            shared_tiles = tl.where(nothing, 0, shared_end // TILE - first * TILES)
+        else:
+            num_tiles = tiles_before(end, first, stride, TILE, GROUP)
+            shared_tiles = tiles_before(shared_end, first, stride, TILE, GROUP) if TREE else num_tiles
         for i in range(0, shared_tiles):
             # One flat loop, so that loads run ahead from one group into the next.
             group = first + i // TILES * stride

@@ -24,6 +24,8 @@ MIN_ROWS = 8
 MAX_ROWS = 16
 # Groups of keys up to which the nodes of a tree share little: most of what they read is each one's own.
 OWN_KEYS_GROUPS = 4
+# The same where all nodes of a tree share the keys of the groups before theirs, which are read once.
+FAR_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     return Launch(1, stages=4 if tiles <= 4 * processors else 3)
 
 
+def far_launch(processors: int, tiles: int, max_groups: int) -> Launch:
+    """Returns the launch of the programs of `far_rows`; two fit a multiprocessor."""
+    return Launch(min(max_groups, LAUNCHED * processors // tiles), stages=2, warps=4, resident=2)
+
+
 def rows_per_program(num_queries: int, padded_gqa: int, own_keys: bool = False) -> int:
     """Returns the (query, head of the group) pairs of one program's tile.
 
@@ -88,21 +95,41 @@ def rows_per_program(num_queries: int, padded_gqa: int, own_keys: bool = False) 
     return max(padded_gqa, MIN_ROWS, min(most, next_power_of_2(num_queries * padded_gqa)))
 
 
+def far_rows(
+    rows: int, queries: int, padded_gqa: int, kv_heads: int, max_groups: int, processors: int
+) -> int:
+    """Returns the pairs of a program that takes what the nodes of a tree share; 0: it is not taken apart.
+
+    It is where rows may be long and are few: partial results of many would take more memory than is saved.
+    """
+    tile = max(padded_gqa, min(FAR_ROWS, next_power_of_2(queries * padded_gqa)))
+    tiles = rows * cdiv(queries, tile // padded_gqa) * kv_heads
+    return tile if max_groups > OWN_KEYS_GROUPS and tile > MAX_ROWS and tiles <= processors else 0
+
+
 def padded_groups(max_groups: int) -> int:
     """Returns the groups that partial results have memory for: whole batches of the combining kernel."""
     return cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
 
 
 def partial_bytes(
-    rows: int, queries: int, heads: int, kv_heads: int, head_dim: int, table_tokens: int, processors: int
+    rows: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    table_tokens: int,
+    processors: int,
+    trees: bool = False,
 ) -> int:
     """Returns the bytes of the partial results where programs share rows, else 0.
 
-    `table_tokens` is how many tokens the block tables address.
+    `table_tokens` is how many tokens the block tables address; `trees`: queries may be nodes of trees.
     """
     padded_gqa = next_power_of_2(heads // kv_heads)
     max_groups = cdiv(table_tokens, GROUP)
     tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
-    if default_launch(processors, tiles, max_groups).programs == 1:
+    taken_apart = trees and far_rows(rows, queries, padded_gqa, kv_heads, max_groups, processors)
+    if default_launch(processors, tiles, max_groups).programs == 1 and not taken_apart:
         return 0
     return rows * queries * heads * padded_groups(max_groups) * (head_dim + 2) * 4
