@@ -8,6 +8,7 @@ somebody who forges weights.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,24 +38,30 @@ class WeightsDigest:
     """
 
     def __init__(self) -> None:
-        self._facts: list[Any] = []
-        self._sums: _Sums | None = None
-        self._beginnings: list[str] = []  # of what is hashed for each tensor, up to its sums
+        self._known: _Known | None = None  # in one piece: several threads may ask at once
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         """Returns what `weights_digest` does."""
         named = list(weights)
         facts = [(name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named]
-        if self._sums is None or facts != self._facts:
-            self._facts = facts
-            self._sums = _Sums([tensor for _, tensor in named])
-            # With its sums, a tensor's text is the `repr` of name, type, shape and sums.
-            self._beginnings = [f"({name!r}, {str(t.dtype)!r}, {tuple(t.shape)!r}, " for name, t in named]
-        pairs = zip(self._beginnings, self._sums.compute(), strict=True)
+        known = self._known
+        if known is None or known.facts != facts:
+            beginnings = [f"({name!r}, {str(t.dtype)!r}, {tuple(t.shape)!r}, " for name, t in named]
+            known = _Known(facts, beginnings, _Sums([tensor for _, tensor in named]))
+        # A copy holds what the tensor held now, and is memory.
+        self._known = None if known.sums.has_copies else known
+        pairs = zip(known.beginnings, known.sums.compute(), strict=True)
         text = "".join(f"{beginning}{sums!r})" for beginning, sums in pairs)
-        if self._sums.has_copies:  # which hold what the tensors held now
-            self._sums = None
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of tensors that stay: each one's text is the `repr` of name, type, shape and sums."""
+
+    facts: list[Any]
+    beginnings: list[str]  # of the texts, up to the sums
+    sums: "_Sums"
 
 
 class _Sums:
