@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.kernels import fp8_quantise_many
 from paceline.kernels.fp8_format import E4M3, BlockMatrix, QuantisedRows, from_e4m3, scale_of
 from paceline.kernels.fp8_linear import (
     Fp8Tile,
@@ -22,6 +23,7 @@ from paceline.kernels.fp8_quantise import (
     quantise_rows_reference,
     quantise_rows_triton,
 )
+from paceline.kernels.fp8_quantise_many import BlockQuantiser, quantise_many_triton
 from paceline.kernels.linear import linear_reference
 from paceline.kernels.moe import expert_feed_forward_reference
 from paceline.kernels.moe_routing import route_reference
@@ -103,6 +105,50 @@ def test_weight_quantiser_kernel_is_bit_equal(device, shape):
     quantise_blocks_triton(weight.to(device), actual)
     assert same_bits(actual.values, expected.values) and same_bits(actual.scales, expected.scales)
     assert torch.equal(expected.wide, expected.dequantise())
+
+
+MANY_SHAPES = [(130, 140), (256, 128), (3, 40, 200), (130, 140), (40, 200), (2, 5, 7)]
+
+
+def assert_quantised(weights: list[torch.Tensor], outs: list[BlockMatrix]) -> None:
+    for weight, out in zip(weights, outs, strict=True):
+        expected = BlockMatrix.poisoned(weight.shape, torch.device("cpu"))
+        quantise_blocks_reference(weight.cpu(), expected)
+        assert same_bits(out.values, expected.values) and same_bits(out.scales, expected.scales), weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_weights_are_quantised_to_the_same_bits(device, dtype):
+    """Several of one shape, experts, and such as begin at no multiple of 16 bytes."""
+    weights = [(torch.randn(*shape) * 3).to(device, dtype) for shape in MANY_SHAPES]
+    weights.append(torch.randn(40 * 200 + 1).to(device, dtype)[1:].view(40, 200))
+    outs = [BlockMatrix.poisoned(weight.shape, torch.device(device)) for weight in weights]
+    BlockQuantiser(outs).quantise_triton(weights)
+    assert_quantised(weights, outs)
+
+
+def test_a_shape_is_one_launch_and_what_has_moved_is_noticed(device, monkeypatch):
+    launches = []
+
+    def counted(table):
+        launches.append(table.shape)
+        quantise_many_triton(table)
+
+    monkeypatch.setattr(fp8_quantise_many, "quantise_many_triton", counted)
+    weights = [torch.randn(*shape, device=device) for shape in MANY_SHAPES]
+    outs = [BlockMatrix.poisoned(weight.shape, torch.device(device)) for weight in weights]
+    quantiser = BlockQuantiser(outs)
+    quantiser.quantise_triton(weights)
+    assert sorted(launches) == [(5, 7), (40, 200), (130, 140), (256, 128)]
+    tables = quantiser._tables
+    weights[4].mul_(2)  # in place
+    quantiser.quantise_triton(weights)
+    assert quantiser._tables is tables
+    assert_quantised(weights, outs)
+    for change in (torch.randn(40, 200, device=device), weights[4].bfloat16()):
+        weights[4] = change
+        quantiser.quantise_triton(weights)
+        assert_quantised(weights, outs)
 
 
 def test_activation_quantisers_are_bit_equal(device):

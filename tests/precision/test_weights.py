@@ -10,7 +10,9 @@ import torch
 from paceline.backend import WeightsNotFinite
 from paceline.config import LoraConfig
 from paceline.kernels.fp8_format import BlockMatrix
-from paceline.kernels.fp8_quantise import quantise_blocks_reference
+from paceline.kernels.fp8_quantise import quantise_blocks, quantise_blocks_reference
+from paceline.kernels.fp8_quantise_many import MatrixTable
+from paceline.kernels.triton_support import INTERPRETED
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
 from paceline.policy.lora import add_adapters, merge_adapters
@@ -109,17 +111,27 @@ def test_lora_is_quantised_as_merged():
 def test_a_projection_nobody_wrote_is_named(policy, monkeypatch):
     weights = QuantisedWeights(policy)
 
-    def skip_one() -> None:
-        from paceline.precision.weights import quantise_blocks
-
-        for index, ((_, parameter), matrix) in enumerate(zip(weights.sources, weights.matrices, strict=True)):
+    def skip_one(parameters) -> None:
+        for index, (parameter, matrix) in enumerate(zip(parameters, weights.matrices, strict=True)):
             if index != 5:
-                quantise_blocks(parameter.detach(), matrix)
+                quantise_blocks(parameter, matrix)
 
-    monkeypatch.setattr(weights, "_quantise_all", skip_one)
+    monkeypatch.setattr(weights._quantiser, "quantise", skip_one)
     with pytest.raises(RuntimeError, match=r"did not write 1 of 16 .*layers\.1\.attention\.output\.weight"):
         weights.sync()
     assert weights.matrices[5].scales.isnan().all()
+
+
+def test_a_projection_that_the_kernels_tables_lack_is_named(policy, monkeypatch):
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled here, not interpreted")
+    weights = QuantisedWeights(policy)
+    monkeypatch.setattr(weights._quantiser, "quantise", weights._quantiser.quantise_triton)
+    weights.sync()
+    tables = weights._quantiser._tables
+    tables[-1] = MatrixTable.of([(weights.sources[7][1], weights.matrices[7])])  # of one layer, not four
+    with pytest.raises(RuntimeError, match=r"write 3 of 16 .*layers\.0\.feed_forward\.down\.weight"):
+        weights.sync()
 
 
 def test_fresh_storage_is_poisoned():

@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.backend import WeightsNotFinite
 from paceline.kernels.fp8_format import BlockMatrix, scale_shape
-from paceline.kernels.fp8_quantise import quantise_blocks
+from paceline.kernels.fp8_quantise_many import BlockQuantiser
 from paceline.policy.decoder import Decoder, ExpertFeedForward
 
 
@@ -33,6 +33,7 @@ class QuantisedWeights:
             BlockMatrix.poisoned(parameter.shape, policy.device, part.view(scale_shape(parameter.shape)))
             for (_, parameter), part in zip(self.sources, parts, strict=True)
         ]
+        self._quantiser = BlockQuantiser(self.matrices)
         self._by_parameter = {
             id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)
         }
@@ -48,7 +49,7 @@ class QuantisedWeights:
         """Brings the FP8 weights up to date; raises if one of them did not come out finite."""
         start = self._now()
         self.scales.fill_(torch.nan)
-        self._quantise_all()
+        self._quantiser.quantise([parameter.detach() for _, parameter in self.sources])
         finite = bool(self.scales.isfinite().all())
         self.sync_seconds = self._now() - start
         if not finite:
@@ -67,10 +68,6 @@ class QuantisedWeights:
                 f"FP8 weight sync did not write {len(bad)} of {len(self.sources)} projections, first "
                 f"{bad[0][0]}: a bug in paceline"
             )
-
-    def _quantise_all(self) -> None:
-        for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True):
-            quantise_blocks(parameter.detach(), matrix)
 
     def _now(self) -> float:
         if self.scales.is_cuda:
