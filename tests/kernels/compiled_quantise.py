@@ -18,13 +18,14 @@ from paceline.kernels import fp8_quantise, fp8_quantise_many  # noqa: E402
 
 NUMBERS = {"N": "i32", "K": "i32", "PADDED_K": "i32"}
 ONE = NUMBERS | {"weight_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
-TABLES = NUMBERS | {"rows_ptr": "*i64", "values_ptr": "*i64", "scales_ptr": "*i64"}
+TABLES = NUMBERS | {f"{table}_ptr": "*i64" for table in ("rows", "copies", "values", "scales")}
 OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def figures(kernel, kinds: dict[str, str], **constants) -> dict[str, int]:
     names = kernel.arg_names
-    constants["PDL"] = True
+    constants = {"PDL": True, "COPY": False, "ALIGNED": True} | constants
+    constants = {name: value for name, value in constants.items() if name in names}
     source = ASTSource(
         kernel,
         {name: "constexpr" if name in constants else kinds[name] for name in names},
@@ -45,8 +46,9 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "one": figures(fp8_quantise._quantise_blocks_kernel, ONE),
-                "many": figures(many, TABLES, DTYPE=tl.bfloat16, ALIGNED=True),
-                "many, float32": figures(many, TABLES, DTYPE=tl.float32, ALIGNED=True),
+                "many": figures(many, TABLES, DTYPE=tl.bfloat16),
+                "many, float32": figures(many, TABLES, DTYPE=tl.float32),
+                "many, copied": figures(many, TABLES, DTYPE=tl.bfloat16, COPY=True),
                 "many, not aligned": figures(many, TABLES, DTYPE=tl.bfloat16, ALIGNED=False),
             }
         )

@@ -158,9 +158,10 @@ class Engine(DeviceSide):
             self.outcomes.take_tokens(list(self.running.values()), self.stats, self.version)
         else:
             self._preempt_all()
-        if weights is not None:
-            copy_weights(self.exported.views(), dict(weights))
-        if self.rollout_precision.refresh():
+        arrived = None if weights is None else dict(weights)
+        if arrived is not None:
+            copy_weights(self.exported.views(), arrived, self.rollout_precision.copied_names)
+        if self.rollout_precision.refresh(arrived):
             self._rebuild_cache()
         self.version = version
         self.drafters.observe_weights(version)

@@ -2,10 +2,19 @@
 
 A policy has hundreds of projections and a handful of shapes; to launch a kernel for each of them would take
 the host longer than the GPU needs to quantise. Where they lie is told the GPU once, in tables.
+
+Weights that arrive from elsewhere are copied and quantised from the same read. They come in pieces, as files
+have them, and a block's rows must all be in one:
+
+    qkv [N, K]     | q_proj            | k_proj  | v_proj  |     one behind the other
+    blocks         |    |    |    |    |    |    |    |    |     of 128 rows
+
+Where they are not, the pieces are copied first, and the copy is quantised.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +31,7 @@ VECTOR = 16
 @triton.jit
 def _quantise_many_kernel(
     rows_ptr,
+    copies_ptr,
     values_ptr,
     scales_ptr,
     N,
@@ -29,66 +39,120 @@ def _quantise_many_kernel(
     PADDED_K,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per block, in `_quantise_blocks_kernel`'s order; pointers are to tables of addresses."""
     wait_previous(PDL)
     matrix = tl.program_id(2)
     first = tl.program_id(1) * 128
-    block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    rows = tl.load(rows_ptr + matrix * tl.num_programs(1) + tl.program_id(1)).to(tl.pointer_type(DTYPE))
-    values = tl.load(values_ptr + matrix).to(tl.pointer_type(tl.float8e4nv))
-    scales = tl.load(scales_ptr + matrix).to(tl.pointer_type(tl.float32))
+    row_block = matrix * tl.num_programs(1) + tl.program_id(1)
+    rows = tl.load(rows_ptr + row_block).to(tl.pointer_type(DTYPE))
+    copy = tl.load(copies_ptr + row_block).to(tl.pointer_type(DTYPE)) if COPY else rows
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
+        copy = tl.multiple_of(copy, 16)
+    values = tl.load(values_ptr + matrix).to(tl.pointer_type(tl.float8e4nv))
     values = tl.multiple_of(values, 16) + first.to(tl.int64) * PADDED_K
-    quantise_block(rows, values, scales + block, N - first, tl.program_id(0) * 128, K, PADDED_K)
+    scales = tl.load(scales_ptr + matrix).to(tl.pointer_type(tl.float32))
+    scale = scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    quantise_block(rows, copy, values, scale, N - first, tl.program_id(0) * 128, K, PADDED_K, COPY)
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """A contiguous weight `[N, K]` or `[X, N, K]`, where its E4M3 numbers go, and what its rows are to be."""
+
+    weight: torch.Tensor
+    out: BlockMatrix
+    # One behind the other; none where the weight holds them already.
+    pieces: Sequence[torch.Tensor] = ()
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether a kernel can take every block from one of the pieces."""
+        weight = self.weight
+        alike = all(
+            piece.is_contiguous() and piece.dtype == weight.dtype and piece.device == weight.device
+            for piece in self.pieces
+        )
+        # A matrix ends with a block, however many rows that has.
+        ends = [stop % weight.shape[-2] for stop in accumulate(map(len, self.pieces))]
+        return alike and not any(end % GROUP for end in ends)
+
+    def copy(self) -> None:
+        """Copies the pieces into the weight."""
+        if self.pieces:
+            rows = self.weight.view(-1, self.weight.shape[-1]).split([len(piece) for piece in self.pieces])
+            torch._foreach_copy_(list(rows), list(self.pieces))
 
 
 @dataclass(frozen=True)
 class MatrixTable:
     """Where matrices `[N, K]` of one shape and type lie on a GPU, and where their E4M3 numbers go."""
 
-    rows_MR: torch.Tensor  # the address of the first of every 128 rows
+    # Where each block of 128 rows begins, and where it is copied to.
+    rows_MR: torch.Tensor
+    copies_MR: torch.Tensor | None
     values_M: torch.Tensor
     scales_M: torch.Tensor
     shape: tuple[int, int]
     padded_depth: int
     dtype: torch.dtype
-    aligned: bool  # whether all `rows_MR` are multiples of `VECTOR`
+    aligned: bool  # whether all rows begin at a multiple of `VECTOR`
 
     @staticmethod
-    def of(pairs: Sequence[tuple[torch.Tensor, BlockMatrix]]) -> "MatrixTable":
-        """Returns the table of weights whose last two axes and types are alike."""
-        weight, out = pairs[0]
+    def of(updates: Sequence[WeightUpdate]) -> "MatrixTable":
+        """Returns the table of weights that are alike: in their last two axes, in type, in having pieces."""
+        weight, out = updates[0].weight, updates[0].out
         width, depth = weight.shape[-2:]
-        row_blocks = np.arange(cdiv(width, GROUP)) * (GROUP * depth * weight.itemsize)
-        rows_MR = np.concatenate([_addresses(weight) for weight, _ in pairs])[:, None] + row_blocks
-        values_M = np.concatenate([_addresses(out.values) for _, out in pairs])
+        row_blocks = cdiv(width, GROUP)
+        own_MR = np.concatenate([_row_blocks(update.weight) for update in updates]).reshape(-1, row_blocks)
+        rows_MR = own_MR
+        if updates[0].pieces:
+            pieces = [piece for update in updates for piece in update.pieces]
+            rows_MR = np.concatenate([_row_blocks(piece) for piece in pieces]).reshape(own_MR.shape)
+        values_M = np.concatenate([_matrices(update.out.values) for update in updates])
         assert not (values_M % VECTOR).any()
-        scales_M = np.concatenate([_addresses(out.scales) for _, out in pairs])
+        scales_M = np.concatenate([_matrices(update.out.scales) for update in updates])
+
+        def on_device(table: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(table).to(weight.device)
+
         return MatrixTable(
-            *(torch.from_numpy(table).to(weight.device) for table in (rows_MR, values_M, scales_M)),
+            on_device(rows_MR),
+            on_device(own_MR) if updates[0].pieces else None,
+            on_device(values_M),
+            on_device(scales_M),
             shape=(width, depth),
             padded_depth=out.values.shape[-1],
             dtype=weight.dtype,
-            aligned=not (rows_MR % VECTOR).any(),
+            aligned=not (rows_MR % VECTOR).any() and not (own_MR % VECTOR).any(),
         )
 
 
-def _addresses(tensor: torch.Tensor) -> np.ndarray:
+def _matrices(tensor: torch.Tensor) -> np.ndarray:
     """Returns where each matrix of a contiguous tensor `[N, K]` or `[X, N, K]` begins."""
     assert tensor.is_contiguous()
     count = len(tensor) if tensor.dim() == 3 else 1
     return tensor.data_ptr() + np.arange(count) * (tensor.nbytes // max(1, count))
 
 
+def _row_blocks(tensor: torch.Tensor) -> np.ndarray:
+    """Returns where each block of 128 rows of each matrix begins."""
+    width, depth = tensor.shape[-2:]
+    offsets = np.arange(cdiv(width, GROUP)) * (GROUP * depth * tensor.itemsize)
+    return (_matrices(tensor)[:, None] + offsets).ravel()
+
+
 def quantise_many_triton(table: MatrixTable) -> None:
     """Launches `BlockQuantiser`'s kernel."""
     width, depth = table.shape
     matrices, row_blocks = table.rows_MR.shape
+    copies = table.copies_MR is not None
     _quantise_many_kernel[(cdiv(depth, GROUP), row_blocks, matrices)](
         table.rows_MR,
+        table.copies_MR if copies else table.rows_MR,
         table.values_M,
         table.scales_M,
         width,
@@ -96,42 +160,51 @@ def quantise_many_triton(table: MatrixTable) -> None:
         table.padded_depth,
         DTYPE=getattr(tl, str(table.dtype).removeprefix("torch.")),
         ALIGNED=table.aligned,
+        COPY=copies,
         **launch_options(num_warps=8),
     )
 
 
 class BlockQuantiser:
-    """Quantises weights that mostly stay where they are into `outs`, whose addresses do not change."""
+    """Quantises weights that mostly stay where they are, and where what they are to be lies."""
 
-    def __init__(self, outs: Sequence[BlockMatrix]) -> None:
-        self._outs = outs
+    def __init__(self) -> None:
         self._facts: list[Any] = []
+        self._copied_first: list[WeightUpdate] = []
         self._tables: list[MatrixTable] = []
 
-    def quantise(self, weights: Sequence[torch.Tensor]) -> None:
-        """Writes contiguous weights `[N, K]` or `[X, N, K]` of one device, one into each of `outs`."""
-        if weights[0].is_cuda:
-            self.quantise_triton(weights)
+    def quantise(self, updates: Sequence[WeightUpdate]) -> None:
+        """Brings weights of one device up to date, and their E4M3 numbers with them."""
+        if updates[0].weight.is_cuda:
+            self.quantise_triton(updates)
         else:
-            for weight, out in zip(weights, self._outs, strict=True):
-                quantise_blocks_reference(weight, out)
+            for update in updates:
+                update.copy()
+                quantise_blocks_reference(update.weight, update.out)
 
-    def quantise_triton(self, weights: Sequence[torch.Tensor]) -> None:
-        """Does so with the kernel; tables are made anew when a weight has another place, shape or type."""
-        facts = [(weight.data_ptr(), weight.dtype, weight.shape, weight.stride()) for weight in weights]
+    def quantise_triton(self, updates: Sequence[WeightUpdate]) -> None:
+        """Does so with the kernel; tables are made anew when a tensor has another place, shape or type."""
+        facts = [
+            (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            for update in updates
+            for tensor in (update.weight, update.out.values, *update.pieces)
+        ]
         if facts != self._facts:
-            pairs = zip(weights, self._outs, strict=True)
-            self._tables = [MatrixTable.of(alike) for alike in _by_shape(pairs)]
+            self._copied_first = [update for update in updates if not update.has_whole_blocks]
+            self._tables = [MatrixTable.of(alike) for alike in _alike(updates)]
             self._facts = facts
+        for update in self._copied_first:
+            update.copy()
         for table in self._tables:
             quantise_many_triton(table)
 
 
-def _by_shape(
-    pairs: Iterable[tuple[torch.Tensor, BlockMatrix]],
-) -> Iterator[list[tuple[torch.Tensor, BlockMatrix]]]:
-    """Yields those together whose matrices have the same shape and type."""
-    alike: dict[Any, list[tuple[torch.Tensor, BlockMatrix]]] = {}
-    for weight, out in pairs:
-        alike.setdefault((weight.shape[-2:], weight.dtype), []).append((weight, out))
-    yield from alike.values()
+def _alike(updates: Sequence[WeightUpdate]) -> list[list[WeightUpdate]]:
+    """Returns together what one launch can take; of those that are copied first, the weight is read."""
+    groups: dict[Any, list[WeightUpdate]] = {}
+    for update in updates:
+        if not update.has_whole_blocks:
+            update = WeightUpdate(update.weight, update.out)
+        weight = update.weight
+        groups.setdefault((weight.shape[-2:], weight.dtype, bool(update.pieces)), []).append(update)
+    return list(groups.values())

@@ -9,7 +9,7 @@ are read too.
 import functools
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,14 @@ def layout(config: DecoderConfig) -> dict[str, Slice]:
     if not config.tie_embeddings:
         names["lm_head.weight"] = Slice("head.weight", 0, config.vocab_size)
     return names
+
+
+def pieces_by_parameter(config: DecoderConfig) -> dict[str, list[str]]:
+    """Returns the Hugging Face tensors that each parameter consists of, in the order of its rows."""
+    pieces: dict[str, list[str]] = {}
+    for name, piece in sorted(layout(config).items(), key=lambda item: (item[1].expert or 0, item[1].start)):
+        pieces.setdefault(piece.parameter, []).append(name)
+    return pieces
 
 
 def _attention_layout(config: DecoderConfig, ours: str, theirs: str) -> dict[str, Slice]:
@@ -216,16 +224,23 @@ def fill(decoder: Decoder, read: Callable[[str], torch.Tensor]) -> None:
             target.copy_(tensor)
 
 
-def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """Copies tensors into a decoder's views, as `fill` does; those on its GPU in few launches."""
+def copy_weights(
+    targets: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    left_out: Collection[str] = (),
+) -> None:
+    """Copies tensors into a decoder's views, as `fill` does; those on its GPU in few launches.
+
+    Tensors that are `left_out`, because somebody else copies them, are checked as well.
+    """
     missing = [name for name in targets if name not in weights]
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing from the new weights, first {missing[0]}")
-    sources = [weights[name] for name in targets]
-    for (name, target), source in zip(targets.items(), sources, strict=True):
-        _check_shape(name, source, target)
+    for name, target in targets.items():
+        _check_shape(name, weights[name], target)
+    copied = [name for name in targets if name not in left_out]
     with torch.no_grad():
-        torch._foreach_copy_(list(targets.values()), sources)
+        torch._foreach_copy_([targets[name] for name in copied], [weights[name] for name in copied])
 
 
 def _check_shape(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
