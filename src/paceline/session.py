@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from paceline.plan.machine import Machine, gpu_at_hand
 from paceline.plan.plan import Plan, make_plan
 from paceline.plan.suggestions import refusal, suggestions
 from paceline.policy.decoder import Decoder, not_finite
-from paceline.policy.huggingface import exported_tensors
+from paceline.policy.huggingface import ExportedWeights
 from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
@@ -288,9 +288,10 @@ def start_worker(policy: Decoder, config: Config, device: torch.device) -> Backe
     return WorkerBackend(launch, policy_weights(policy), logger.warning)
 
 
-def policy_weights(policy: Decoder) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    """Returns what yields a policy's weights as they are when it is called."""
-    return lambda: exported_tensors(policy)
+def policy_weights(policy: Decoder) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
+    """Returns what gives a policy's weights as they are when it is called."""
+    exported = ExportedWeights(policy)
+    return lambda: exported.views().items()
 
 
 def hosted_rank(settings: str) -> "RankHost":

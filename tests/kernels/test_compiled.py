@@ -68,3 +68,15 @@ def test_kernels_of_rejection_compile_without_spilling(capability):
 def test_kernels_of_learning_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
     assert len(results) == 14 and not any(results.values()), results
+
+
+@pytest.mark.slow
+def test_quantising_by_a_table_reads_and_writes_vectors_as_without():
+    """The compiler knows nothing of an address out of a table but what the kernel says."""
+    results = printed_by("tests.kernels.compiled_quantise")
+    assert not any(figures["spilled"] for figures in results.values()), results
+    assert results["many"] == results["one"] and results["one"]["vector loads"] == 8
+    assert results["many, float32"]["vector loads"] == 16
+    assert results["many, not aligned"]["vector loads"] == 0
+    assert results["many, copied"] == {"vector loads": 8, "vector stores": 4 + 8, "spilled": 0}
+    assert results["many, not aligned"]["vector stores"] == 4

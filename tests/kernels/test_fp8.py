@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.kernels import fp8_quantise_many
 from paceline.kernels.fp8_format import E4M3, BlockMatrix, QuantisedRows, from_e4m3, scale_of
 from paceline.kernels.fp8_linear import (
     Fp8Tile,
@@ -22,6 +23,7 @@ from paceline.kernels.fp8_quantise import (
     quantise_rows_reference,
     quantise_rows_triton,
 )
+from paceline.kernels.fp8_quantise_many import BlockQuantiser, WeightUpdate, quantise_many_triton
 from paceline.kernels.linear import linear_reference
 from paceline.kernels.moe import expert_feed_forward_reference
 from paceline.kernels.moe_routing import route_reference
@@ -103,6 +105,93 @@ def test_weight_quantiser_kernel_is_bit_equal(device, shape):
     quantise_blocks_triton(weight.to(device), actual)
     assert same_bits(actual.values, expected.values) and same_bits(actual.scales, expected.scales)
     assert torch.equal(expected.wide, expected.dequantise())
+
+
+MANY_SHAPES = [(130, 140), (256, 128), (3, 40, 200), (130, 140), (40, 200), (2, 5, 7)]
+
+
+def assert_quantised(weights: list[torch.Tensor], outs: list[BlockMatrix]) -> None:
+    for weight, out in zip(weights, outs, strict=True):
+        expected = BlockMatrix.poisoned(weight.shape, torch.device("cpu"))
+        quantise_blocks_reference(weight.cpu(), expected)
+        assert same_bits(out.values, expected.values) and same_bits(out.scales, expected.scales), weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_weights_are_quantised_to_the_same_bits(device, dtype):
+    """Several of one shape, experts, and such as begin at no multiple of 16 bytes."""
+    weights = [(torch.randn(*shape) * 3).to(device, dtype) for shape in MANY_SHAPES]
+    weights.append(torch.randn(40 * 200 + 1).to(device, dtype)[1:].view(40, 200))
+    outs = [BlockMatrix.poisoned(weight.shape, torch.device(device)) for weight in weights]
+    BlockQuantiser().quantise_triton(list(map(WeightUpdate, weights, outs)))
+    assert_quantised(weights, outs)
+
+
+def test_a_shape_is_one_launch_and_what_has_moved_is_noticed(device, monkeypatch):
+    launches = []
+
+    def counted(table):
+        launches.append(table.shape)
+        quantise_many_triton(table)
+
+    monkeypatch.setattr(fp8_quantise_many, "quantise_many_triton", counted)
+    weights = [torch.randn(*shape, device=device) for shape in MANY_SHAPES]
+    outs = [BlockMatrix.poisoned(weight.shape, torch.device(device)) for weight in weights]
+    quantiser = BlockQuantiser()
+    quantiser.quantise_triton(list(map(WeightUpdate, weights, outs)))
+    assert sorted(launches) == [(5, 7), (40, 200), (130, 140), (256, 128)]
+    tables = quantiser._tables
+    weights[4].mul_(2)  # in place
+    quantiser.quantise_triton(list(map(WeightUpdate, weights, outs)))
+    assert quantiser._tables is tables
+    assert_quantised(weights, outs)
+    for change in (torch.randn(40, 200, device=device), weights[4].bfloat16()):
+        weights[4] = change
+        quantiser.quantise_triton(list(map(WeightUpdate, weights, outs)))
+        assert_quantised(weights, outs)
+
+
+# Rows of each piece: blocks within pieces; one that ends a matrix early; one that has rows of two.
+PIECES = [((256, 140), [128, 128]), ((300, 140), [256, 44]), ((300, 140), [300]), ((130, 140), [65, 65])]
+EXPERT_PIECES = [((2, 256, 40), [128, 128] * 2), ((3, 140, 40), [128, 12] * 3), ((2, 130, 7), [65, 65] * 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_that_arrive_are_copied_and_quantised(device, dtype):
+    cases = PIECES + EXPERT_PIECES
+    weights = [torch.full(shape, torch.nan, device=device, dtype=dtype) for shape, _ in cases]
+    arriving = [
+        [torch.randn(rows, shape[-1]).to(device, dtype) for rows in pieces] for shape, pieces in cases
+    ]
+    outs = [BlockMatrix.poisoned(weight.shape, torch.device(device)) for weight in weights]
+    updates = list(map(WeightUpdate, weights, outs, arriving))
+    assert [update.has_whole_blocks for update in updates] == [True, True, True, False, True, True, False]
+    quantiser = BlockQuantiser()
+    for _ in range(2):
+        quantiser.quantise_triton(updates)
+        for weight, pieces in zip(weights, arriving, strict=True):
+            assert torch.equal(weight.flatten(0, -2), torch.cat(pieces))
+        assert_quantised(weights, outs)
+        for pieces in arriving:
+            pieces[-1].mul_(3)  # the writer's next version, where it lay
+    arriving[0][1] = arriving[0][1].clone() * 2  # and elsewhere
+    quantiser.quantise_triton(updates)
+    assert torch.equal(weights[0], torch.cat(arriving[0]))
+    assert_quantised(weights, outs)
+
+
+def test_pieces_of_another_type_or_not_contiguous_are_copied_first(device):
+    weight = torch.zeros(256, 40, device=device)
+    out = BlockMatrix.poisoned(weight.shape, torch.device(device))
+    for pieces in (
+        [torch.randn(256, 40, device=device).bfloat16()],
+        [torch.randn(128, 80, device=device)[:, ::2], torch.randn(128, 40, device=device)],
+    ):
+        update = WeightUpdate(weight, out, pieces)
+        assert not update.has_whole_blocks
+        BlockQuantiser().quantise_triton([update])
+        assert torch.equal(weight, torch.cat([piece.float() for piece in pieces]))
+        assert_quantised([weight], [out])
 
 
 def test_activation_quantisers_are_bit_equal(device):

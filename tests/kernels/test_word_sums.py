@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels import word_sums
-from paceline.kernels.word_sums import word_sums_reference, word_sums_triton
+from paceline.kernels.word_sums import WordTable, word_sums_reference, word_sums_triton
 
 
 def by_hand(words: list[int], period: int, piece: int) -> list[int]:
@@ -21,7 +21,7 @@ COUNTS = [5, 0, 1024, 1, 4099, 30_000]
 
 def kernel_sums(pieces: list[torch.Tensor]) -> torch.Tensor:
     addresses, counts = [words.data_ptr() for words in pieces], [len(words) for words in pieces]
-    return word_sums_triton(addresses, counts, pieces[0].device)
+    return word_sums_triton(WordTable.of(addresses, counts, pieces[0].device))
 
 
 def test_every_word_counts_by_its_place(device, monkeypatch):

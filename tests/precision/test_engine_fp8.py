@@ -14,7 +14,7 @@ from paceline.kernels.fp8_format import E4M3
 from paceline.learning.batch import TrainingSequence, micro_batches
 from paceline.learning.logprobs import token_logprobs
 from paceline.pacing.strategy import FixedPacer, Strategy
-from paceline.policy.huggingface import load_policy
+from paceline.policy.huggingface import exported_tensors, load_policy
 from paceline.precision import rollout as precision_rollout
 from paceline.types import FinishReason
 from tests.drafting.test_exactness import HalfRightDrafter, OracleDrafter, RandomDrafter, run
@@ -146,6 +146,23 @@ def test_an_update_requantises_and_recalibrates(folders):
     assert torch.equal(fresh.rollout_precision.kv.scales_L2H, engine.rollout_precision.kv.scales_L2H), (
         "a checkpoint carries the scales"
     )
+    assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("precision", ["fp8", "base"])
+def test_weights_that_arrive_reach_every_parameter(folders, family, precision):
+    """Projections are copied where they are quantised, everything else is copied before."""
+    requests = grouped_requests(prompts=3, samples=2, longest=30)
+    engine = make_engine(folders[family], precision)
+    newer = load_policy(folders[family], torch.float32)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights(1, exported_tensors(newer))
+    for (name, parameter), other in zip(engine.policy.named_parameters(), newer.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    fresh = Engine(newer, engine.settings, version=1)
     assert bits(complete(engine, requests)) == bits(complete(fresh, requests))
 
 

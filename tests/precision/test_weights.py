@@ -10,9 +10,12 @@ import torch
 from paceline.backend import WeightsNotFinite
 from paceline.config import LoraConfig
 from paceline.kernels.fp8_format import BlockMatrix
-from paceline.kernels.fp8_quantise import quantise_blocks_reference
+from paceline.kernels.fp8_quantise import quantise_blocks, quantise_blocks_reference
+from paceline.kernels.fp8_quantise_many import MatrixTable, WeightUpdate
+from paceline.kernels.triton_support import INTERPRETED
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import exported_tensors
 from paceline.policy.lora import add_adapters, merge_adapters
 from paceline.precision.weights import QuantisedWeights, quantised_parameters
 
@@ -91,6 +94,27 @@ def test_sync_follows_in_place(config):
         assert torch.equal(matrix.scales, expected.scales) and torch.equal(matrix.wide, expected.wide)
 
 
+@pytest.mark.parametrize("config", [DENSE, EXPERTS])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_what_arrives_is_copied_and_quantised(config, kernel, monkeypatch):
+    """All that `copied_names` says, as copying it and then quantising would have done."""
+    if kernel and not INTERPRETED:
+        pytest.skip("kernels are compiled here, not interpreted")
+    policy, newer = Decoder(config).initialise(0), Decoder(config).initialise(1)
+    weights, expected = QuantisedWeights(policy), QuantisedWeights(newer)
+    if kernel:
+        monkeypatch.setattr(weights._quantiser, "quantise", weights._quantiser.quantise_triton)
+    arrived = dict(exported_tensors(newer))
+    weights.sync({name: arrived[name] for name in weights.copied_names})
+    for i, (name, parameter) in enumerate(weights.sources):
+        assert torch.equal(parameter, newer.get_parameter(name)), name
+        assert torch.equal(weights.matrices[i].scales, expected.matrices[i].scales), name
+        assert torch.equal(
+            weights.matrices[i].values.view(torch.uint8), expected.matrices[i].values.view(torch.uint8)
+        ), name
+    assert weights.copied_names == {name for name in arrived if "_proj." in name}
+
+
 def test_lora_is_quantised_as_merged():
     policy = Decoder(DENSE).initialise(0)
     add_adapters(policy, LoraConfig(rank=4), 0)
@@ -109,17 +133,28 @@ def test_lora_is_quantised_as_merged():
 def test_a_projection_nobody_wrote_is_named(policy, monkeypatch):
     weights = QuantisedWeights(policy)
 
-    def skip_one() -> None:
-        from paceline.precision.weights import quantise_blocks
-
-        for index, ((_, parameter), matrix) in enumerate(zip(weights.sources, weights.matrices, strict=True)):
+    def skip_one(updates) -> None:
+        for index, update in enumerate(updates):
             if index != 5:
-                quantise_blocks(parameter.detach(), matrix)
+                quantise_blocks(update.weight, update.out)
 
-    monkeypatch.setattr(weights, "_quantise_all", skip_one)
+    monkeypatch.setattr(weights._quantiser, "quantise", skip_one)
     with pytest.raises(RuntimeError, match=r"did not write 1 of 16 .*layers\.1\.attention\.output\.weight"):
         weights.sync()
     assert weights.matrices[5].scales.isnan().all()
+
+
+def test_a_projection_that_the_kernels_tables_lack_is_named(policy, monkeypatch):
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled here, not interpreted")
+    weights = QuantisedWeights(policy)
+    monkeypatch.setattr(weights._quantiser, "quantise", weights._quantiser.quantise_triton)
+    weights.sync()
+    tables = weights._quantiser._tables
+    one_layer = WeightUpdate(weights.sources[7][1], weights.matrices[7])
+    tables[-1] = MatrixTable.of([one_layer])  # of four
+    with pytest.raises(RuntimeError, match=r"write 3 of 16 .*layers\.0\.feed_forward\.down\.weight"):
+        weights.sync()
 
 
 def test_fresh_storage_is_poisoned():

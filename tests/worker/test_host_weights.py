@@ -35,6 +35,19 @@ def test_requests_wait_for_weights_that_are_whole():
     thread.join(120)
 
 
+def test_weights_are_let_go_of_when_the_gpu_has_read_them(monkeypatch):
+    """The writer changes its memory in place as soon as it is answered."""
+    order = []
+    line = Line()
+    backend = SlowBackend(0.0, "")
+    monkeypatch.setattr(backend, "update_weights", lambda version, weights: order.append("launched"))
+    monkeypatch.setattr(line, "send", lambda message: order.append(message.kind))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("read"))
+    Host(backend, line, Weights())._handle(Message("update_weights", {"version": 4}, call=1))
+    assert order == ["launched", "read", "done"]
+
+
 def test_a_new_worker_is_told_to_wait_only_while_weights_change(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(IpcWeights, "_entry", lambda self, name, tensor: {"name": name})

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paceline.kernels import word_sums
+from paceline.worker import digest as digest_module
 from paceline.worker.broadcast import BroadcastReader, BroadcastWeights
-from paceline.worker.digest import tensor_digest, weights_digest
+from paceline.worker.digest import WeightsDigest, tensor_digest, weights_digest
 from paceline.worker.readers import TransferInterrupted, WeightsDamaged
 from paceline.worker.weights import SharedWeights, WeightsReader
 
@@ -61,6 +62,57 @@ def test_a_digest_sums_every_word_of_every_piece(monkeypatch):
     moved = torch.cat([tensor[8 * period * 2 :], tensor[: 8 * period * 2]])
     assert tensor_digest(moved) != tensor_digest(tensor), "two pieces in each other's place"
     assert tensor_digest(tensor[1:].clone()) == tensor_digest(tensor[1:])  # not aligned
+
+
+def test_a_digest_has_the_value_that_it_always_had():
+    numbers = torch.arange(240, dtype=torch.int32)
+    weights = [
+        ("a", numbers[:35].view(5, 7).float()),
+        ("b", numbers[:131].to(torch.bfloat16)),
+        ("empty", torch.zeros(0, 4)),
+        ("c", numbers[:5].to(torch.int8)),
+        ("view", numbers[:48].view(8, 6).double().T),
+        ("not aligned", numbers[:33].to(torch.bfloat16)[1:]),
+    ]
+    assert weights_digest(weights) == "e2c0e73320088cf40914bcd2f5a2b51b"
+    assert weights_digest([]) == "cae66941d9efbd404e4d88758ea67670"
+
+
+def test_a_kept_digest_notices_what_moved_and_what_changed():
+    kept = WeightsDigest()
+    whole = torch.arange(64.0)
+    first = [("a", whole[:16]), ("b", whole[16:48].view(4, 8))]
+    seen = {kept.of(first)}
+    for weights in (
+        [("a", whole[32:48]), first[1]],  # another address
+        [first[0], ("b", whole[16:48].view(8, 4))],
+        [first[0], ("b", whole[16:48].view(4, 8).view(torch.int32))],
+        [first[0], ("b", whole[16:48].view(8, 4).T)],  # another stride
+        [("x", first[0][1]), first[1]],
+        first[:1],
+        [],
+    ):
+        kept.of(first)
+        assert kept.of(weights) == weights_digest(weights)
+        seen |= {kept.of(weights)}
+    assert len(seen) == 8
+    for weights in (first, [*first, ("not contiguous", whole.view(8, 8).T)]):
+        for _ in range(2):
+            whole += 1  # in place
+            assert kept.of(weights) == weights_digest(weights) and kept.of(weights) not in seen
+
+
+def test_a_kept_digest_looks_at_tensors_that_stay_only_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(
+        digest_module, "WordSums", lambda pieces: looks.append(1) or word_sums.WordSums(pieces)
+    )
+    weights = [("a", torch.arange(16.0)), ("odd", torch.arange(5, dtype=torch.int8))]
+    kept = WeightsDigest()
+    for _ in range(3):
+        weights[1][1].add_(1)
+        kept.of(weights)
+    assert len(looks) == 1
 
 
 def test_memory_that_changed_on_the_way_is_noticed():

@@ -48,16 +48,34 @@ def _quantise_blocks_kernel(weight_ptr, values_ptr, scales_ptr, N, K, PADDED_K, 
     """
     wait_previous(PDL)
     matrix = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * 128 + tl.arange(0, 128)
-    column = tl.program_id(0) * 128 + tl.arange(0, 128)
-    in_rows = (row < N)[:, None]
-    source = weight_ptr + (matrix * N + row)[:, None] * K + column[None, :]
-    x = tl.load(source, mask=in_rows & (column < K)[None, :], other=0.0).to(tl.float32)
-    values, scale = quantise_groups(tl.reshape(x, (1, 128 * 128)))
-    target = values_ptr + (matrix * N + row)[:, None] * PADDED_K + column[None, :]
-    tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
+    first = tl.program_id(1) * 128
     block = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(scales_ptr + block + tl.arange(0, 1), scale)
+    rows = weight_ptr + (matrix * N + first) * K
+    values = values_ptr + (matrix * N + first) * PADDED_K
+    column = tl.program_id(0) * 128
+    quantise_block(rows, rows, values, scales_ptr + block, N - first, column, K, PADDED_K, COPY=False)
+
+
+@triton.jit
+def quantise_block(
+    rows_ptr, copy_ptr, values_ptr, scale_ptr, num_rows, first_column, K, PADDED_K, COPY: tl.constexpr
+):
+    """Quantises one block, whose rows begin at `rows_ptr`; there may be fewer than 128, and fewer columns.
+
+    With COPY it also writes them, as they are, from `copy_ptr` on.
+    """
+    row = tl.arange(0, 128)
+    column = first_column + tl.arange(0, 128)
+    in_rows = (row < num_rows)[:, None]
+    inside = in_rows & (column < K)[None, :]
+    place = row[:, None] * K + column[None, :]
+    x = tl.load(rows_ptr + place, mask=inside, other=0.0)
+    if COPY:
+        tl.store(copy_ptr + place, x, mask=inside)
+    values, scale = quantise_groups(tl.reshape(x.to(tl.float32), (1, 128 * 128)))
+    target = values_ptr + row[:, None] * PADDED_K + column[None, :]
+    tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
+    tl.store(scale_ptr + tl.arange(0, 1), scale)
 
 
 def quantise_blocks_triton(weight: torch.Tensor, out: BlockMatrix) -> None:

@@ -2,10 +2,12 @@
 
 Word i weighs (i % PERIOD + 1) (i // PIECE + 1). Additions modulo 2^64 may come in any order, so every device
 and every way to cut the work up finds the same. Pieces of memory that lie anywhere on a GPU are summed in one
-launch: a model has hundreds, and a launch for each would take longer than reading them.
+launch: a model has hundreds, and a launch for each would take longer than reading them. Where they lie is
+told the GPU once.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ BLOCKS = 64
 
 
 def word_sums_reference(words_N: torch.Tensor) -> torch.Tensor:
-    """The reference of `word_sums`. A CPU runs this: words of the same weight are added up first."""
+    """The reference of `WordSums`. A CPU runs this: words of the same weight are added up first."""
     sums_2 = torch.zeros(2, dtype=torch.int64, device=words_N.device)
     period = max(1, min(PERIOD, len(words_N)))
     weight_P = torch.arange(1, period + 1, device=words_N.device)
@@ -70,21 +72,38 @@ def _word_sums_kernel(
     tl.store(out_ptr + program * 2 + 1, tl.sum(weighted, axis=0))
 
 
-def word_sums_triton(addresses: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Launches `word_sums`'s kernel for words of the device's memory, so many at each address."""
-    count = np.array(counts, dtype=np.int64)
-    programs = -(-count // (BLOCK * BLOCKS))
-    owner = np.repeat(np.arange(len(count)), programs)
-    first = (np.arange(len(owner)) - np.repeat(programs.cumsum() - programs, programs)) * (BLOCK * BLOCKS)
-    sums_N2 = torch.zeros(len(count), 2, dtype=torch.int64, device=device)
-    if not len(owner):
+@dataclass(frozen=True)
+class WordTable:
+    """Where words lie on a GPU, so many at each address, and which of them each program sums."""
+
+    address_N: torch.Tensor
+    count_N: torch.Tensor
+    owner_P: torch.Tensor
+    first_P: torch.Tensor
+
+    @staticmethod
+    def of(addresses: Sequence[int], counts: Sequence[int], device: torch.device) -> "WordTable":
+        """Deals the words out to programs; the table lies on the device."""
+        count = np.array(counts, dtype=np.int64)
+        programs = -(-count // (BLOCK * BLOCKS))
+        owner = np.repeat(np.arange(len(count)), programs)
+        first = (np.arange(len(owner)) - np.repeat(programs.cumsum() - programs, programs)) * (BLOCK * BLOCKS)
+        arrays = (np.array(addresses, dtype=np.int64), count, owner, first)
+        return WordTable(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def word_sums_triton(table: WordTable) -> torch.Tensor:
+    """Launches `WordSums`'s kernel."""
+    sums_N2 = table.count_N.new_zeros(len(table.count_N), 2)
+    programs = len(table.owner_P)
+    if not programs:
         return sums_N2
-    known = [
-        torch.from_numpy(x).to(device) for x in (np.array(addresses, dtype=np.int64), count, owner, first)
-    ]
-    partial_P2 = torch.empty(len(owner), 2, dtype=torch.int64, device=device)
-    _word_sums_kernel[(len(owner),)](
-        *known,
+    partial_P2 = table.count_N.new_empty(programs, 2)
+    _word_sums_kernel[(programs,)](
+        table.address_N,
+        table.count_N,
+        table.owner_P,
+        table.first_P,
         partial_P2,
         PERIOD=PERIOD,
         PIECE=PIECE,
@@ -92,12 +111,24 @@ def word_sums_triton(addresses: Sequence[int], counts: Sequence[int], device: to
         BLOCKS=BLOCKS,
         **plain_options(num_warps=4),
     )
-    return sums_N2.index_add_(0, known[2], partial_P2)
+    return sums_N2.index_add_(0, table.owner_P, partial_P2)
 
 
-def word_sums(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns both sums of each piece of contiguous int64 words of one device, `[N, 2]`, on that device."""
-    if pieces[0].is_cuda:
-        addresses, counts = zip(*((words_N.data_ptr(), words_N.numel()) for words_N in pieces), strict=True)
-        return word_sums_triton(addresses, counts, pieces[0].device)
-    return torch.stack([word_sums_reference(words_N) for words_N in pieces])
+class WordSums:
+    """Both sums of each of some pieces of contiguous int64 words of one device, as often as is asked.
+
+    The pieces are kept, so they stay where they lie.
+    """
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self.pieces = pieces
+        self.table: WordTable | None = None
+        if pieces[0].is_cuda:
+            addresses = [words_N.data_ptr() for words_N in pieces]
+            self.table = WordTable.of(addresses, [len(words_N) for words_N in pieces], pieces[0].device)
+
+    def compute(self) -> torch.Tensor:
+        """Returns the sums of what the pieces hold now, `[N, 2]`, on their device."""
+        if self.table is not None:
+            return word_sums_triton(self.table)
+        return torch.stack([word_sums_reference(words_N) for words_N in self.pieces])

@@ -70,10 +70,18 @@ class RolloutPrecision:
 
     # -- what changes with the policy -------------------------------------------------------------
 
-    def refresh(self) -> bool:
-        """Follows a weight update; returns whether the cache must be rebuilt for layers that left FP8."""
+    @property
+    def copied_names(self) -> frozenset[str]:
+        """The tensors, by Hugging Face names, that `refresh` copies where they arrive from elsewhere."""
+        return self.weights.copied_names if self.weights is not None else frozenset()
+
+    def refresh(self, arrived: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """Follows a weight update; returns whether the cache must be rebuilt for layers that left FP8.
+
+        Of tensors that `arrived` from elsewhere, it copies `copied_names` into the policy.
+        """
         if self.weights is not None:
-            self.weights.sync()
+            self.weights.sync(arrived)
         return self._calibrate() if self.kv is not None and self.kv.has_measurements else False
 
     @property

@@ -10,14 +10,16 @@ Which projections: those of the decoder's layers, by their exact names (a match 
 
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from paceline.backend import WeightsNotFinite
 from paceline.kernels.fp8_format import BlockMatrix, scale_shape
-from paceline.kernels.fp8_quantise import quantise_blocks
+from paceline.kernels.fp8_quantise_many import BlockQuantiser, WeightUpdate
 from paceline.policy.decoder import Decoder, ExpertFeedForward
+from paceline.policy.huggingface import pieces_by_parameter
 
 
 class QuantisedWeights:
@@ -33,6 +35,11 @@ class QuantisedWeights:
             BlockMatrix.poisoned(parameter.shape, policy.device, part.view(scale_shape(parameter.shape)))
             for (_, parameter), part in zip(self.sources, parts, strict=True)
         ]
+        self._quantiser = BlockQuantiser()
+        pieces = pieces_by_parameter(policy.config)
+        self._pieces = [pieces[name] for name, _ in self.sources]
+        # The tensors, by Hugging Face names, that the projections are made of.
+        self.copied_names = frozenset(name for names in self._pieces for name in names)
         self._by_parameter = {
             id(parameter): matrix for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True)
         }
@@ -44,11 +51,14 @@ class QuantisedWeights:
         return self._by_parameter.get(id(parameter))
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Brings the FP8 weights up to date; raises if one of them did not come out finite."""
+    def sync(self, arrived: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Brings the FP8 weights up to date; raises if one of them did not come out finite.
+
+        Tensors that `arrived` from elsewhere are first to be copied into the projections: `copied_names`.
+        """
         start = self._now()
         self.scales.fill_(torch.nan)
-        self._quantise_all()
+        self._quantiser.quantise(self._updates(arrived))
         finite = bool(self.scales.isfinite().all())
         self.sync_seconds = self._now() - start
         if not finite:
@@ -68,9 +78,13 @@ class QuantisedWeights:
                 f"{bad[0][0]}: a bug in paceline"
             )
 
-    def _quantise_all(self) -> None:
-        for (_, parameter), matrix in zip(self.sources, self.matrices, strict=True):
-            quantise_blocks(parameter.detach(), matrix)
+    def _updates(self, arrived: Mapping[str, torch.Tensor] | None) -> list[WeightUpdate]:
+        return [
+            WeightUpdate(
+                parameter.detach(), matrix, () if arrived is None else [arrived[name] for name in names]
+            )
+            for (_, parameter), matrix, names in zip(self.sources, self.matrices, self._pieces, strict=True)
+        ]
 
     def _now(self) -> float:
         if self.scales.is_cuda:

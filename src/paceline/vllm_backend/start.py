@@ -22,7 +22,7 @@ from paceline.models.source import PolicySource
 from paceline.policy.attention import PackedAttention
 from paceline.policy.config import read_config, to_huggingface
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import exported_tensors
+from paceline.policy.huggingface import ExportedWeights
 from paceline.policy.model_files import TOKENIZER_FILES, copy_files
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
@@ -62,11 +62,12 @@ def start_vllm(
     quantised = rollout.vllm.engine.get("quantization") is not None
     tolerance = QUANTISED_TOLERANCE if quantised else PROBE_TOLERANCE[settings.dtype]
     probe = Probe(probe_text(policy), lambda tokens: learner_logprobs(policy, tokens), tolerance)
+    exported = ExportedWeights(policy)
     try:
         client = VllmClient(
             settings,
             str(python),
-            lambda: exported_tensors(policy),
+            lambda: exported.views().items(),
             warn,
             probe,
             head=head,

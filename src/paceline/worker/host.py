@@ -133,6 +133,8 @@ class Host:
                 if backend.slice_trainer is not None:
                     backend.slice_trainer.note_weights(fields["version"])
                 backend.update_weights(fields["version"], self.weights.read(fields))
+                if torch.cuda.is_initialized():  # a copy under way still reads what the answer lets go of
+                    torch.cuda.synchronize()
                 self.lacks_weights = False
                 return self._description("done")
             case "publish_drafter":
