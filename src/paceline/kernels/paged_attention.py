@@ -14,6 +14,8 @@ a long text before it, programs of many nodes take the groups that all of them s
 nodes' own.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.kernels.attention_combine import AttentionOutput, Partials, combine_partials
@@ -57,6 +59,81 @@ def paged_attention_reference(
     return out_THD.view(q_RQHD.shape)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What the kernel reads and writes, however the work is cut up."""
+
+    q_RQHD: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table_RB: torch.Tensor
+    context_len_R: torch.Tensor
+    k_scale_H: torch.Tensor | None
+    v_scale_H: torch.Tensor | None
+    ragged: RaggedRows | None
+    # Positions from the context on that queries may sit at.
+    reach: int
+    out: AttentionOutput
+    # Where several programs share a row.
+    partials: Partials | None
+
+    def run(
+        self, rows: int, launch: Launch, tree: TreeKeys | None, far: bool = False, near: bool = False
+    ) -> None:
+        """Launches the kernel with `rows` pairs of a query and a head per program."""
+        num_rows, num_queries, num_heads, head_dim = self.q_RQHD.shape
+        ragged, partials, out = self.ragged, self.partials, self.out
+        if ragged is not None:
+            num_rows, num_queries = len(ragged.first_R), ragged.most
+        block_size, num_kv_heads = self.k_cache.shape[1:3]
+        fp8 = self.k_cache.dtype == E4M3
+        padded_gqa = next_power_of_2(num_heads // num_kv_heads)
+        row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
+        paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
+            self.q_RQHD,
+            self.k_cache,
+            self.v_cache.view(torch.int16) if fp8 else self.v_cache,
+            self.k_scale_H,
+            self.v_scale_H,
+            self.block_table_RB,
+            self.context_len_R,
+            None if tree is None else tree.depth_RQ,
+            None if tree is None else tree.slots_RQD,
+            None if ragged is None else ragged.first_R,
+            None if ragged is None else ragged.tokens_R,
+            out.plain,
+            out.values,
+            out.scales,
+            None if partials is None else partials.acc,
+            None if partials is None else partials.maximum,
+            None if partials is None else partials.total,
+            num_rows,
+            num_queries,
+            self.reach,
+            self.block_table_RB.shape[1],
+            0 if partials is None else partials.max_groups,
+            launch.resident_programs(fp8, multiprocessors(self.q_RQHD.device)),
+            out.padded_rows,
+            head_dim**-0.5 * LOG2E,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            ROWS=rows,
+            PADDED_GQA=padded_gqa,
+            TILE=TILE,
+            GROUP=GROUP,
+            SHARED=partials is not None,
+            FAR=far,
+            NEAR=near,
+            TREE=tree is not None,
+            RAGGED=ragged is not None,
+            FP8=fp8,
+            QUANTISE=out.rows is not None,
+            **launch.options(rows, head_dim, self.q_RQHD.itemsize, self.k_cache.itemsize),
+        )
+
+
 def paged_attention_triton(
     q_RQHD: torch.Tensor,
     k_cache: torch.Tensor,
@@ -75,7 +152,7 @@ def paged_attention_triton(
     With `quantise` it returns the R x Q rows of all heads as an FP8 product takes them, which needs heads of
     128 dimensions, those of a quantised group.
     """
-    num_rows, num_queries, num_heads, head_dim = q_RQHD.shape
+    num_rows, num_queries, num_heads, _ = q_RQHD.shape
     if ragged is not None:
         num_rows, num_queries = len(ragged.first_R), ragged.most
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -83,69 +160,27 @@ def paged_attention_triton(
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     processors = multiprocessors(q_RQHD.device)
+
+    def tiles(rows: int) -> int:
+        return num_rows * cdiv(num_queries, rows // padded_gqa) * num_kv_heads
+
     own_keys = tree is not None and max_groups <= OWN_KEYS_GROUPS
     rows = rows_per_program(num_queries, padded_gqa, own_keys)
-    row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
-    launch = launch or default_launch(processors, row_tiles * num_kv_heads, max_groups)
-    shape = num_rows, num_queries, padded_gqa, num_kv_heads, max_groups, processors
-    # See attention_tiles.py for why not over E4M3.
-    far = far_rows(*shape) if tree is not None and not fp8 else 0
+    launch = launch or default_launch(processors, tiles(rows), max_groups)
+    far = 0
+    if tree is not None and not fp8:  # attention_tiles.py says why not over E4M3
+        far = far_rows(num_rows, num_queries, padded_gqa, num_kv_heads, max_groups, processors)
     out = AttentionOutput.empty(q_RQHD, quantise)
     partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 or far else None
-
-    def run(rows: int, launch: Launch, far: bool = False, near: bool = False) -> None:
-        nodes = None if far else tree
-        row_tiles = num_rows * cdiv(num_queries, rows // padded_gqa)
-        paged_attention_kernel[(num_kv_heads, row_tiles, launch.programs)](
-            q_RQHD,
-            k_cache,
-            v_cache.view(torch.int16) if fp8 else v_cache,
-            k_scale_H,
-            v_scale_H,
-            block_table_RB,
-            context_len_R,
-            None if nodes is None else nodes.depth_RQ,
-            None if nodes is None else nodes.slots_RQD,
-            None if ragged is None else ragged.first_R,
-            None if ragged is None else ragged.tokens_R,
-            out.plain,
-            out.values,
-            out.scales,
-            partials.acc if partials is not None else None,
-            partials.maximum if partials is not None else None,
-            partials.total if partials is not None else None,
-            num_rows,
-            num_queries,
-            num_queries if tree is None else tree.slots_RQD.shape[2],
-            block_table_RB.shape[1],
-            partials.max_groups if partials is not None else max_groups,
-            launch.resident_programs(fp8, processors),
-            out.padded_rows,
-            head_dim**-0.5 * LOG2E,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            ROWS=rows,
-            PADDED_GQA=padded_gqa,
-            TILE=TILE,
-            GROUP=GROUP,
-            SHARED=partials is not None,
-            FAR=far,
-            NEAR=near,
-            TREE=nodes is not None,
-            RAGGED=ragged is not None,
-            FP8=fp8,
-            QUANTISE=quantise,
-            **launch.options(rows, head_dim, q_RQHD.itemsize, k_cache.itemsize),
-        )
-
+    cache = k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H
+    reach = num_queries if tree is None else tree.slots_RQD.shape[2]
+    call = _Call(q_RQHD, *cache, ragged, reach, out, partials)
     if far:
-        far_tiles = num_rows * cdiv(num_queries, far // padded_gqa) * num_kv_heads
-        run(far, far_launch(processors, far_tiles, max_groups), far=True)
-        run(rows_per_program(num_queries, padded_gqa, own_keys=True), Launch(1, stages=3), near=True)
+        near = rows_per_program(num_queries, padded_gqa, own_keys=True)
+        call.run(far, far_launch(processors, tiles(far), max_groups), None, far=True)
+        call.run(near, Launch(1, stages=3), tree, near=True)
     else:
-        run(rows, launch)
+        call.run(rows, launch, tree)
     if partials is not None:
         depth_RQ = None if tree is None else tree.depth_RQ
         combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8, ragged)
