@@ -15,6 +15,7 @@ from paceline.kernels.noise import gumbel_of_triton, gumbel_triton
 from paceline.kernels.rejection import Truncation
 from paceline.kernels.sampler import (
     CHUNK,
+    at_temperature,
     better,
     in_wide_pieces,
     kept_tokens,
@@ -91,7 +92,7 @@ def _best_chunk_kernel(
     logits = tl.load(logits_ptr + row * vocab_size + place, mask=place < vocab_size, other=-float("inf")).to(
         tl.float32
     )
-    scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
+    scaled = at_temperature(logits, temperature)
     scores = scaled + tl.where(greedy, 0.0, gumbel)
     out = (row * num_chunks + chunk) * COUNT
     for i in tl.static_range(COUNT):

@@ -80,6 +80,16 @@ def better(score_a, token_a, score_b, token_b):
 
 
 @triton.jit
+def at_temperature(logits, temperature):
+    """Returns logits / T, as they are where T is 0; a division takes as long as a tenth of the noise."""
+    if (temperature <= 0) | (temperature == 1.0):
+        scaled = logits
+    else:
+        scaled = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
+    return scaled
+
+
+@triton.jit
 def _sample_chunk_kernel(
     logits_ptr,
     temperature_ptr,
@@ -107,7 +117,7 @@ def _sample_chunk_kernel(
     )
     wait_previous(PDL)
     logits = tl.load(logits_ptr + row * vocab_size + token, mask=mask, other=-float("inf")).to(tl.float32)
-    scaled = tl.div_rn(logits, tl.zeros_like(logits) + tl.where(greedy, 1.0, temperature))
+    scaled = at_temperature(logits, temperature)
     scores = scaled + tl.where(greedy, 0.0, gumbel)
     best_score, best_token = tl.reduce((scores, token), 0, better)
     best_value = tl.max(tl.where(token == best_token, scaled, -float("inf")), axis=0)
