@@ -8,7 +8,7 @@
 # Logs and JSON files go to OUT. Each part has a time limit in seconds ($LIMIT, default 450) and does not stop
 # the others; what has ended well (OUT/NAME.ok) is not run again. `chains` and those after it use the head in
 # $EAGLE, or the one that `eagle` trains, on sums; `real` uses the long-tailed workload where $COUNTDOWN names a
-# folder with the policy and the head of `benchmarks/countdown.sh`.
+# folder with the policy and the head of `benchmarks/countdown.sh`. $EXTRA are further overrides of `real`.
 set -u
 OUT=${1:?where to write}
 shift
@@ -83,11 +83,11 @@ real() { # whole rollouts with the recipe's own drafters, pacer and lengths, pla
     workload="$workload rollout.speculation.eagle_path=$COUNTDOWN/head"
   fi
   for requests in ${REQUESTS:-64 256}; do
-    for precision in base fp8+kv; do
+    for precision in ${PRECISIONS:-base fp8+kv}; do
       # shellcheck disable=SC2086
       part "real-$requests-${precision/+/-}" "$PYTHON" -m paceline bench pacing $workload policy.widen=8b \
         run.device=cuda rollout.precision="$precision" rollout.speculation.shape="${SHAPE:-tree}" \
-        'rollout.speculation.drafters=[history,eagle]' rollout.speculation.tokens=15 \
+        'rollout.speculation.drafters=[history,eagle]' rollout.speculation.tokens=15 ${EXTRA:-} \
         --requests "$requests" --tokens "${FIXED:-3,7}" --rollouts 2 \
         --json "$OUT/real-$requests-${precision/+/-}.json"
     done
