@@ -116,6 +116,9 @@ def test_shapes_keep_to_the_blocks_and_the_candidates_that_nodes_have(deepest):
         assert 1 <= shape.depth <= min(nodes, deepest)
         assert shape.places <= nodes + 1 and all(1 <= width <= TreeShape.WIDEST for width in shape.widths)
         assert CANDIDATES * shape.places >= nodes, "as many candidates as nodes"
+        widest = shape.widths == (TreeShape.WIDEST,) * len(shape.widths)
+        assert sum(shape.widths) == nodes or widest or nodes == 1, "as many as have blocks"
+        assert list(shape.widths) == sorted(shape.widths, reverse=True)
 
 
 def test_a_head_that_is_seldom_right_makes_flat_trees():

@@ -23,6 +23,7 @@ from paceline.kernels.rejection import Truncation
 from paceline.kernels.tree_choice import Candidates
 from paceline.kernels.tree_growth import (
     GAP_BOUNDARIES,
+    MAX_WIDTH,
     DraftPlaces,
     FoundNodes,
     RunNodes,
@@ -49,7 +50,7 @@ class TreeShape:
     """How many nodes of each depth are run: `widths[d]` of depth d + 1. Their children are one depth more."""
 
     # Nodes of one depth that are run at most, in any shape.
-    WIDEST: ClassVar[int] = 3
+    WIDEST: ClassVar[int] = MAX_WIDTH
     # A pass of the drafter costs as much at any depth, and few trees reach the last ones.
     DEEPEST: ClassVar[int] = 7
     # Depths that have as many candidates as any tree has nodes.
@@ -63,15 +64,12 @@ class TreeShape:
 
         A small one is as deep as the chain of its nodes, so that it can be that chain where the drafter is
         nearly always right; none is deeper than `deepest`. What is run lies behind the root in the drafter's
-        cache, so it is no more than the nodes of the tree, which have blocks.
+        cache, so it is no more than the nodes of the tree, which have blocks; and no fewer, since a pass
+        takes as long for a few more and chooses from more candidates.
         """
-        depth = min(nodes, deepest)
-        widest = min(1 + (nodes >= 5) + (nodes >= 12), cls.WIDEST)
-        widths = [max(1, widest - level // 2) for level in range(depth - 1)]
-        while sum(widths) > nodes:
-            wide = max(level for level, width in enumerate(widths) if width > 1)
-            widths[wide] -= 1
-        return cls(tuple(widths))
+        levels = min(nodes, deepest) - 1
+        spread = min(nodes, levels * cls.WIDEST)
+        return cls(tuple((spread + levels - 1 - level) // levels for level in range(levels)))
 
     @property
     def depth(self) -> int:

@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         "FP8 weights are not quantised again after an update",
         "paceline.precision.rollout:RolloutPrecision.refresh",
-        "self.weights.sync()",
+        "self.weights.sync(arrived)",
         "pass",
         "fp8, weights",
     ),
