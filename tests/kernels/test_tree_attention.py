@@ -26,16 +26,25 @@ def random_paths(rng: random.Random) -> list[list[int]]:
 class Forest:
     """Trees behind texts of some lengths, and every node's path as a text of its own in other blocks."""
 
-    def __init__(self, contexts: list[int], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        contexts: list[int],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        heads: tuple[int, int, int] = (4, 2, 32),
+    ) -> None:
+        """`heads`: of queries, of keys, and their size."""
+        query_heads, kv_heads, head_dim = heads
         rng = random.Random(len(contexts))
         tokens = max(contexts) + NODES
         blocks = -(-tokens // BLOCK_SIZE)
         count = len(contexts) * (1 + NODES) * blocks
-        self.k, self.v = (torch.randn(count + 1, BLOCK_SIZE, 2, 32).to(dtype) for _ in range(2))
+        cache = count + 1, BLOCK_SIZE, kv_heads, head_dim
+        self.k, self.v = (torch.randn(cache).to(dtype) for _ in range(2))
         table = (torch.randperm(count) + 1).view(-1, blocks).int()
         self.table, self.path_table = table[: len(contexts)], table[len(contexts) :]
         self.context = torch.tensor(contexts)
-        self.q = torch.randn(len(contexts), NODES, 4, 32).to(dtype)
+        self.q = torch.randn(len(contexts), NODES, query_heads, head_dim).to(dtype)
         depths, slots = [], []
         for row, context in enumerate(contexts):
             paths = random_paths(rng)
@@ -64,7 +73,9 @@ class Forest:
 
     @property
     def scales(self) -> tuple:
-        return (torch.tensor([0.5, 2.0]), torch.tensor([1.5, 0.25])) if self.k.dtype == E4M3 else (None, None)
+        half = self.k.shape[2] // 2
+        scales = torch.tensor([0.5, 2.0] * half), torch.tensor([1.5, 0.25] * half)
+        return scales if self.k.dtype == E4M3 else (None, None)
 
     def plain(self, run, device: str, **options) -> torch.Tensor:
         position = (self.context.unsqueeze(1) + self.tree.depth_RQ).flatten()
@@ -115,7 +126,9 @@ def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monk
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     few = [57, 250] if rows == "short" else [250, 300]
     contexts = few if device == "cpu" else CONTEXTS
-    forest = Forest(contexts, dtype, kv_dtype or dtype)
+    # On a GPU the instructions depend on the heads.
+    heads = (4, 2, 32) if device == "cpu" else (32, 8, 128)
+    forest = Forest(contexts, dtype, kv_dtype or dtype, heads)
     if rows == "long":  # what comes before the root's group is taken by programs of many nodes
         for module in (decode, paged_launch):
             monkeypatch.setattr(module, "OWN_KEYS_GROUPS", 0)
