@@ -194,6 +194,17 @@ def test_pieces_of_another_type_or_not_contiguous_are_copied_first(device):
         assert_quantised([weight], [out])
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_shows_in_its_blocks_scale(device, bad):
+    weight = torch.randn(300, 200, device=device)
+    weight[140, 150] = bad
+    one, many = (BlockMatrix.poisoned(weight.shape, weight.device) for _ in range(2))
+    quantise_blocks_triton(weight, one)
+    BlockQuantiser().quantise_triton([WeightUpdate(weight, many)])
+    for found in (one, many):
+        assert found.scales.isfinite().tolist() == [[True, True], [True, False], [True, True]]
+
+
 def test_activation_quantisers_are_bit_equal(device):
     """Alone, behind a norm and behind SwiGLU: the same bits as quantising what the plain kernel gives."""
     for dtype in [torch.float32] if device == "cpu" else [torch.float32, torch.bfloat16]:

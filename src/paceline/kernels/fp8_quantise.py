@@ -72,7 +72,10 @@ def quantise_block(
     x = tl.load(rows_ptr + place, mask=inside, other=0.0)
     if COPY:
         tl.store(copy_ptr + place, x, mask=inside)
-    values, scale = quantise_groups(tl.reshape(x.to(tl.float32), (1, 128 * 128)))
+    flat = tl.reshape(x.to(tl.float32), (1, 128 * 128))
+    values, scale = quantise_groups(flat)
+    # A GPU's maximum passes over what is no number, and the scale must tell of it.
+    scale = tl.where(tl.max((flat != flat).to(tl.int32), axis=-1) > 0, float("nan"), scale)
     target = values_ptr + row[:, None] * PADDED_K + column[None, :]
     tl.store(target, tl.reshape(values, (128, 128)), mask=in_rows)
     tl.store(scale_ptr + tl.arange(0, 1), scale)

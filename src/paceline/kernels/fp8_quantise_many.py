@@ -170,7 +170,7 @@ class BlockQuantiser:
 
     def __init__(self) -> None:
         self._facts: list[Any] = []
-        self._copied_first: list[WeightUpdate] = []
+        self._copied_first: list[int] = []  # numbers of updates, which would keep what arrived alive
         self._tables: list[MatrixTable] = []
 
     def quantise(self, updates: Sequence[WeightUpdate]) -> None:
@@ -190,11 +190,11 @@ class BlockQuantiser:
             for tensor in (update.weight, update.out.values, *update.pieces)
         ]
         if facts != self._facts:
-            self._copied_first = [update for update in updates if not update.has_whole_blocks]
+            self._copied_first = [i for i, update in enumerate(updates) if not update.has_whole_blocks]
             self._tables = [MatrixTable.of(alike) for alike in _alike(updates)]
             self._facts = facts
-        for update in self._copied_first:
-            update.copy()
+        for number in self._copied_first:
+            updates[number].copy()
         for table in self._tables:
             quantise_many_triton(table)
 

@@ -168,10 +168,11 @@ def paged_attention_triton(
     rows = rows_per_program(num_queries, padded_gqa, own_keys)
     launch = launch or default_launch(processors, tiles(rows), max_groups)
     far = 0
-    if tree is not None and not fp8:  # attention_tiles.py says why not over E4M3
-        far = far_rows(num_rows, num_queries, padded_gqa, num_kv_heads, max_groups, processors)
+    # Where partial results are made anyway; attention_tiles.py says why not over E4M3.
+    if tree is not None and launch.programs > 1 and not fp8:
+        far = far_rows(num_queries, padded_gqa, max_groups)
     out = AttentionOutput.empty(q_RQHD, quantise)
-    partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 or far else None
+    partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 else None
     cache = k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H
     reach = num_queries if tree is None else tree.slots_RQD.shape[2]
     call = _Call(q_RQHD, *cache, ragged, reach, out, partials)

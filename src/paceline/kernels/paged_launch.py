@@ -95,16 +95,13 @@ def rows_per_program(num_queries: int, padded_gqa: int, own_keys: bool = False) 
     return max(padded_gqa, MIN_ROWS, min(most, next_power_of_2(num_queries * padded_gqa)))
 
 
-def far_rows(
-    rows: int, queries: int, padded_gqa: int, kv_heads: int, max_groups: int, processors: int
-) -> int:
+def far_rows(num_queries: int, padded_gqa: int, max_groups: int) -> int:
     """Returns the pairs of a program that takes what the nodes of a tree share; 0: it is not taken apart.
 
-    It is where rows may be long and are few: partial results of many would take more memory than is saved.
+    It is where rows may be long, if there are more nodes than other programs take.
     """
-    tile = max(padded_gqa, min(FAR_ROWS, next_power_of_2(queries * padded_gqa)))
-    tiles = rows * cdiv(queries, tile // padded_gqa) * kv_heads
-    return tile if max_groups > OWN_KEYS_GROUPS and tile > MAX_ROWS and tiles <= processors else 0
+    rows = max(padded_gqa, min(FAR_ROWS, next_power_of_2(num_queries * padded_gqa)))
+    return rows if max_groups > OWN_KEYS_GROUPS and rows > MAX_ROWS else 0
 
 
 def padded_groups(max_groups: int) -> int:
@@ -120,16 +117,14 @@ def partial_bytes(
     head_dim: int,
     table_tokens: int,
     processors: int,
-    trees: bool = False,
 ) -> int:
     """Returns the bytes of the partial results where programs share rows, else 0.
 
-    `table_tokens` is how many tokens the block tables address; `trees`: queries may be nodes of trees.
+    `table_tokens` is how many tokens the block tables address.
     """
     padded_gqa = next_power_of_2(heads // kv_heads)
     max_groups = cdiv(table_tokens, GROUP)
     tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
-    taken_apart = trees and far_rows(rows, queries, padded_gqa, kv_heads, max_groups, processors)
-    if default_launch(processors, tiles, max_groups).programs == 1 and not taken_apart:
+    if default_launch(processors, tiles, max_groups).programs == 1:
         return 0
     return rows * queries * heads * padded_groups(max_groups) * (head_dim + 2) * 4
