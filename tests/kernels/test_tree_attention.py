@@ -121,7 +121,7 @@ def test_inactive_rows_give_zeros(device):
     "programs", ["several share a row", pytest.param("one a row", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("kv_dtype", [None, pytest.param(E4M3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", ["short", "long"])
+@pytest.mark.parametrize("rows", ["short", pytest.param("long", marks=pytest.mark.slow)])
 def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monkeypatch):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     few = [57, 250] if rows == "short" else [250, 300]
