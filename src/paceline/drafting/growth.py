@@ -65,7 +65,7 @@ class TreeShape:
         A small one is as deep as the chain of its nodes, so that it can be that chain where the drafter is
         nearly always right; none is deeper than `deepest`. What is run lies behind the root in the drafter's
         cache, so it is no more than the nodes of the tree, which have blocks; and no fewer, since a pass
-        takes as long for a few more and chooses from more candidates.
+        reads its weights once for all of them, and the more are run the better candidates there are.
         """
         levels = min(nodes, deepest) - 1
         spread = min(nodes, levels * cls.WIDEST)

@@ -3,7 +3,7 @@
 What an engine offers beside generating is here, too: what its drafters know, and what it was calibrated to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -22,6 +22,7 @@ from paceline.paged.cache import KVCache, blocks_for
 from paceline.paged.forward import PagedForward
 from paceline.policy.attention import AttentionObserver
 from paceline.policy.decoder import Decoder
+from paceline.policy.huggingface import ExportedWeights, copy_weights
 from paceline.policy.states import TextStates
 from paceline.precision.rollout import RolloutPrecision
 from paceline.types import Precision
@@ -42,6 +43,7 @@ class DeviceSide(Backend):
         version: int = 0,
     ) -> None:
         self.policy = policy
+        self.exported = ExportedWeights(policy)
         self.tokenizer = tokenizer
         self.settings = settings
         self.version = version
@@ -94,6 +96,16 @@ class DeviceSide(Backend):
             self.rollout_precision.cache_scales_L2H,
             self.settings.records_routing,
         )
+
+    def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> bool:
+        """Copies weights into the policy, where they come from elsewhere, and follows them in FP8.
+
+        Returns whether the cache must be rebuilt.
+        """
+        arrived = None if weights is None else dict(weights)
+        if arrived is not None:
+            copy_weights(self.exported.views(), arrived, self.rollout_precision.copied_names)
+        return self.rollout_precision.refresh(arrived)
 
     def _replace_cache(self, longest: int) -> None:
         """Replaces the KV cache after layer types changed and drops captured graphs.

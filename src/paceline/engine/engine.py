@@ -35,7 +35,6 @@ from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
-from paceline.policy.huggingface import ExportedWeights, copy_weights
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request
 
@@ -66,7 +65,6 @@ class Engine(DeviceSide):
         self.timer = StepTimer(device)
         self.launcher = Launcher(self.runner, self.drafters, self.timer, settings)
         self.steps_ahead = settings.steps_ahead if device.type == "cuda" else 0
-        self.exported = ExportedWeights(self.policy)
         self.arrivals = 0
         self.scheduler = Scheduler(self.pool, settings.max_running, settings.admission == "longest")
         self.running: dict[int, RequestState] = {}  # by slot
@@ -158,10 +156,7 @@ class Engine(DeviceSide):
             self.outcomes.take_tokens(list(self.running.values()), self.stats, self.version)
         else:
             self._preempt_all()
-        arrived = None if weights is None else dict(weights)
-        if arrived is not None:
-            copy_weights(self.exported.views(), arrived, self.rollout_precision.copied_names)
-        if self.rollout_precision.refresh(arrived):
+        if self._take_weights(weights):
             self._rebuild_cache()
         self.version = version
         self.drafters.observe_weights(version)

@@ -81,7 +81,7 @@ def better(score_a, token_a, score_b, token_b):
 
 @triton.jit
 def at_temperature(logits, temperature):
-    """Returns logits / T, as they are where T is 0; a division takes as long as a tenth of the noise."""
+    """Returns logits / T, as they are where T is 0; at 1, too, a division would change nothing."""
     if (temperature <= 0) | (temperature == 1.0):
         scaled = logits
     else:
