@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # RL steps with vLLM's rollouts beside native ones on one GPU, stage by stage: 4B cost, full; 8B cost, LoRA.
 #
-#     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [spec] [certify]
+#     VLLM=/opt/vllm/bin/python POLICY=OUT/policy benchmarks/vllm_steps.sh OUT [4b] [8b] [paced] [eagle] [certify]
 #
 # VLLM is the Python of an environment with a GPU build of vLLM (0.26 to 0.32); POLICY comes from
-# `benchmarks/countdown.sh OUT warmup`. `spec` compares native trees, paced, with vLLM's eagle3 at each number of
-# proposals in $KS and with plain decoding, at 8B cost: HEAD comes from `benchmarks/countdown.sh OUT drafter`.
+# `benchmarks/countdown.sh OUT warmup`. `paced` is 8B cost with native trees, `eagle` with vLLM's eagle3 at each
+# number of proposals in $KS: the head of both, HEAD, comes from `benchmarks/countdown.sh OUT drafter`.
 #
 # Both backends get the same prompts and the same KV pool; learner and vLLM share the GPU, so vLLM sleeps while
 # the policy learns. A run is ended when $STEPS steps are recorded, or after $LIMIT seconds: there is no
@@ -68,20 +68,22 @@ plain() { # NAME OVERRIDE...: both without speculation
   native "$@" "rollout.speculation.drafters=[]"
   vllm "$@" "rollout.speculation.drafters=[]"
 }
-spec() { # what speculation gives each, with the same head, which does not learn
-  cost="$WIDEN_8B policy.lora.rank=32"
-  head="rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head} rollout.speculation.online.when=never"
+paced() { # native trees with a head, which does not learn
   # shellcheck disable=SC2086 # lists of words
-  {
-    plain spec-plain $cost
-    native spec-paced $cost $head "rollout.speculation.drafters=[history,eagle]" rollout.speculation.tokens=15 \
-      rollout.speculation.shape=tree rollout.speculation.pacing=adaptive
-    for k in $KS; do
-      vllm "spec-eagle$k" $cost $head "rollout.speculation.drafters=[eagle]" rollout.speculation.tokens="$k" \
-        rollout.speculation.pacing=fixed rollout.speculation.verify=rejection \
-        ${SPECULATIVE:+"rollout.vllm.speculative=$SPECULATIVE"}
-    done
-  }
+  native spec-paced $(speculating) "rollout.speculation.drafters=[history,eagle]" rollout.speculation.tokens=15 \
+    rollout.speculation.shape=tree rollout.speculation.pacing=adaptive
+}
+eagle() { # vLLM's eagle3 with the same head, exported
+  for k in $KS; do
+    # shellcheck disable=SC2046 # a list of words
+    vllm "spec-eagle$k" $(speculating) "rollout.speculation.drafters=[eagle]" rollout.speculation.tokens="$k" \
+      rollout.speculation.pacing=fixed rollout.speculation.verify=rejection \
+      ${SPECULATIVE:+"rollout.vllm.speculative=$SPECULATIVE"}
+  done
+}
+speculating() {
+  echo "$WIDEN_8B policy.lora.rank=32" \
+    "rollout.speculation.eagle_path=${HEAD:?the folder of the eagle head} rollout.speculation.online.when=never"
 }
 certify() {
   for drafter in none eagle ngram disturbed; do
@@ -99,9 +101,10 @@ for part in $PARTS; do
   case $part in
   4b) plain 4b $WIDEN_4B ;;
   8b) plain 8b $WIDEN_8B policy.lora.rank=32 ;;
-  spec) spec ;;
+  paced) paced ;;
+  eagle) eagle ;;
   certify) certify ;;
-  *) echo "no such part: $part (4b, 8b, spec, certify)" >&2 && exit 2 ;;
+  *) echo "no such part: $part (4b, 8b, paced, eagle, certify)" >&2 && exit 2 ;;
   esac
 done
 $PYTHON "$HERE/vllm_table.py" "$OUT/runs"

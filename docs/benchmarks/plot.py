@@ -2,10 +2,11 @@
 
     python docs/benchmarks/plot.py
 
-Left: speculation.md, decoding with a trained EAGLE-3 head. Right: rollout.md and pacing.md, seconds of one
-long-tailed rollout, two sessions. Greys and colours are chosen to be readable on light and on dark pages.
+Left: speculation.md, decoding with a trained EAGLE-3 head. Right: rollout.md and pacing.md, seconds of two
+long-tailed rollouts. Greys and colours are chosen to be readable on light and on dark pages.
 """
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -21,51 +22,56 @@ HEIGHT = 330
 # The plotting areas, in the units of the drawing: left, top, right, bottom.
 LINES = (56, 62, 360, 270)
 BARS = (640, 62, 900, 290)
-HIGHEST_RATIO = 2.0
+HIGHEST_RATIO = 2.5
 BATCHES = (1, 4, 16, 64)
-DRAFT_LENGTHS = ((1, GREEN), (3, BLUE), (7, RED))
+# Proposals by the names of their columns, and how the picture calls them.
+PROPOSALS = (
+    ("eagle:3", "chain of 3", GREEN),
+    ("tree7", "tree of 7", RED),
+    ("tree15", "tree of 15", BLUE),
+)
 BAR_HEIGHT = 24
+# Of a bar that its label fits into.
+LABEL_WIDTH = 130
 
 
-def table(page: str, first_header: str, number: int = 0) -> list[list[str]]:
-    """Returns the rows of the page's nth table whose header begins with this cell."""
-    found = []
+def table(page: str, *headers: str) -> list[dict[str, str]]:
+    """Returns the rows of the page's first table with these headers, by header."""
     lines = (FOLDER / page).read_text(encoding="utf-8").splitlines()
     for position, line in enumerate(lines):
-        if (
-            line.startswith("|")
-            and _cells(line)[0] == first_header
-            and lines[position + 1].startswith("|---")
-        ):
-            rows = []
-            for row in lines[position + 2 :]:
-                if not row.startswith("|"):
-                    break
-                rows.append(_cells(row))
-            found.append(rows)
-    return found[number]
+        if not line.startswith("|") or not lines[position + 1].startswith("|---"):
+            continue
+        names = _cells(line)
+        if not set(headers) <= set(names):
+            continue
+        rows = itertools.takewhile(lambda row: row.startswith("|"), lines[position + 2 :])
+        return [dict(zip(names, _cells(row), strict=True)) for row in rows]
+    raise ValueError(f"{page} has no table with the headers {', '.join(headers)}")
 
 
-def ratios_by_batch() -> dict[int, list[float]]:
-    """Returns, by draft length, the speed-up over plain decoding at each of BATCHES."""
-    rows = [row for row in table("speculation.md", "batch", 1) if int(row[0]) in BATCHES]
-    by_point = {(int(row[0]), int(row[1])): _number(row[6]) for row in rows}
-    return {k: [by_point[batch, k] for batch in BATCHES] for k, _ in DRAFT_LENGTHS}
+def ratios_by_batch() -> dict[str, list[float]]:
+    """Returns, by what is proposed, the speed-up over plain decoding at each of BATCHES."""
+    headers = {name: f"`{name}`" for name, _, _ in PROPOSALS}
+    rows = {int(row["batch"]): row for row in table("speculation.md", "wanted", *headers.values())}
+    return {
+        name: [_number(rows[batch][header].rsplit(",", 1)[1]) for batch in BATCHES]
+        for name, header in headers.items()
+    }
 
 
 def rollout_seconds() -> list[tuple[str, str, float, str]]:
     """Returns the bars: what they belong to, their label, seconds, colour."""
-    plain = {row[0]: _number(row[1]) for row in table("rollout.md", "")}
-    paced = {row[0]: _number(row[1]) for row in table("pacing.md", "strategy")}
-    peer = plain["vLLM, same session as the first line"]
-    without = "no speculation"
-    synthetic = "synthetic drafter, right 0.8 to 0.7 by depth"
+    plain = {row[""]: _number(row["seconds"]) for row in table("rollout.md", "", "seconds")}
+    paced = table("pacing.md", "seconds", "accept length", "captures s")
+    real = {row["strategy"]: _number(row["seconds"]) for row in paced}
+    without = "random weights, no speculation"
+    with_head = "Countdown, a trained EAGLE-3 head, trees"
     return [
-        (without, "vLLM 0.26.0", peer, GREY),
+        (without, "vLLM 0.26.0", plain["vLLM, same session as the first line"], GREY),
         (without, "Paceline, plain", plain["Paceline"], BLUE),
-        (synthetic, "Paceline, plain", paced["plain"], GREY),
-        (synthetic, "3 tokens, always", paced["k = 3"], GREEN),
-        (synthetic, "paced", paced["pacer, second rollout"], BLUE),
+        (with_head, "Paceline, plain", real["plain"], GREY),
+        (with_head, "3 nodes, always", real["eagle, trees of 3"], GREEN),
+        (with_head, "paced", real["pacer, second rollout"], BLUE),
     ]
 
 
@@ -91,7 +97,7 @@ def _line_panel() -> list[str]:
         _text(left, 20, "Decoding with a trained EAGLE-3 head, 8B cost", size=15, weight=600),
         _text(left, 40, "tokens/s over plain decoding, the same tokens"),
     ]
-    for ratio in (0.0, 0.5, 1.0, 1.5, 2.0):
+    for ratio in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5):
         strength = 1.0 if ratio == 1.0 else 0.3
         parts.append(
             f'<line x1="{left}" x2="{right}" y1="{y(ratio):.1f}" y2="{y(ratio):.1f}" '
@@ -102,17 +108,13 @@ def _line_panel() -> list[str]:
         parts.append(_text(x(batch), bottom + 20, str(batch), anchor="middle"))
     parts.append(_text((left + right) / 2, bottom + 42, "requests running (batch)", anchor="middle"))
     ratios = ratios_by_batch()
-    for k, colour in DRAFT_LENGTHS:
-        points = [(x(batch), y(ratio)) for batch, ratio in zip(BATCHES, ratios[k], strict=True)]
+    for name, label, colour in PROPOSALS:
+        points = [(x(batch), y(ratio)) for batch, ratio in zip(BATCHES, ratios[name], strict=True)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{colour}"/>' for px, py in points]
-    ends = {k: y(ratios[k][-1]) + 4 for k, _ in DRAFT_LENGTHS}
-    ends[3] -= 9  # 1 and 3 end at the same point
-    ends[1] += 9
-    for k, colour in DRAFT_LENGTHS:
-        label = f"{k} token{'s' if k > 1 else ''}: {ratios[k][-1]:.2f}x"
-        parts.append(_text(right + 12, ends[k], label, colour=colour))
+        end = points[-1][1] + 4
+        parts.append(_text(right + 12, end, f"{label}: {ratios[name][-1]:.2f}x", colour=colour))
     return parts
 
 
@@ -122,7 +124,7 @@ def _bar_panel() -> list[str]:
     longest = max(seconds for _, _, seconds, _ in bars)
     start = left - 130
     parts = [
-        _text(start, 20, "Long-tailed rollout, 8B shape, 256 requests", size=15, weight=600),
+        _text(start, 20, "Long-tailed rollout, 8B cost, 256 requests", size=15, weight=600),
         _text(start, 40, "seconds; ratios within one session"),
     ]
     vertical = top
@@ -138,12 +140,14 @@ def _bar_panel() -> list[str]:
         ratio = "" if seconds == first else f" ({first / seconds:.2f}x)"
         middle = vertical + BAR_HEIGHT / 2 + 5
         parts.append(_text(left - 8, middle, label, anchor="end"))
-        place = f'x="{left}" y="{vertical}" width="{width:.1f}" height="{BAR_HEIGHT}"'
-        parts.append(f'<rect {place} rx="3" fill="{colour}"/>')
+        box = f'x="{left}" y="{vertical}" width="{width:.1f}" height="{BAR_HEIGHT}"'
+        parts.append(f'<rect {box} rx="3" fill="{colour}"/>')
         inside = f"{seconds:.2f} s{ratio}"
-        parts.append(_text(left + 8, middle, inside, colour="#ffffff", weight=600))
+        fits = width >= LABEL_WIDTH
+        place, colour = (left + 8, "#ffffff") if fits else (left + width + 8, GREY)
+        parts.append(_text(place, middle, inside, colour=colour, weight=600))
         vertical += BAR_HEIGHT + 6
-    parts.append(_text(start, bottom + 22, "one NVIDIA H200, bf16, 2026-11-15"))
+    parts.append(_text(start, bottom + 22, "one NVIDIA H200, bf16, 2026-11-15 and 2026-11-17"))
     return parts
 
 
