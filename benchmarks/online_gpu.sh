@@ -102,7 +102,7 @@ identical() {
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
   for when in never auto always; do
     STEPS=6 train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
-      rollout.prompts_per_step=8 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
+      rollout.prompts_per_step=8 eval.problems=8 eval.max_tokens=16 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
   done
 }
 offline() { # as many tokens as `always` has seen; both heads on the policy that the run ended with
