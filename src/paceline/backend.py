@@ -13,8 +13,9 @@ What is required: completions as `types.Completion` describes them (full-vocabul
 temperature, a segment per weight version) and the abstract methods of `Backend`. Statistics may stay empty.
 
 What only some can do is a capability that a generator declares: `speculation` (its drafters can be watched,
-saved and taught) and `low_precision` (it computes below the policy's own type and can stop doing so). A
-generator without one says None and implements nothing.
+saved and taught), `low_precision` (it computes below the policy's own type and can stop doing so) and
+`slice_trainer` (it can train its drafter while it has nothing to generate). A generator without one says None
+and implements nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -121,7 +122,7 @@ class SliceTrainer(Protocol):
 
 
 class Backend(ABC):
-    """Turns requests into completions. Subclasses: the native engine, the reference generator."""
+    """Turns requests into completions: the native engine, the reference, vLLM, a worker, a pool of those."""
 
     @property
     @abstractmethod

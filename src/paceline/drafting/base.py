@@ -114,7 +114,7 @@ class Drafter:
     token_bytes = 0
     # What can be trained, in the very storage that proposals are computed from.
     head: nn.Module | None = None
-    # Whether its layer proposes in FP8.
+    # Whether its layer and its head over the vocabulary propose in FP8.
     fp8: bool = False
     # It wants the hidden states after the last norm, too.
     wants_hidden = False
