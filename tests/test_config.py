@@ -260,6 +260,15 @@ def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
             "rollout.speculation.verify = 'rejection'",
             "rollout.speculation.verify=shared-noise",
         ),
+        (["policy.lora.path=adapters"], "policy.lora.path = 'adapters'", "Set a rank, or leave it out"),
+        (["policy.lora.alpha=8"], "policy.lora.alpha = 8.0", "(policy.lora.alpha=32.0)"),
+        (["task.turns.stop=[x]"], "task.turns.stop = ['x']", "Name a tool, or leave it out"),
+        (["task.turns.time_limit=3"], "task.turns.time_limit = 3.0", "(task.turns.time_limit=10.0)"),
+        (
+            ["task.data.held_out_path=x", "task.data.held_out_share=0.2"],
+            "task.data.held_out_share = 0.2",
+            "task.data.held_out_path = 'x'",
+        ),
         (
             ["learning.correction.weight_bounds=[0, 3]"],
             "weight_bounds = [0.0, 3.0]",

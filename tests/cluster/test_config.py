@@ -38,6 +38,7 @@ from paceline.config import ConfigError, load_config
             ["cluster.replicas=1", "cluster.placement=colocated", "rollout.mode=async"],
             "use cluster.placement=apart, or rollout.mode=partial",
         ),
+        (["cluster.replicas=2", "rollout.precision=kv"], "use rollout.precision=base, or cluster.replicas=0"),
         (
             ["cluster.replicas=2", "cluster.runtime=ray", "cluster.transport=ipc"],
             "cluster.transport = 'ipc' reaches processes of one machine",

@@ -44,6 +44,10 @@ EAGLE = [
             "enable_sleep_mode = True: vLLM sleeps by",
         ),
         ([*VLLM, "cluster.transport=broadcast"], "cluster.transport = 'broadcast' does not reach vLLM"),
+        (
+            [*VLLM, "cluster.transport=ipc", "rollout.vllm.tensor_parallel=2"],
+            "hands weights to one rank, and vLLM has 2",
+        ),
         ([*VLLM, "rollout.vllm.speculative={method: ngram}"], "rollout.speculation.drafters"),
         (["rollout.vllm.tensor_parallel=2"], "use rollout.backend=vllm"),
         (["rollout.speculation.drafters=[ngram]"], "rollout.backend=vllm"),

@@ -105,6 +105,11 @@ def check_cluster(config: "Config") -> None:
                 "cluster.transport = 'broadcast' does not reach vLLM, whose process is on this machine; use "
                 "cluster.transport=memory or auto"
             )
+        elif cluster.transport == "ipc" and rollout.vllm.ranks > 1:
+            raise ValueError(
+                f"cluster.transport = 'ipc' hands weights to one rank, and vLLM has {rollout.vllm.ranks} "
+                "(rollout.vllm.tensor_parallel x pipeline_parallel); use cluster.transport=memory or auto"
+            )
         return
     where = f"cluster.replicas = {cluster.replicas}"
     if rollout.backend == "vllm":
@@ -115,8 +120,8 @@ def check_cluster(config: "Config") -> None:
     if rollout.precision.fp8_kv:
         raise ValueError(
             f"{where}: with rollout.precision = {rollout.precision.value!r} scales are measured in the "
-            "learner's forward passes, and generation runs in other processes; use rollout.precision=fp8, or "
-            "cluster.replicas=0"
+            "learner's forward passes, and generation runs in other processes; use "
+            f"rollout.precision={rollout.precision.without_fp8_kv}, or cluster.replicas=0"
         )
     online = rollout.speculation.online
     if online.when != "never" and rollout.backend != "native":

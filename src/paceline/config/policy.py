@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.section import Section
 
@@ -24,6 +24,13 @@ class LoraConfig(Section):
     path: str = Field(
         "", description="PEFT folder to start from; empty: fresh adapters, which change nothing at first"
     )
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "LoraConfig":
+        if not self.rank:
+            why = "policy.lora.rank is 0, so the weights are trained and there are no adapters. Set a rank"
+            self.refuse_unused("policy.lora", ("path", "alpha", "targets"), why)
+        return self
 
 
 class PolicyConfig(Section):

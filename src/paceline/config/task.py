@@ -73,6 +73,13 @@ class TurnsConfig(Section):
         10.0, gt=0, description="seconds that one call of the tool may take; then the conversation ends"
     )
 
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "TurnsConfig":
+        if not self.step:
+            why = "task.turns.step is empty, so there is one turn and no tool. Name a tool"
+            self.refuse_unused("task.turns", ("stop", "options", "time_limit"), why)
+        return self
+
 
 class DataConfig(Section):
     """The section `task.data`: where the problems of `task.name: file` come from."""
@@ -96,6 +103,13 @@ class DataConfig(Section):
     answer_pattern: str = Field(
         "", description="regular expression whose first group is the answer within the answer column"
     )
+
+    @model_validator(mode="after")
+    def _keys_apply(self) -> "DataConfig":
+        if self.held_out_path:
+            why = f"task.data.held_out_path = {self.held_out_path!r} is evaluated on. Leave that out"
+            self.refuse_unused("task.data", ("held_out_share",), why)
+        return self
 
 
 class TaskConfig(Section):

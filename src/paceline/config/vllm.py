@@ -73,6 +73,11 @@ class VllmConfig(Section):
         description="options of vLLM's speculative_config, as it names them, such as {prompt_lookup_max: 4}",
     )
 
+    @property
+    def ranks(self) -> int:
+        """Processes of vLLM, one on each GPU."""
+        return self.tensor_parallel * self.pipeline_parallel
+
     @model_validator(mode="after")
     def _options_are_free(self) -> "VllmConfig":
         for section, own in (("engine", OWN_OPTIONS), ("speculative", OWN_SPECULATIVE_OPTIONS)):

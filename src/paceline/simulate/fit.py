@@ -100,7 +100,7 @@ def _provenance(measurements: Measurements, fp8: bool, experts: bool, steps: int
         "other": on_steps if steps else fitted,
         "experts": fitted if experts else borrowed,
         "links": Origin(Source.ASSUMED, links),
-        "training": Origin(Source.ASSUMED, "share of the data sheet's rate; never measured"),
+        "training": Origin(Source.ASSUMED, "share of the data sheet's rate, set by hand"),
     }
 
 

@@ -83,9 +83,10 @@ def start_vllm(
 
 def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
     """Returns the learner's own GPU memory as vLLM's one rank maps it; None: a piece of the host's does."""
-    vllm = config.rollout.vllm
-    one_rank = vllm.tensor_parallel * vllm.pipeline_parallel == 1
-    if policy.device.type != "cuda" or not one_rank or config.cluster.transport == "memory":
+    on_gpu, transport = policy.device.type == "cuda", config.cluster.transport
+    if transport == "ipc" and not on_gpu:
+        raise ConfigError("cluster.transport = 'ipc' needs GPUs, this run has none; use transport=auto")
+    if not on_gpu or config.rollout.vllm.ranks > 1 or transport == "memory":
         return None
     return IpcWeights()
 
