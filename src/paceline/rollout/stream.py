@@ -93,6 +93,8 @@ class StreamingRollouts(RolloutSource):
         self.version = version
         self.dropped.clear()
         self._drop_expired(version)
+        for group in [group for group in self.groups if group.complete]:  # since the last step looked
+            self._drop_without_signal(group)
         self.replies.listen(True)
         chosen = self._generate_until_chosen(step, version)
         self.replies.listen(False)
@@ -180,8 +182,11 @@ class StreamingRollouts(RolloutSource):
         return None if indices is None else {complete[i].identity.name for i in indices}
 
     def _fill(self, step: int, version: int, learning: bool = False) -> None:
-        """Lets prompts in where there is room, and hands in what is not on the backend."""
-        if self.admissions.step != step:
+        """Lets prompts in where there is room, and hands in what is not on the backend.
+
+        A step that is made again goes on with the numbers of the next one, where prompts have gone in for it.
+        """
+        if self.admissions.step < step:
             self.admissions = Admissions(step, 0, Counter())
         for _ in range(self.rules.places(version, [group.born for group in self.groups], learning)):
             self.groups.append(self._admit(version))
@@ -292,15 +297,14 @@ class StreamingRollouts(RolloutSource):
         for name in requests:
             del self.running[name]
         self.given_up.update(requests)
-        for group in groups:
-            for sample in group.samples:
-                sample.stage = Stage.DONE
+        _forget(groups)
         self.sampler.backend.abort(requests)
 
     def _give_up_stragglers(self) -> list[int]:
         """Ends what the step did not wait for; returns how long each of its responses was by then."""
         self.suspend()
         stragglers, self.groups = self.groups, []
+        _forget(stragglers)
         self.dropped["stragglers"] += len(stragglers)
         if self.carries:
             self.carried += [group.position for group in stragglers]
@@ -309,9 +313,9 @@ class StreamingRollouts(RolloutSource):
     def _begin_again(self) -> None:
         """Lets everything that is under way, and what the last step took, begin anew with the same seeds."""
         self.suspend()
-        self.groups = [
-            self._open(group.identity, group.position, self.version) for group in [*self.taken, *self.groups]
-        ]
+        begun = [*self.taken, *self.groups]
+        _forget(begun)
+        self.groups = [self._open(group.identity, group.position, self.version) for group in begun]
         self.taken = []
         self.take_stats()
 
@@ -335,3 +339,10 @@ class StreamingRollouts(RolloutSource):
         return restore_group(
             record, problem, requests, self.sampler.task.scoring.open_group(problem, self.samples)
         )
+
+
+def _forget(groups: list[GroupUnderway]) -> None:
+    """Ends samples that nobody waits for any more, so that what a tool still replies is left alone."""
+    for group in groups:
+        for sample in group.samples:
+            sample.stage = Stage.DONE
