@@ -167,3 +167,17 @@ def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monke
     sampler.close()
     assert not any(sample.stage is Stage.IN_TOOL for sample in group.samples)
     assert source.dropped["signal"] == 0
+
+
+@pytest.mark.parametrize("stragglers", ["abort", "carry"])
+def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stragglers):
+    sampler = open_sampler(folder, "native", TurnsConfig())
+    source = open_source(sampler, 0, mode="oversample", prompts_in_flight=4, stragglers=stragglers)
+    attempts = []
+    for _ in range(2):
+        rewind = source.rewinder()
+        attempts.append((source.collect(1), source.metrics, source.order.position, source.carried))
+        rewind()
+    sampler.close()
+    assert attempts[0] == attempts[1]
+    assert not source.carried and source.metrics["rollout/stragglers"] == 2

@@ -84,6 +84,7 @@ class StreamingRollouts(RolloutSource):
         self.admissions = Admissions(0, 0, Counter())
         self.version = 0  # of the policy that learns
         self.taken: list[GroupUnderway] = []  # by the last step
+        self.stragglers: list[GroupUnderway] = []  # that it gave up
         self.dropped: Counter[str] = Counter()  # groups of the step at hand, by why
 
     # -- the source's own contract ----------------------------------------------------------------
@@ -303,20 +304,23 @@ class StreamingRollouts(RolloutSource):
     def _give_up_stragglers(self) -> list[int]:
         """Ends what the step did not wait for; returns how long each of its responses was by then."""
         self.suspend()
-        stragglers, self.groups = self.groups, []
-        _forget(stragglers)
-        self.dropped["stragglers"] += len(stragglers)
+        self.stragglers, self.groups = self.groups, []
+        _forget(self.stragglers)
+        self.dropped["stragglers"] += len(self.stragglers)
         if self.carries:
-            self.carried += [group.position for group in stragglers]
-        return [sample.length for group in stragglers for sample in group.samples]
+            self.carried += [group.position for group in self.stragglers]
+        return [sample.length for group in self.stragglers for sample in group.samples]
 
     def _begin_again(self) -> None:
-        """Lets everything that is under way, and what the last step took, begin anew with the same seeds."""
+        """Lets all that is under way, and what the last step took or gave up, begin anew with its seeds."""
         self.suspend()
-        begun = [*self.taken, *self.groups]
+        begun = [*self.taken, *self.stragglers, *self.groups]
+        begun.sort(key=lambda group: (group.identity.step, group.identity.number))
         _forget(begun)
+        asked = {group.position for group in self.stragglers}
+        self.carried = [position for position in self.carried if position not in asked]
         self.groups = [self._open(group.identity, group.position, self.version) for group in begun]
-        self.taken = []
+        self.taken, self.stragglers = [], []
         self.take_stats()
 
     # -- what is told -----------------------------------------------------------------------------
