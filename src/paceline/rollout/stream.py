@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.config import RolloutConfig
+from paceline.config import ConfigError, RolloutConfig
 from paceline.rollout.lag import lag_metrics, straggler_metrics
 from paceline.rollout.sampler import GroupIdentity, GroupSampler, ToolReplies
 from paceline.rollout.schedule import schedule_line
@@ -142,6 +142,11 @@ class StreamingRollouts(RolloutSource):
         if not state:  # of a run before this mode, which had nothing under way
             return
         saved = json.loads(state)
+        if isinstance(saved, list):  # of `ScheduledRollouts`
+            raise ConfigError(
+                "this run repeats a schedule, and what is under way in it are recorded groups; go on with "
+                "the same --schedule FILE"
+            )
         self.admissions = Admissions(saved["step"], saved["number"], Counter(saved["seen"]))
         self.carried = list(saved["carried"])
         self.groups = [self._restored(record) for record in saved["groups"]]
