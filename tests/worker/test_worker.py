@@ -17,7 +17,8 @@ from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
 from paceline.worker.client import Patience, WorkerBackend
 from paceline.worker.codec import read_stats, stats_record
-from paceline.worker.process import Launch, WorkerFailed
+from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import FRAME, MAGIC, Connection, Disconnected, Message
 from tests.worker.slow_backend import SlowBackend
 
@@ -173,6 +174,16 @@ class StandIn:
         self.connection.close()
         self.ended.set()
         return -9
+
+
+def test_a_worker_whose_client_went_while_it_loaded_ends_without_a_word(capfd):
+    weights = SharedWeights()
+    settings = json.dumps({"seconds": 0, "die_once": ""})
+    worker = WorkerProcess(Launch("tests.worker.slow_backend:make", settings), weights)
+    worker.connection.close()
+    assert worker.process.wait(60) == 0
+    weights.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_worker_that_comes_after_closing_is_ended():
