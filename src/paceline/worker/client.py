@@ -35,6 +35,8 @@ class WorkerBackend(Backend):
     """The client of one worker, which it starts, watches and replaces."""
 
     gives_memory = False  # whether it sleeps while the policy learns, because they share a GPU
+    # What to do about a worker that does not start.
+    cure = "With a full GPU, lower rollout.kv_tokens; without a cure, use rollout.mode=partial"
 
     def __init__(
         self,
@@ -238,7 +240,7 @@ class WorkerBackend(Backend):
             code = worker.end()
             raise WorkerFailed(
                 f"the process that generates ended with code {code} before it was ready; what it said is "
-                "above. With a full GPU, lower rollout.kv_tokens; without a cure, use rollout.mode=partial"
+                f"above. {self.cure}"
             ) from None
         finally:
             started.cancel()
