@@ -97,8 +97,7 @@ class Session:
         rollout = self.config.rollout
         rounds = self.config.learning.dynamic_sampling_rounds
         if self.schedule is not None:
-            samples = rollout.samples_per_prompt
-            return ScheduledRollouts(self.sampler, order, samples, self.train_sampling(), self.schedule)
+            return ScheduledRollouts(self.sampler, order, rollout, self.schedule)
         if rollout.mode != "sync":
             return StreamingRollouts(self.sampler, order, rollout, rounds, warn)
         live = LiveRollouts(

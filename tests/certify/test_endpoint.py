@@ -51,3 +51,5 @@ def test_a_server_that_serves_another_policy_fails(policy):
 def test_an_address_where_nobody_serves_is_named():
     with pytest.raises(EndpointError, match="127.0.0.1:9"):
         Endpoint("http://127.0.0.1:9")
+    with pytest.raises(EndpointError, match="--endpoint 'localhost:8000' is no address.*http://"):
+        Endpoint("localhost:8000")

@@ -1,5 +1,7 @@
 """The source whose groups outlive a step: an interrupted sample is the one it would have been."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
@@ -10,11 +12,14 @@ from paceline.learning.sentinel import Sentinel, UnsafeRollouts
 from paceline.loop import train
 from paceline.policy.huggingface import load_policy
 from paceline.policy.tokenizer import load_tokenizer
-from paceline.rollout.sampler import GroupSampler
+from paceline.rollout.sampler import GroupIdentity, GroupSampler
 from paceline.rollout.stream import StreamingRollouts
+from paceline.rollout.underway import Stage
+from paceline.tasks.base import Done
 from paceline.tasks.make import make_task
 from paceline.tasks.order import ProblemOrder
 from paceline.tasks.running_sums import RunningSums
+from paceline.tasks.task import Turns
 from paceline.types import Purpose, SamplingParams
 from tests.length_reward import pay_for_length
 from tests.loop_helpers import make_tiny_policy, tiny_config
@@ -110,3 +115,69 @@ def test_the_second_attempt_begins_everything_anew_in_base_precision(folder, tmp
     assert all(record["rollout/fell_back"] == 1 for record in trained(again))
     assert learned(again) == learned(base)
     assert load_config(str(again / "config.yaml")).rollout.precision == "fp8"
+
+
+def open_source(sampler: GroupSampler, signal_rounds: int, **keys: object) -> StreamingRollouts:
+    rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=2, max_tokens=30, max_running=6, **keys)
+    order = ProblemOrder(sampler.task.train, 1)
+    return StreamingRollouts(sampler, order, rollout, signal_rounds, pytest.fail)
+
+
+def test_a_step_made_again_gives_no_group_the_name_of_another(folder):
+    """Before the sentinel distrusts step 1, a prompt has gone in for step 2; others follow it there."""
+    sampler = open_sampler(folder, "native", TurnsConfig())
+    source = open_source(sampler, 0, mode="async", prompts_in_flight=3)
+    rewind = source.rewinder()
+    source.collect(1)
+    rewind()
+    taken = [group for step in (1, 2, 3) for group in source.collect(step)]
+    names = [sample.completion.request.id for group in taken for sample in group.samples]
+    names += [sample.id for group in source.groups for sample in group.samples]
+    source.suspend()
+    sampler.close()
+    assert len(set(names)) == len(names), "a response would take the place of another"
+
+
+def test_groups_that_finish_between_steps_need_a_signal_too(folder, monkeypatch):
+    """All score alike, and those under way end before they can be taken off, as in another process."""
+    sampler = open_sampler(folder, "native", TurnsConfig())
+    source = open_source(sampler, 1, mode="partial")
+    source.collect(1)
+    monkeypatch.setattr(sampler.backend, "abort", lambda ids: None)
+    source.suspend()
+    assert len(source.groups) == 2 and all(group.complete for group in source.groups)
+    source.collect(2)
+    sampler.close()
+    assert source.metrics["rollout/dropped_groups"] == 2
+
+
+@pytest.mark.parametrize("leave", ["stragglers", "second attempt"])
+def test_a_reply_to_a_group_that_was_given_up_is_left_alone(folder, leave, monkeypatch):
+    sampler = open_sampler(folder, "native", TURNS)
+    source = open_source(sampler, 1, mode="oversample")
+    waiting: Future[Done] = Future()
+    monkeypatch.setattr(Turns, "step", lambda *asked: waiting)
+    group = source._open(GroupIdentity(Purpose.TRAIN, 1, 0, 0), 0, 0)
+    source.groups.append(group)
+    for sample in group.samples:
+        source._call_tool(group, sample)
+    source._give_up_stragglers() if leave == "stragglers" else source._begin_again()
+    waiting.set_result(Done())
+    source._take_replies()
+    sampler.close()
+    assert not any(sample.stage is Stage.IN_TOOL for sample in group.samples)
+    assert source.dropped["signal"] == 0
+
+
+@pytest.mark.parametrize("stragglers", ["abort", "carry"])
+def test_a_step_of_oversampling_is_made_again_from_the_same_prompts(folder, stragglers):
+    sampler = open_sampler(folder, "native", TurnsConfig())
+    source = open_source(sampler, 0, mode="oversample", prompts_in_flight=4, stragglers=stragglers)
+    attempts = []
+    for _ in range(2):
+        rewind = source.rewinder()
+        attempts.append((source.collect(1), source.metrics, source.order.position, source.carried))
+        rewind()
+    sampler.close()
+    assert attempts[0] == attempts[1]
+    assert not source.carried and source.metrics["rollout/stragglers"] == 2

@@ -102,7 +102,8 @@ def test_other_names_are_free(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", "trace.jsonl", "pacing.json", "rewards.log"]
+    "name",
+    ["config.yaml", "metrics.jsonl", "trace.jsonl", "pacing.json", "rewards.log", "schedule.jsonl"],
 )
 def test_a_link_in_somebody_elses_directory_is_not_written_through(run, name, start, tmp_path):
     mine = tmp_path / "mine"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paceline.certify.vllm import VllmOptions, vllm_config
 from paceline.config import ConfigError, load_config
 from paceline.models.source import PolicySource
 from paceline.policy.decoder import Decoder
@@ -13,7 +14,7 @@ from paceline.session import open_session
 from paceline.vllm_backend.adapter import engine_arguments, refuse_unknown, speculative_options
 from paceline.vllm_backend.client import vllm_launch
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
-from paceline.vllm_backend.start import vllm_settings
+from paceline.vllm_backend.start import vllm_python, vllm_settings
 from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
 from tests.vllm_backend.test_backend import SETTINGS
 
@@ -49,6 +50,7 @@ EAGLE = [
             "hands weights to one rank, and vLLM has 2",
         ),
         ([*VLLM, "rollout.vllm.speculative={method: ngram}"], "rollout.speculation.drafters"),
+        ([*VLLM, "rollout.vllm.speculative={prompt_lookup_max: 4}"], "prompt_lookup_max.*name a drafter"),
         (["rollout.vllm.tensor_parallel=2"], "use rollout.backend=vllm"),
         (["rollout.speculation.drafters=[ngram]"], "rollout.backend=vllm"),
     ],
@@ -123,8 +125,41 @@ def test_another_version_is_named(version):
         check_version(version)
 
 
-def test_an_environment_without_vllm_says_nothing():
-    assert version_in(sys.executable) == ""
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (f'exec {sys.executable} "$@"', "this Python has no vLLM"),
+        ("echo broken >&2; exit 3", r"does not answer as a Python does \(exit code 3\) broken"),
+        (None, "it cannot be run"),
+        ("echo 0.25.1", "vLLM 0.25.1 is not supported"),
+    ],
+)
+def test_an_environment_without_a_vllm_that_is_known_is_named(tmp_path, script, says):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o644 if script is None else 0o755)
+    with pytest.raises(ConfigError, match=rf"rollout.vllm.python = .*{says}.*scripts/vllm_env.sh"):
+        vllm_python(str(python))
+
+
+@pytest.mark.parametrize(("said", "version"), [("0.32.0", "0.32.0"), ("unknown", "")])
+def test_an_environment_says_which_vllm_it_has(tmp_path, said, version):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {said}\n")
+    python.chmod(0o755)
+    assert vllm_python(str(python)) == python and version_in(str(python)) == version
+
+
+def test_a_certificate_without_a_drafter_leaves_out_what_a_recipe_says_of_one(tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "rollout: {backend: vllm, vllm: {speculative: {prompt_lookup_max: 2}}, "
+        "speculation: {drafters: [ngram], verify: rejection, pacing: fixed}}"
+    )
+    options = VllmOptions("builtin", "ngram", 3)
+    plain, speculating = (vllm_config(options, str(recipe), [], speculates) for speculates in (False, True))
+    assert plain.rollout.vllm.speculative == {} and not plain.rollout.speculation.drafters
+    assert speculating.rollout.vllm.speculative == {"prompt_lookup_max": 2}
 
 
 def test_the_process_inherits_nothing_of_this_environment(monkeypatch):

@@ -16,9 +16,16 @@ import torch
 from paceline.stats import RequestTrace, RolloutStats
 from paceline.types import FinishReason, Request, SamplingParams
 from paceline.worker.client import Patience, WorkerBackend
-from paceline.worker.codec import read_stats, stats_record
-from paceline.worker.process import Launch, WorkerFailed
-from paceline.worker.wire import FRAME, MAGIC, Connection, Disconnected, Message
+from paceline.worker.codec import (
+    REQUESTS_PER_MESSAGE,
+    read_requests,
+    read_stats,
+    stats_record,
+    submit_messages,
+)
+from paceline.worker.process import Launch, WorkerFailed, WorkerProcess
+from paceline.worker.weights import SharedWeights
+from paceline.worker.wire import FRAME, MAGIC, MAX_HEADER_BYTES, Connection, Disconnected, Message
 from tests.worker.slow_backend import SlowBackend
 
 # Long enough for a machine that pauses: a worker that is killed for it would count as a restart.
@@ -175,6 +182,16 @@ class StandIn:
         return -9
 
 
+def test_a_worker_whose_client_went_while_it_loaded_ends_without_a_word(capfd):
+    weights = SharedWeights()
+    settings = json.dumps({"seconds": 0, "die_once": ""})
+    worker = WorkerProcess(Launch("tests.worker.slow_backend:make", settings), weights)
+    worker.connection.close()
+    assert worker.process.wait(60) == 0
+    weights.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_worker_that_comes_after_closing_is_ended():
     first, late = StandIn(), StandIn()
     coming, closed = threading.Event(), threading.Event()
@@ -251,6 +268,14 @@ def test_messages_of_another_version_or_kind_are_refused():
         got = Connection(ours).receive()
         assert got.call == 7 and got.fields == {"a": float("inf")}
         assert all(a.shape == b.shape and (a == b).all() for a, b in zip(got.arrays, sent, strict=True))
+
+
+def test_many_requests_travel_in_messages_that_a_connection_takes():
+    requests = [request(f"train/123456/{i}/0") for i in range(2 * REQUESTS_PER_MESSAGE + 1)]
+    messages = submit_messages(requests)
+    assert len(messages) == 3 and submit_messages([]) == []
+    assert len(json.dumps(messages[0].fields)) < MAX_HEADER_BYTES / 8
+    assert [r for message in messages for r in read_requests(message)] == requests
 
 
 def test_the_course_of_requests_survives_the_protocol():

@@ -40,6 +40,8 @@ class Endpoint:
     """A server's address, and one request to it."""
 
     def __init__(self, url: str, model: str = "") -> None:
+        if not url.startswith(("http://", "https://")):
+            raise EndpointError(f"--endpoint {url!r} is no address; write it as http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/completions").removesuffix("/v1")
         self.model = model or self._first_model()
 

@@ -23,6 +23,7 @@ from paceline.certify.vllm import (
 from paceline.config import Config, load_config
 from paceline.models.source import policy_folder
 from paceline.policy.decoder import Decoder
+from paceline.vllm_backend.start import vllm_python
 from paceline.vllm_backend.versions import version_in
 
 # Requests that a server is asked at once.
@@ -79,7 +80,7 @@ def certify_foreign(
         plain, speculating = (
             vllm_config(what.vllm, what.recipe, overrides, speculates) for speculates in (False, True)
         )
-        version = version_in(plain.rollout.vllm.python) or "of an unknown version"
+        version = version_in(str(vllm_python(plain.rollout.vllm.python))) or "of an unknown version"
         settings |= {"drafter": what.drafter}
         settings |= {"tokens": str(what.tokens)} if what.drafter != NONE else {}
         vllm = VllmSubject(policy, tokenizer, plain, speculating, version)

@@ -53,6 +53,8 @@ def vllm_config(options: VllmOptions, recipe: str, overrides: Sequence[str], spe
     ]
     if drafters:
         own += ["rollout.speculation.verify=rejection", f"rollout.speculation.tokens={options.tokens}"]
+    else:  # what the recipe says of its drafters would not apply
+        own += ["rollout.speculation.verify=shared-noise", "rollout.vllm.speculative={}"]
     given = [
         override
         for override in overrides

@@ -144,6 +144,11 @@ def _drafting(rollout: "RolloutConfig") -> str:
     """Returns what vLLM cannot do of the recipe's speculation."""
     speculation = rollout.speculation
     drafters = speculation.drafters
+    if not drafters and rollout.vllm.speculative:
+        return (
+            f"rollout.vllm.speculative = {rollout.vllm.speculative} does not apply: "
+            "rollout.speculation.drafters is empty; name a drafter, or leave it out"
+        )
     if not drafters:
         return ""
     named = f"rollout.speculation.drafters = {drafters}"

@@ -7,15 +7,16 @@ ones, bit for bit where a completion does not depend on its batch, in one proces
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import ConfigError
+from paceline.config import ConfigError, RolloutConfig
 from paceline.rollout.lag import lag_metrics, sampled
 from paceline.rollout.sampler import GroupSampler
-from paceline.rollout.sources import RolloutSource
+from paceline.rollout.sources import RolloutSource, training_params
 from paceline.rollout.underway import (
     GroupUnderway,
     OpenSample,
@@ -26,7 +27,7 @@ from paceline.rollout.underway import (
 )
 from paceline.stats import RolloutStats
 from paceline.tasks.order import ProblemOrder
-from paceline.types import Completion, Group, Request, SamplingParams
+from paceline.types import Completion, Group, Request
 
 # The versions that wrote a response, and the token at which each left it.
 Course = list[tuple[int, int]]
@@ -60,9 +61,12 @@ def append_schedule(path: Path, line: dict[str, Any]) -> None:
 
 def cut_schedule(path: Path, step: int) -> None:
     """Drops the lines of later steps, and one that a crash cut off."""
-    if path.is_file():
-        kept = [line for line in _lines(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    if not path.is_file():
+        return
+    beside = path.with_suffix(".tmp")
+    kept = [line for line in _lines(path) if line["step"] <= step]
+    beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(beside, path)
 
 
 def read_schedule(path: Path) -> dict[int, dict[str, Any]]:
@@ -78,13 +82,17 @@ def read_schedule(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and type(line.get("step")) is int:
             yield line
+
+
+def _listed(counts: set[int]) -> str:
+    return " or ".join(map(str, sorted(counts))) or "no"
 
 
 def _course(completion: Completion) -> Course:
@@ -95,13 +103,13 @@ class ScheduledRollouts(RolloutSource):
     """Repeats a recorded schedule, step by step."""
 
     def __init__(
-        self, sampler: GroupSampler, order: ProblemOrder, samples: int, sampling: SamplingParams, path: Path
+        self, sampler: GroupSampler, order: ProblemOrder, rollout: RolloutConfig, path: Path
     ) -> None:
         super().__init__()
         self.sampler = sampler
         self.order = order
-        self.samples = samples
-        self.sampling = sampling
+        self.samples = rollout.samples_per_prompt
+        self.sampling = training_params(rollout)
         self.path = path
         self.lines = read_schedule(path)
         if sampler.task.turns is not None:
@@ -111,12 +119,30 @@ class ScheduledRollouts(RolloutSource):
         self.courses: dict[str, Course] = {}  # by request
         self.records: dict[str, dict[str, Any]] = {}  # by group
         for line in self.lines.values():
+            self._read(line, rollout.prompts_per_step)
+        self.groups: dict[str, GroupUnderway] = {}  # begun and not learned from
+
+    def _read(self, line: dict[str, Any], prompts: int) -> None:
+        """Takes in a step's line; raises ConfigError where it is none, or of another recipe."""
+        named = f"--schedule {self.path}: the line of step {line['step']}"
+        try:
+            line["metrics"].keys()
             for record in line["groups"]:
                 name = read_identity(record).name
-                self.records[name] = record
+                self.records[name] = record | {"position": int(record["position"]), "born": record["born"]}
                 for index, course in enumerate(record["samples"]):
-                    self.courses[f"{name}/{index}"] = [tuple(part) for part in course]
-        self.groups: dict[str, GroupUnderway] = {}  # begun and not learned from
+                    self.courses[f"{name}/{index}"] = [(int(version), int(stop)) for version, stop in course]
+            counts = {len(record["samples"]) for record in line["groups"]}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{named} is none of a schedule ({error!r}); use the schedule.jsonl of an earlier run"
+            ) from None
+        if len(line["groups"]) != prompts or counts != {self.samples}:
+            raise ConfigError(
+                f"{named} has {len(line['groups'])} groups of {_listed(counts)} samples, the recipe "
+                f"rollout.prompts_per_step = {prompts} and rollout.samples_per_prompt = {self.samples}; "
+                "repeat it with the recipe of its run"
+            )
 
     def collect(self, step: int) -> list[Group]:
         version = step - 1
@@ -145,7 +171,13 @@ class ScheduledRollouts(RolloutSource):
         return json.dumps([group_record(group) for group in self.groups.values()])
 
     def restore(self, state: str) -> None:
-        for record in json.loads(state or "[]"):
+        saved = json.loads(state or "[]")
+        if not isinstance(saved, list):  # of `StreamingRollouts`
+            raise ConfigError(
+                f"--schedule {self.path}: this run was not begun with a schedule and cannot go on with one; "
+                "leave it out, or start another run"
+            )
+        for record in saved:
             group = self._open(record)
             self.groups[group.identity.name] = group
 

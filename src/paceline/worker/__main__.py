@@ -4,13 +4,14 @@ SOCKET and WEIGHTS are descriptors that the client handed down; the second may b
 called with the settings that the first message holds.
 """
 
+import os
 import signal
 import socket
 import sys
 
 from paceline.worker.receive import WeightsReceiver
 from paceline.worker.serve import serve
-from paceline.worker.wire import Connection
+from paceline.worker.wire import Connection, Disconnected
 
 
 def main() -> None:
@@ -19,7 +20,10 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     descriptor, weights, factory = sys.argv[1:]
     connection = Connection(socket.socket(fileno=int(descriptor)))
-    serve(connection, WeightsReceiver(int(weights) if weights else None), factory)
+    try:
+        serve(connection, WeightsReceiver(int(weights) if weights else None), factory)
+    except Disconnected:
+        os._exit(0)  # the client went while the model was being loaded, or a completion sent
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from paceline.backend import Backend, LowPrecision, Speculation
 from paceline.stats import RolloutStats
 from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
-from paceline.worker.codec import read_answer, read_completion, read_stats, submit_message
+from paceline.worker.codec import read_answer, read_completion, read_stats, submit_messages
 from paceline.worker.owner import Owner, Patience
 from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
 from paceline.worker.readers import Weights
@@ -35,6 +35,8 @@ class WorkerBackend(Backend):
     """The client of one worker, which it starts, watches and replaces."""
 
     gives_memory = False  # whether it sleeps while the policy learns, because they share a GPU
+    # What to do about a worker that does not start.
+    cure = "With a full GPU, lower rollout.kv_tokens; without a cure, use rollout.mode=partial"
 
     def __init__(
         self,
@@ -94,7 +96,8 @@ class WorkerBackend(Backend):
             self.outstanding.update({request.id: request for request in requests})
             ready, worker = self.ready, self.worker
         if ready:  # else the worker that is starting gets it
-            self._send(worker, submit_message(requests))
+            for message in submit_messages(requests):
+                self._send(worker, message)
 
     def completions(self) -> Iterator[Completion]:
         while True:
@@ -238,7 +241,7 @@ class WorkerBackend(Backend):
             code = worker.end()
             raise WorkerFailed(
                 f"the process that generates ended with code {code} before it was ready; what it said is "
-                "above. With a full GPU, lower rollout.kv_tokens; without a cure, use rollout.mode=partial"
+                f"above. {self.cure}"
             ) from None
         finally:
             started.cancel()
@@ -260,8 +263,8 @@ class WorkerBackend(Backend):
         Last, since whoever waits to write then hands the next weights to the workers that are ready.
         """
         late = [request for request in self.outstanding.values() if request.id not in self._handed_in]
-        if late:
-            self._send(worker, submit_message(late))
+        for message in submit_messages(late):
+            self._send(worker, message)
         if self.aborted:
             self._send(worker, Message("abort", {"ids": sorted(self.aborted)}))
         self.ready = True
@@ -278,8 +281,7 @@ class WorkerBackend(Backend):
             messages.append(self.published)
         if self.pacing is not None:
             messages.append(Message("load_pacing", {"state": self.pacing}))
-        if self.outstanding:
-            messages.append(submit_message(list(self.outstanding.values())))
+        messages += submit_messages(list(self.outstanding.values()))
         if self.asleep:
             messages.append(Message("sleep"))
         return messages

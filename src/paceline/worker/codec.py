@@ -28,6 +28,9 @@ from paceline.worker.wire import Message
 # What statistics hold beside numbers and lists of them.
 NESTED = ("drafts", "precision", "trace", "requests", "replicas")
 
+# Each is some hundred bytes of a message's header, which is bounded (wire.py).
+REQUESTS_PER_MESSAGE = 4096
+
 
 def submit_message(requests: Sequence[Request]) -> Message:
     """Returns the message that hands requests in."""
@@ -38,6 +41,14 @@ def submit_message(requests: Sequence[Request]) -> Message:
         for request in requests
     ]
     return Message("submit", {"requests": records}, [np.array(r.prompt, dtype=np.int64) for r in requests])
+
+
+def submit_messages(requests: Sequence[Request]) -> list[Message]:
+    """Returns the messages that hand requests in, none longer than a connection takes."""
+    return [
+        submit_message(requests[start : start + REQUESTS_PER_MESSAGE])
+        for start in range(0, len(requests), REQUESTS_PER_MESSAGE)
+    ]
 
 
 def read_requests(message: Message) -> list[Request]:
