@@ -109,7 +109,9 @@ class DraftStats:
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # drafts whose token i was accepted
+    # Drafts whose token i was accepted. Where rows share, a number stands for as many tokens as the step has
+    # rows, those that have ended included, so more may be accepted under it than there are drafts.
+    accepted_at: list[int] = field(default_factory=list)
 
     @property
     def accept_length(self) -> float:
@@ -119,7 +121,12 @@ class DraftStats:
     @property
     def first_accepted(self) -> float:
         """The share of drafts whose first token was accepted."""
-        return self.accepted_at[0] / self.drafts if self.drafts else 0.0
+        return self.accepted_shares[0] if self.drafts else 0.0
+
+    @property
+    def accepted_shares(self) -> list[float]:
+        """The share of drafts whose token i was accepted, 1 at most."""
+        return [min(1.0, accepted / max(1, self.drafts)) for accepted in self.accepted_at]
 
     def note(self, observation: Observation) -> None:
         """Counts one step's drafts."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.drafting.model_card import read_acceptance
+from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.runs.interruption import EXIT_INTERRUPTED
 from tests.loop_helpers import make_tiny_policy
 
@@ -75,6 +75,27 @@ def test_train_eval_export_import(policy, tmp_path):
         str(tmp_path / "more"),
     )
     assert json.loads((tmp_path / "more" / "config.json").read_text())["draft_vocab_size"] == 20
+
+
+def test_a_card_goes_with_its_head(tmp_path):
+    """Not with the folder: what one head had is not said of the next."""
+    measured = MeasuredAcceptance("builtin", "running-sums", 1.0, 3, 40, 1.5, 0.3, (0.3, 0.2))
+    source, target = tmp_path / "source", tmp_path / "target"
+    invoke("export", "builtin-eagle", str(source))
+    assert sorted(path.name for path in source.iterdir()) == ["config.json", "model.safetensors"]
+    write_card(source, None, measured)
+    for out in (target, source):
+        invoke("export", str(source), str(out), "--dtype", "float32")
+        assert read_acceptance(out) == measured and "| 3 | 40 | 1.50 |" in (out / "README.md").read_text()
+    invoke("export", "builtin-eagle", str(target))
+    assert read_acceptance(target) is None
+    assert "not measured" in (target / "README.md").read_text()
+
+
+def test_rollouts_without_a_response_are_no_reason_to_generate(tmp_path):
+    (tmp_path / "step_000001.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no response with a token"):
+        invoke("train", "builtin", "--rollouts", str(tmp_path), "--out", str(tmp_path / "head"))
 
 
 def test_as_many_responses_as_asked_for(policy, tmp_path):
@@ -160,6 +181,8 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
             "--draft-vocab 0: the head in --start builtin-eagle has its own",
         ),
         (["train", "builtin", "--lr", "0"], "--lr 0: must be above 0"),
+        (["train", "builtin", "--lr", "inf"], "--lr inf: must be above 0 and finite"),
+        (["train", "builtin", "--out", "/dev/null/head"], "--out /dev/null/head: /dev/null is a file"),
     ],
 )
 def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):

@@ -179,7 +179,9 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "the policy's last is 4"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 2, 1]}, "increase"),
         ({"draft_vocab_size": 20}, "lm_head.weight has shape"),
-        ({"draft_vocab_size": "x"}, "config.json: '<=' not supported"),
+        ({"draft_vocab_size": "x"}, "config.json: draft_vocab_size = 'x': must be a whole number"),
+        ({"draft_vocab_size": 9.5}, "config.json: draft_vocab_size = 9.5: must be a whole number"),
+        ({"architectures": 5}, "architectures = 5; an eagle head has one of"),
         ({"hidden_size": None}, "config.json: hidden_size = None: must be a whole number"),
         (
             {"eagle_aux_hidden_state_layer_ids": ["a"]},
@@ -190,7 +192,14 @@ def test_the_type_of_a_folder(policy, dtype, tmp_path):
             "config.json: eagle_aux_hidden_state_layer_ids = 3: must be a list",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 0]}, r"config.json: captured layers \(-1, 0\): must be 0"),
-        ({"eagle_config": 5}, "config.json: 'int' object"),
+        ({"eagle_config": 5}, "config.json: eagle_config = 5: must be an object"),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": ...,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]},
+            },
+            r"eagle_config.eagle_aux_hidden_state_layer_ids = \['a'\]: must be a list of layers' numbers",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
@@ -211,6 +220,10 @@ def test_a_configuration_that_cannot_be(policy, changes, message, tmp_path):
         (lambda t: {n: x for n, x in t.items() if n != "d2t"}, "lacks the tensor d2t"),
         (lambda t: t | {"d2t": t["d2t"] + 1}, "a token of its own"),
         (lambda t: t | {"d2t": torch.zeros(20, dtype=torch.int64)}, "disagree"),
+        (
+            lambda t: t | {"norm.weight": t["norm.weight"] * torch.nan},
+            "1 of the head's parameters are not finite, first norm.weight",
+        ),
     ],
 )
 def test_tensors_that_cannot_be(policy, edit, message, tmp_path):
@@ -218,6 +231,13 @@ def test_tensors_that_cannot_be(policy, edit, message, tmp_path):
     edit_tensors(tmp_path, edit)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, policy, torch.float32)
+
+
+def test_a_head_of_whole_numbers_has_no_type(policy, tmp_path):
+    save_eagle(random_head(policy), tmp_path)
+    edit_tensors(tmp_path, lambda t: t | {"fc.weight": t["fc.weight"].int()})
+    with pytest.raises(ValueError, match="fc.weight is torch.int32; a quantised head is not supported"):
+        stored_dtype(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])

@@ -20,7 +20,9 @@ from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
+from paceline.policy.states import TextStates
 from paceline.report.console import Console
+from paceline.stats import DraftStats
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.loop_helpers import comparable_metrics
 
@@ -216,6 +218,35 @@ def test_the_engine_records_only_while_the_head_is_due(moved):
     rested.online.due = True  # as a resumed run's may be
     rested.begin(Path("run"), 3)
     assert recording.wanted[-1] is True
+
+
+def test_states_of_a_part_of_a_response_do_not_stand_for_all_of_it(moved):
+    """A response that went on after an update was a prompt and a shorter response to the engine."""
+    policy, head = moved
+    groups = groups_of(policy, 2)
+    texts = longest_texts(groups, 10**6)
+    size, layers = policy.config.hidden_size, len(head.config.captured_layers)
+    part = {
+        text.tokens: TextStates(torch.zeros(5, size), (torch.zeros(len(text.tokens), size),) * layers)
+        for text in texts
+    }
+    drafter = online(policy, head, unroll=1, batch=2)
+    drafter.expect(groups)
+    metrics = drafter.follow(1, part)
+    assert metrics["drafter/texts"] == metrics["drafter/rebuilt"] == 2
+    assert metrics["drafter/texts_with_states"] == 0 and metrics["drafter/updates"] == 1
+
+
+@pytest.mark.parametrize("when", ["drift", "auto", "always"])
+def test_rows_that_share_may_accept_more_under_a_number_than_there_are_drafts(moved, when):
+    policy, head = moved
+    drafter = online(policy, head, when=when)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
+    drafts = DraftStats(10, 40, 28, [14, 10, 4])
+    for step in range(6):
+        run_drafter.observe(step, {"eagle": drafts})
+    assert drafts.accepted_shares == [1.0, 1.0, 0.4]
+    assert drafts.accept_length == 3.8, "of the tokens none is lost"
 
 
 class Recorded:

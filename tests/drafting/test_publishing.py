@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from paceline.config import load_config
 from paceline.drafting.eagle import EagleDrafter
@@ -196,6 +197,33 @@ def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, head):
     saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
     saver.flush()
     assert len(said) == 1 and "could not be saved" in said[0]
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, head, monkeypatch):
+    """The library has an error of its own for that; nothing half-written stays."""
+    said: list[str] = []
+
+    def save(tensors, file) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("paceline.drafting.saving.save_tensors", save)
+    saver = DrafterSaver(tmp_path, said.append)
+    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
+    saver.flush()
+    assert len(said) == 1 and "No space left" in said[0]
+    assert not list((tmp_path / "drafter_training").iterdir())
+
+
+def test_a_damaged_save_is_said_and_left_out(tmp_path, head):
+    said: list[str] = []
+    saver = DrafterSaver(tmp_path, said.append)
+    saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
+    saver.flush()
+    file = tmp_path / "drafter_training" / "step_000001.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+    assert saver.load(1) is None
+    assert len(said) == 1 and "step_000001.safetensors is damaged and left out" in said[0]
 
 
 def test_async_rollouts_take_a_head_that_learns():

@@ -1,5 +1,6 @@
 """The `paceline drafter` commands."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -79,14 +80,15 @@ def train(
     from paceline.runs.interruption import EXIT_INTERRUPTED, Interruption
     from paceline.session import open_session
 
-    _refuse_options(context, start, rollouts, lr)
+    _refuse_options(context, start, rollouts, lr, out)
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
     source = f"responses in {rollouts}" if rollouts is not None else f"{responses} responses of its own"
     announce(f"training an eagle head for {policy} on {source}, {steps} steps; written to {out}", quiet)
     session = open_session(config)
     head = open_head(session.policy, start, _layers(layers), draft_vocab)
-    completions = completions or training_responses(session.sampler, session.config, responses)
+    if completions is None:
+        completions = training_responses(session.sampler, session.config, responses)
     session.close()
     learned, apart = held_out(completions)
     sequences = [training_sequence(completion) for completion in learned]
@@ -131,7 +133,7 @@ def _say_start(start: str, came: "MeasuredAcceptance | None") -> None:
     typer.echo(f"here it has: {came or 'too few responses to measure'}")
 
 
-def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float) -> None:
+def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float, out: Path) -> None:
     """Raises where an option of `train` would be ignored, or cannot be used."""
     if start:
         own = f"the head in --start {start} has its own; leave one of the two out"
@@ -139,8 +141,11 @@ def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, l
     if rollouts is not None:
         taken = "--rollouts takes all that were saved; leave one of the two out"
         refuse_given(context, ("responses",), taken)
-    if not lr > 0:
-        raise ValueError(f"--lr {lr:g}: must be above 0, such as 1e-3")
+    if not 0 < lr < math.inf:
+        raise ValueError(f"--lr {lr:g}: must be above 0 and finite, such as 1e-3")
+    file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        raise ValueError(f"--out {out}: {file} is a file; choose a folder")
 
 
 def _progress(steps: int, show: ShowStep) -> Callable[[int, "HeadStep"], None]:
@@ -222,14 +227,18 @@ def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> t
     """Writes a head to another folder; returns the layers that it captures."""
     import torch
 
-    from paceline.drafting.eagle_folder import load_eagle, save_eagle, stored_dtype
+    from paceline.drafting.eagle_folder import eagle_folder, load_eagle, save_eagle, stored_dtype
+    from paceline.drafting.model_card import ACCEPTANCE_FILE, read_acceptance, write_card
     from paceline.models.source import policy_folder
     from paceline.policy.huggingface import load_policy
 
     wanted = _dtype(dtype) or stored_dtype(drafter)
     model = load_policy(policy_folder(policy), torch.float32)
     head = load_eagle(drafter, model, wanted, "cpu", _layers(layers))
+    first, last = (read_acceptance(eagle_folder(drafter), which) for which in ("first", "last"))
     save_eagle(head, out)
+    if last is not None or (out / ACCEPTANCE_FILE).exists():  # a card there is another head's
+        write_card(out, first, last)
     return head.config.captured_layers
 
 

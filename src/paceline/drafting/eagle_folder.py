@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from paceline.drafting.eagle_head import EagleConfig, EagleHead
 from paceline.policy.config import DecoderConfig, from_huggingface, to_huggingface
-from paceline.policy.decoder import Decoder
+from paceline.policy.decoder import Decoder, not_finite
 from paceline.policy.files import DamagedFile, errors_name, read_json
 from paceline.policy.huggingface import Slice
 from paceline.policy.model_files import WEIGHT_FILES, replaced_files, save_tensors
@@ -118,10 +118,13 @@ def load_eagle(
                     f"{folder}: {name} has shape {tuple(tensor.shape)}, "
                     f"its config.json asks for {tuple(target.shape)}"
                 )
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise ValueError(f"{folder}: {name} is {tensor.dtype}; a quantised head is not supported")
+            _check_type(folder, name, tensor)
             target.copy_(tensor)
         head.draft_to_target.copy_(_read_vocabulary(folder, read, head.config))
+    if harmed := not_finite(head):
+        raise ValueError(
+            f"{folder}: {len(harmed)} of the head's parameters are not finite, first {harmed[0]}"
+        )
     return head
 
 
@@ -131,7 +134,13 @@ def stored_dtype(folder: str | Path) -> torch.dtype:
     tensor = _reader(folder)("fc.weight")
     if tensor is None:
         raise ValueError(f"{folder} lacks the tensor fc.weight")
+    _check_type(folder, "fc.weight", tensor)
     return tensor.dtype
+
+
+def _check_type(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ValueError(f"{folder}: {name} is {tensor.dtype}; a quantised head is not supported")
 
 
 def head_for(path: str, policy: DecoderConfig) -> str | None:
@@ -200,10 +209,12 @@ def _from_huggingface(
     raw: dict[str, Any], policy: DecoderConfig, captured_layers: tuple[int, ...]
 ) -> EagleConfig:
     eagle = raw.get("eagle_config") or {}
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
+    if not isinstance(eagle, dict):
+        raise ValueError(f"eagle_config = {eagle!r}: must be an object")
+    architectures = raw.get("architectures") or [None]
+    if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise ValueError(
-            f"architectures = [{architecture!r}]; an eagle head has one of {', '.join(ARCHITECTURES)}"
+            f"architectures = {architectures!r}; an eagle head has one of {', '.join(ARCHITECTURES)}"
         )
     for key, supported in SUPPORTED_VALUES.items():
         value = eagle.get(key, raw.get(key, supported))
@@ -225,7 +236,10 @@ def _from_huggingface(
         tie_embeddings=False,
     )
     layers = captured_layers or _captured_layers(raw, eagle, policy.num_layers)
-    return EagleConfig(layer, layers, raw.get("draft_vocab_size") or layer.vocab_size)
+    draft_vocab = raw.get("draft_vocab_size") or layer.vocab_size
+    if type(draft_vocab) is not int:
+        raise ValueError(f"draft_vocab_size = {draft_vocab!r}: must be a whole number")
+    return EagleConfig(layer, layers, draft_vocab)
 
 
 def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -236,12 +250,12 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
             )
         return tuple(raw[LAYER_IDS])
     ids = eagle.get(LAYER_IDS)
+    if ids and not _are_numbers(ids):
+        raise ValueError(f"eagle_config.{LAYER_IDS} = {ids!r}: must be a list of layers' numbers")
     # Only SGLang has a meaning for a negative number.
     if ids and min(ids) < 0:
         return tuple(i + 1 for i in ids)
     if ids:
-        if not _are_numbers(ids):
-            raise ValueError(f"eagle_config.{LAYER_IDS} = {ids!r}: must be a list of layers' numbers")
         entering = ",".join(str(i) for i in ids)
         leaving = ",".join(str(i + 1) for i in ids)
         raise ValueError(
@@ -261,7 +275,7 @@ def _captured_layers(raw: dict[str, Any], eagle: dict[str, Any], num_layers: int
 
 
 def _are_numbers(ids: Any) -> bool:
-    return isinstance(ids, list) and all(isinstance(i, int) for i in ids)
+    return isinstance(ids, list) and all(type(i) is int for i in ids)
 
 
 def _reader(folder: Path) -> Callable[[str], torch.Tensor | None]:

@@ -35,9 +35,11 @@ class MeasuredAcceptance:
 def write_card(folder: Path, first: MeasuredAcceptance | None, last: MeasuredAcceptance | None) -> None:
     """Writes the card into a head's folder; `first` is how it started, `last` the newest measurement."""
     (folder / CARD_FILE).write_text(card_text(first, last))
-    if last is not None:
-        measured = {"first": asdict(first or last), "last": asdict(last)}
-        (folder / ACCEPTANCE_FILE).write_text(json.dumps(measured, indent=2) + "\n")
+    if last is None:
+        (folder / ACCEPTANCE_FILE).unlink(missing_ok=True)  # what another head had
+        return
+    measured = {"first": asdict(first or last), "last": asdict(last)}
+    (folder / ACCEPTANCE_FILE).write_text(json.dumps(measured, indent=2) + "\n")
 
 
 def read_acceptance(folder: Path, which: str = "last") -> MeasuredAcceptance | None:

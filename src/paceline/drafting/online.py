@@ -98,7 +98,7 @@ class OnlineDrafter(HeadFollower):
         """
         found = self.tap.take()
         examples = [
-            Example(text, step, step - 1, found.get(text.tokens) or recorded.get(text.tokens))
+            Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))
             for text in self._texts
         ]
         with_states = sum(example.states is not None for example in examples)
@@ -313,6 +313,14 @@ def make_online(
             "`paceline drafter train` and name its folder there"
         )
     return OnlineDrafter(policy, head, speculation.online, config.run.seed, warn, drafting)
+
+
+def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | None:
+    """Returns the states if they are there for all of a response; None otherwise.
+
+    The engine takes what was sampled in an earlier step, or turn, for a part of the prompt.
+    """
+    return states if states is not None and len(states.hidden_RE) == len(text.loss_mask) else None
 
 
 def longest_texts(groups: Sequence[Group], tokens: int) -> list[TrainingSequence]:

@@ -41,7 +41,6 @@ class Drafts(Protocol):
     """What a rollout says of a drafter's proposals (`stats.DraftStats`)."""
 
     drafts: int
-    accepted_at: list[int]
 
     @property
     def accept_length(self) -> float:
@@ -50,6 +49,10 @@ class Drafts(Protocol):
     @property
     def first_accepted(self) -> float:
         """The share of drafts whose first token was accepted."""
+
+    @property
+    def accepted_shares(self) -> list[float]:
+        """The share of drafts whose token i was accepted."""
 
 
 class RunDrafter:
@@ -139,7 +142,7 @@ class RunDrafter:
             drafts.drafts,
             drafts.accept_length,
             drafts.first_accepted,
-            tuple(accepted / drafts.drafts for accepted in drafts.accepted_at),
+            tuple(drafts.accepted_shares),
         )
 
     def _compare(self, came: MeasuredAcceptance) -> None:

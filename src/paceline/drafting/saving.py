@@ -13,9 +13,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.drafting.eagle_folder import save_eagle
@@ -76,9 +78,15 @@ class DrafterSaver:
             self._writer = None
 
     def load(self, step: int) -> dict[str, torch.Tensor] | None:
-        """Returns the state of this step, or of the newest one before; None where there is none."""
+        """Returns the state of this step, or of the newest one before; None where there is none to read."""
         saved = [number for number in self._steps() if number <= step]
-        return load_file(self._file(max(saved))) if saved else None
+        if not saved:
+            return None
+        try:
+            return load_file(self._file(max(saved)))
+        except (OSError, SafetensorError) as error:  # a run goes on without it
+            self.warn(f"{self._file(max(saved))} is damaged and left out: {error}")
+            return None
 
     def _write(
         self,
@@ -89,9 +97,9 @@ class DrafterSaver:
         first: MeasuredAcceptance | None,
         last: MeasuredAcceptance | None,
     ) -> None:
+        partial = self.training_folder / f".partial_{step:06d}"
         try:
             self.training_folder.mkdir(parents=True, exist_ok=True)
-            partial = self.training_folder / f".partial_{step:06d}"
             save_tensors(tensors, partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
@@ -101,7 +109,9 @@ class DrafterSaver:
             for old in self._steps():
                 if old not in keep:
                     self._file(old).unlink(missing_ok=True)
-        except OSError as error:  # a run goes on without it
+        except (OSError, SafetensorError) as error:  # a run goes on without it
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
 
     def _file(self, step: int) -> Path:

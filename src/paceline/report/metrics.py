@@ -86,8 +86,7 @@ def speculation_metrics(stats: RolloutStats) -> dict[str, float]:
     for name, d in sorted(stats.drafts.items()):
         values[f"speculation/{name}/accept_length"] = d.accept_length
         values |= {
-            f"speculation/{name}/accepted_{i}": kept / max(1, d.drafts)
-            for i, kept in enumerate(d.accepted_at, start=1)
+            f"speculation/{name}/accepted_{i}": share for i, share in enumerate(d.accepted_shares, start=1)
         }
     return values
 

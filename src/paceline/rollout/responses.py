@@ -37,9 +37,12 @@ def held_out_responses(
 
 def saved_responses(folder: Path) -> list[Completion]:
     """Returns the responses that `paceline rollout --save` wrote to a folder."""
-    return [
+    completions = [
         completion for file in SavedRollouts(folder).files for completion in _completions(read_groups(file))
     ]
+    if not completions:
+        raise ValueError(f"{folder} holds no response with a token to learn from")
+    return completions
 
 
 def _completions(groups: list[Group]) -> list[Completion]:
