@@ -112,6 +112,9 @@ class DraftStats:
     # Drafts whose token i was accepted. Where rows share, a number stands for as many tokens as the step has
     # rows, those that have ended included, so more may be accepted under it than there are drafts.
     accepted_at: list[int] = field(default_factory=list)
+    # Drafts of which anything was verified, and those whose likeliest first token was right.
+    begun: int = 0
+    begun_right: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -120,8 +123,8 @@ class DraftStats:
 
     @property
     def first_accepted(self) -> float:
-        """The share of drafts whose first token was accepted."""
-        return self.accepted_shares[0] if self.drafts else 0.0
+        """The share of the drafts that were begun whose likeliest first token was right."""
+        return self.begun_right / max(1, self.begun)
 
     @property
     def accepted_shares(self) -> list[float]:
@@ -133,6 +136,8 @@ class DraftStats:
         self.drafts += observation.drafts
         self.proposed += observation.proposed
         self.accepted += sum(observation.accepted_at)
+        self.begun += observation.begun
+        self.begun_right += observation.begun_right
         self.accepted_at += [0] * (observation.decision.strategy.count - len(self.accepted_at))
         for i, accepted in enumerate(observation.accepted_at):
             self.accepted_at[i] += accepted

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from paceline.config import ConfigError, load_config
 from paceline.drafting.base import Drafter
 from paceline.drafting.history import HistoryDrafter
-from paceline.engine import step_tokens, tree_path
+from paceline.engine import outcomes, step_tokens, tree_path
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import make_engine
 from paceline.kernels.allotment import Allotment
@@ -230,6 +231,41 @@ def test_who_gains_gets_the_tokens(folders, monkeypatch):  # noqa: F811
     assert drafts.accepted >= 30, "most of what the first row wrote"
     alone, _ = run(folders["llama"], requests, [OneKnowsDrafter(plain)], Strategy("one-knows", 1))
     assert drafts.accepted > 1.5 * alone.take_stats().drafts["one-knows"].accepted
+
+
+def test_how_right_a_drafter_is_does_not_depend_on_who_shares(folders, monkeypatch):  # noqa: F811
+    """Whose first token was right is counted row by row: shared numbers stand for many rows' proposals."""
+    requests = grouped_requests(prompts=4, samples=3, longest=40)
+    _, plain = run(folders["llama"], requests)
+    seen: list[tuple[int, int]] = []
+    observe = outcomes._observation
+
+    def counted(launched, gained, proposed, path):
+        observation = observe(launched, gained, proposed, path)
+        seen.append((int((gained > 1).sum()), observation.begun_right))
+        return observation
+
+    monkeypatch.setattr(outcomes, "_observation", counted)
+    engine, _ = shared_run(folders["llama"], requests, HalfRightDrafter(plain), 2)
+    assert all(right == counted for right, counted in seen), "a chain goes on where its first token is right"
+    drafts = engine.take_stats().drafts["half-right"]
+    assert 0 < drafts.begun_right == sum(right for right, _ in seen) < drafts.begun <= drafts.drafts
+    alone, _ = run(folders["llama"], requests, [HalfRightDrafter(plain)], Strategy("half-right", 2))
+    unshared = alone.take_stats().drafts["half-right"]
+    assert unshared.begun_right == unshared.accepted_at[0]
+    assert abs(drafts.first_accepted - unshared.first_accepted) < 0.1
+    assert drafts.accepted_shares[0] > drafts.first_accepted + 0.05, "what numbers say of rows that share"
+
+
+def test_a_rows_own_first_node_is_told_beside_shared_numbers():
+    """The first row goes on with its first node, the second with its second, the third ends at the root."""
+    order_RK = torch.tensor([[0, 1, 2], [0, 0, 1], [1, 2, 2]])
+    path_RQ = torch.tensor([[0, 1, 3, 3], [0, 2, 2, 2], [0, 0, 0, 0]])
+    tokens, walk = SimpleNamespace(order_RK=order_RK), SimpleNamespace(path_RQ=path_RQ)
+    numbers = tree_path.numbered_path(tokens, walk)
+    assert numbers.tolist() == [[2, 1, 3, 3], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert outcomes._first_is_right(numbers.numpy()).tolist() == [True, False, False]
+    assert outcomes._first_is_right(path_RQ.numpy()).tolist() == [True, False, False]
 
 
 def test_a_strategys_name_says_what_rows_share():

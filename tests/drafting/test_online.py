@@ -242,7 +242,7 @@ def test_rows_that_share_may_accept_more_under_a_number_than_there_are_drafts(mo
     policy, head = moved
     drafter = online(policy, head, when=when)
     run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
-    drafts = DraftStats(10, 40, 28, [14, 10, 4])
+    drafts = DraftStats(10, 40, 28, [14, 10, 4], 9, 9)
     for step in range(6):
         run_drafter.observe(step, {"eagle": drafts})
     assert drafts.accepted_shares == [1.0, 1.0, 0.4]

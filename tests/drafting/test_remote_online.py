@@ -173,7 +173,7 @@ def test_a_run_saves_and_restores_it(policy, head, tmp_path):
     assert isinstance(follower, RemoteOnlineDrafter)
     drafter = RunDrafter(follower, replicas, config, print)
     drafter.begin(tmp_path, 0)
-    drafter.observe(0, {"eagle": DraftStats(100, 300, 250, [90, 80, 80])})
+    drafter.observe(0, {"eagle": DraftStats(100, 300, 250, [90, 80, 80], 100, 90)})
     replicas.learned = learned(head, 2.0)
     drafter.follow(1, 1.0)
     drafter.save(1, [1])

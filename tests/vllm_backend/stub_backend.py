@@ -47,7 +47,8 @@ class StubBackend(Backend):
     resume = close = settle = pause
 
     def take_stats(self):
-        return RolloutStats(drafts={"eagle": DraftStats(100, 300, self.accepted, [self.accepted, 0, 0])})
+        drafts = DraftStats(100, 300, self.accepted, [self.accepted, 0, 0], 100, self.accepted)
+        return RolloutStats(drafts={"eagle": drafts})
 
     def text_logprobs(self, tokens):
         return [-self.weight * token for token in tokens[1:]]

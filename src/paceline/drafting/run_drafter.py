@@ -41,6 +41,7 @@ class Drafts(Protocol):
     """What a rollout says of a drafter's proposals (`stats.DraftStats`)."""
 
     drafts: int
+    begun: int
 
     @property
     def accept_length(self) -> float:
@@ -48,7 +49,7 @@ class Drafts(Protocol):
 
     @property
     def first_accepted(self) -> float:
-        """The share of drafts whose first token was accepted."""
+        """The share of the drafts that were begun whose likeliest first token was right."""
 
     @property
     def accepted_shares(self) -> list[float]:
@@ -90,9 +91,9 @@ class RunDrafter:
     def observe(self, step: int, drafts: Mapping[str, Drafts]) -> None:
         """Takes in a rollout's drafts by drafter; `step` is that of the policy that made it."""
         own = drafts.get(self.online.name)
-        if own is None or not own.drafts:
+        if own is None or not own.begun:
             return
-        self.online.observe(own.first_accepted, own.drafts)
+        self.online.observe(own.first_accepted, own.begun)
         measured = self._measured(step, own)
         if self.saver is not None:
             self.saver.note(measured)

@@ -188,6 +188,12 @@ class Outcomes:
         return FinishReason.STOP
 
 
+def _first_is_right(path: np.ndarray) -> np.ndarray:
+    """Returns whether each row's own first node is on its path (`numbered_path`)."""
+    shares = path[:, 0] > 0
+    return np.where(shares, path[:, 0] == 2, path[:, 1] == 1)
+
+
 def _observation(
     launched: Launched, gained: np.ndarray, proposed: np.ndarray, path: np.ndarray | None
 ) -> Observation:
@@ -202,10 +208,11 @@ def _observation(
     drafts = 0
     tokens = 0
     accepted_at = ()
+    begun = begun_right = 0
     if count:
-        alive = gained[gained > 0]
-        drafts = len(alive)
-        tokens = int(proposed[gained > 0].sum())
+        alive = gained > 0
+        drafts = int(alive.sum())
+        tokens = int(proposed[alive].sum())
         if path is None:
             path = np.broadcast_to(np.arange(count + 1), (len(gained), count + 1))
         # The last of the gained tokens is the policy's own.
@@ -213,6 +220,8 @@ def _observation(
         # Where rows share, one whose proposals do not stand in order may have had a later one verified.
         number = np.minimum(path[:, 1:][accepted], count) - 1
         accepted_at = tuple(np.bincount(number, minlength=count).tolist())
+        begun = int((alive & (proposed > 0)).sum())
+        begun_right = int(((gained > 1) & _first_is_right(path)).sum())
     timing = launched.timing
     return Observation(
         decision,
@@ -225,4 +234,6 @@ def _observation(
         timing.switched,
         timing.disturbed,
         tokens,
+        begun,
+        begun_right,
     )

@@ -66,7 +66,7 @@ class StepStatus:
     # Logprobs and ids of the most likely tokens at each position, where a request asks for them.
     top_values_RQN: torch.Tensor | None = None
     top_tokens_RQN: torch.Tensor | None = None
-    # The numbers of the nodes on each row's path, where it may not be straight; the root is 0.
+    # The numbers of the nodes on each row's path, where it may not be straight (`numbered_path`).
     path_RQ: torch.Tensor | None = None
 
     @property

@@ -45,8 +45,11 @@ def walked_path(
 def numbered_path(tokens: StepTokens, walk: TreeWalk) -> torch.Tensor:
     """Returns the path's nodes by the numbers that pacing knows them by, `[R, Q]`; the root is 0.
 
-    That is the node's own, or where rows share, the number that it would have if all rows were alike.
+    That is the node's own, or where rows share, the number that it would have if all rows were alike; there
+    the root's place says instead whether the row's own first node follows: 2, or 1 where it does not.
     """
     if tokens.order_RK is None:
         return walk.path_RQ
-    return F.pad(tokens.order_RK + 1, (1, 0)).gather(1, walk.path_RQ)
+    numbers_RQ = F.pad(tokens.order_RK + 1, (1, 0)).gather(1, walk.path_RQ)
+    numbers_RQ[:, 0] = 1 + (walk.path_RQ[:, 1] == 1)
+    return numbers_RQ

@@ -115,6 +115,10 @@ class Observation:
     disturbed: bool = False
     # Proposed tokens, over all drafts; fewer than asked for where the drafter had nothing to say.
     proposed: int = 0
+    # Drafts of which anything was verified, and those whose likeliest first token was right: whatever the
+    # strategy, that says how good the drafter is.
+    begun: int = 0
+    begun_right: int = 0
 
     @property
     def seconds(self) -> float:

@@ -239,6 +239,8 @@ class VllmBackend(Backend):
                 accepted_at=tuple(step.accepted_at),
                 proposed=step.proposed,
                 disturbed=step.prompt_tokens > 0,
+                begun=step.drafts,
+                begun_right=step.accepted_at[0] if step.accepted_at else 0,
             )
         )
 
