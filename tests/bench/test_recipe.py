@@ -1,5 +1,7 @@
 """Benches of a recipe refuse what they would ignore: the figures would be of another setting."""
 
+from functools import partial
+
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +22,6 @@ from paceline.types import Precision
             "rollout.max_running = '4': `bench [a-z]+` would ignore it; .*leave it out",
         ),
         ("policy.lora.rank=8", "policy.lora.rank = '8': `bench [a-z]+` would ignore it"),
-        ("policy.lora.path=adapters", "policy.lora.path = 'adapters': .* leave these adapters out"),
         ("rollout={precision: fp8}", "rollout = '{precision: fp8}': `bench [a-z]+` would ignore it"),
         ("learning.lr=1", "learning.lr = '1': `bench [a-z]+` would ignore it"),
     ],
@@ -38,6 +39,15 @@ def test_acceptance_refuses_a_recipe_file_in_fp8_which_can_be_overridden(tmp_pat
         acceptance_config(str(recipe), [])
     config = acceptance_config(str(recipe), ["rollout.precision=bf16", "rollout.max_tokens=24"])
     assert config.rollout.is_default("precision") and config.rollout.max_tokens == 24
+
+
+@pytest.mark.parametrize("read", [acceptance_config, partial(speculation_config, drafter="history")])
+def test_a_recipe_file_with_adapters_is_refused_and_can_be_overridden(tmp_path, read):
+    recipe = tmp_path / "adapters.yaml"
+    recipe.write_text("policy: {lora: {rank: 8, path: adapters}}\n")
+    with pytest.raises(ConfigError, match="policy.lora.path = 'adapters': .* leave these adapters out"):
+        read(str(recipe), [])
+    assert not read(str(recipe), ["policy.lora.path="]).policy.lora.path
 
 
 @pytest.mark.slow
