@@ -71,11 +71,8 @@ class ClusterConfig(Section):
         return self
 
     def _check_unused(self, key: str) -> None:
-        if not self.is_default(key):
-            raise ValueError(
-                f"cluster.{key} = {getattr(self, key)!r} does not apply: cluster.replicas is 0, "
-                "everything runs in one process; set cluster.replicas, or leave it out"
-            )
+        why = "cluster.replicas is 0, everything runs in one process; set cluster.replicas"
+        self.refuse_unused("cluster", (key,), why)
 
     @model_validator(mode="after")
     def _placement_fits(self) -> "ClusterConfig":

@@ -99,24 +99,12 @@ class SpeculationConfig(Section):
     def _keys_apply(self) -> "SpeculationConfig":
         """Refuses keys that would be ignored."""
         drafters = f"rollout.speculation.drafters = {self.drafters}"
-        for drafter, key in DRAFTER_FOLDERS.items():
-            if drafter not in self.drafters and not self.is_default(key):
-                named = f"rollout.speculation.{key}"
-                default = type(self).model_fields[key].default
-                raise ValueError(
-                    f"{named} = {getattr(self, key)!r} does not apply: {drafters} lacks {drafter!r}. "
-                    f"Add it there, or leave the path out ({named}={default})"
+        own = [*DRAFTER_FOLDERS.items(), ("history", "history_versions"), ("eagle", "eagle_precision")]
+        for drafter, key in own:
+            if drafter not in self.drafters:
+                self.refuse_unused(
+                    "rollout.speculation", (key,), f"{drafters} lacks {drafter!r}. Add it there"
                 )
-        if self.history_versions and "history" not in self.drafters:
-            raise ValueError(
-                f"rollout.speculation.history_versions = {self.history_versions} does not apply: {drafters} "
-                "lacks 'history'. Add it there, or leave it out (rollout.speculation.history_versions=0)"
-            )
-        if not self.is_default("eagle_precision") and "eagle" not in self.drafters:
-            raise ValueError(
-                f"rollout.speculation.eagle_precision = {self.eagle_precision!r} does not apply: {drafters} "
-                "lacks 'eagle'. Add it there, or leave it out (rollout.speculation.eagle_precision=base)"
-            )
         if self.online.when != "never" and "eagle" not in self.drafters:
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
@@ -129,14 +117,9 @@ class SpeculationConfig(Section):
                 f"rollout.speculation.online.when = {self.online.when!r}: nobody would teach it. "
                 "Use online.when=always or auto, or name the folder of a trained head"
             )
-        for key in ("verify", "shape", "step_tokens"):
-            if not self.drafters and not self.is_default(key):
-                default = type(self).model_fields[key].default
-                raise ValueError(
-                    f"rollout.speculation.{key} = {getattr(self, key)!r} does not apply: "
-                    "rollout.speculation.drafters is empty, so nothing is verified. "
-                    f"Name a drafter, or leave it out (rollout.speculation.{key}={default})"
-                )
+        if not self.drafters:
+            why = "rollout.speculation.drafters is empty, so nothing is verified. Name a drafter"
+            self.refuse_unused("rollout.speculation", ("verify", "shape", "step_tokens"), why)
         if self.shape == "tree" and self.verify == "rejection":
             raise ValueError(
                 "rollout.speculation.shape = 'tree' needs rollout.speculation.verify = 'shared-noise': "
