@@ -25,7 +25,7 @@ ratios() { # 7 and 4 query heads a kv head, with 4 and 8 kv heads
   done
 }
 experts() {
-  for precision in bf16 fp8; do
+  for precision in base fp8; do
     $P bench decode --model qwen3-30b-a3b --precision $precision --batches 1,16,64,128,256 --repeats 2 \
       --json "$OUT/experts-$precision.json"
   done

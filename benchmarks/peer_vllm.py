@@ -23,7 +23,7 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 QWEN3_8B = dict(
@@ -61,6 +61,33 @@ QWEN3_30B_A3B = QWEN3_8B | dict(
     decoder_sparse_step=1,
     mlp_only_layers=[],
 )
+QWEN3_4B = QWEN3_8B | dict(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True)
+QWEN3_14B = QWEN3_8B | dict(
+    hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40
+)
+QWEN2_5_7B = QWEN3_8B | dict(
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    max_position_embeddings=32768,
+)
+LLAMA_3_1_8B = QWEN3_8B | dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    bos_token_id=128000,
+    eos_token_id=128001,
+)
 BLOCK_FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
 TINY = QWEN3_8B | dict(
     hidden_size=64,
@@ -72,7 +99,15 @@ TINY = QWEN3_8B | dict(
     bos_token_id=0,
     eos_token_id=1,
 )
-MODELS = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B, "tiny": TINY}
+MODELS = {
+    "qwen3-4b": QWEN3_4B,
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-14b": QWEN3_14B,
+    "qwen2.5-7b": QWEN2_5_7B,
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "tiny": TINY,
+}
 
 
 def lognormal_lengths(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
@@ -231,6 +266,11 @@ def table_names(text: str) -> list[str]:
     return names
 
 
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Reads batch sizes with commas between."""
+    return tuple(int(word) for word in text.split(","))
+
+
 def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -243,6 +283,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp8", "fp8+kv"), default="bf16")
     parser.add_argument("--tables", type=table_names, default="decode,rollout,rollout_32k")
     parser.add_argument("--kv-tokens", type=int, default=170_000)
+    parser.add_argument("--batches", type=batch_sizes, help="of the decode steps, with commas between")
+    parser.add_argument("--new", type=int, help="tokens a decode step's time is taken over")
     parser.add_argument("--decode-repeats", type=int, default=2)
     parser.add_argument("--rollout-repeats", type=int, default=2)
     parser.add_argument("--gate", type=Path, help="wait for this file between starting and measuring")
@@ -294,6 +336,11 @@ def main() -> None:
     import vllm
 
     workload = TOY if options.model == "tiny" else REAL
+    workload = replace(
+        workload,
+        batches=options.batches or workload.batches,
+        new_tokens=options.new or workload.new_tokens,
+    )
     tables = options.tables
     peer = start_peer(options, workload, tables)
     figures = dict(

@@ -116,6 +116,7 @@ SHAPES = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_embeddings=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tie_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, expert_intermediate_size=768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, 64, expert_intermediate_size=1536),
     "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, num_kv_heads=4),
