@@ -6,7 +6,9 @@
 #         benchmarks/modes.sh OUT                                 SmolLM2 with a long tail on a GPU
 #
 # POLICY and HEAD come from `benchmarks/countdown.sh OUT warmup drafter`. Runs follow each other, since their
-# times are compared; MODES="sync partial" takes some of them, and runs that are there are not made again.
+# times are compared; with TOGETHER=1 the seeds of a mode run at once, so that every mode shares the machine with
+# as much. MODES="sync partial" takes some of them, $EXTRA are further overrides, and runs that are there are
+# not made again.
 set -eu
 OUT=${1:?where to write}
 PYTHON=${PYTHON:-python3}
@@ -37,17 +39,31 @@ keys() { # MODE: its overrides, one per line
   esac
 }
 
-for seed in $SEEDS; do
+one() { # MODE SEED
+  name=$1-seed$2
+  if [ -e "$OUT/runs/$name" ]; then return; fi
+  mapfile -t overrides < <(keys "$1")
+  if [ -n "${POLICY:-}" ]; then overrides+=("policy.path=$POLICY"); fi
+  if [ -n "${KV_TOKENS:-}" ]; then overrides+=("rollout.kv_tokens=$KV_TOKENS"); fi
+  echo "== $name"
+  # shellcheck disable=SC2086 # $EXTRA is a list of words
+  $PYTHON -m paceline train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" run.name="$name" \
+    run.seed="$2" run.steps="$STEPS" eval.every="${EVAL_EVERY:-5}" "${overrides[@]}" ${EXTRA:-} \
+    >"$OUT/$name.log" 2>&1 || { tail -5 "$OUT/$name.log"; return 1; }
+}
+
+if [ -n "${TOGETHER:-}" ]; then
   for mode in $MODES; do
-    name=$mode-seed$seed
-    if [ -e "$OUT/runs/$name" ]; then continue; fi
-    mapfile -t overrides < <(keys "$mode")
-    if [ -n "${POLICY:-}" ]; then overrides+=("policy.path=$POLICY"); fi
-    if [ -n "${KV_TOKENS:-}" ]; then overrides+=("rollout.kv_tokens=$KV_TOKENS"); fi
-    echo "== $name"
-    $PYTHON -m paceline train "$RECIPE" run.device="$DEVICE" run.root="$OUT/runs" run.name="$name" \
-      run.seed="$seed" run.steps="$STEPS" eval.every="${EVAL_EVERY:-5}" "${overrides[@]}" \
-      >"$OUT/$name.log" 2>&1 || { tail -5 "$OUT/$name.log"; exit 1; }
+    runs=()
+    for seed in $SEEDS; do
+      one "$mode" "$seed" &
+      runs+=($!)
+    done
+    for run in "${runs[@]}"; do wait "$run"; done
   done
-done
+else
+  for seed in $SEEDS; do
+    for mode in $MODES; do one "$mode" "$seed"; done
+  done
+fi
 $PYTHON "$HERE/modes_table.py" "$OUT/runs" "$OUT"

@@ -47,7 +47,7 @@ policy() {
 }
 recipe() { # TASK: the recipe's name and overrides
   case $1 in
-  countdown) echo "countdown policy.path=$COUNTDOWN rollout.prompts_per_step=16 rollout.kv_tokens=300000" ;;
+  countdown) echo "countdown policy.path=$COUNTDOWN rollout.prompts_per_step=${PROMPTS:-16} rollout.kv_tokens=${KV_TOKENS:-300000}" ;;
   sums) echo "chain-sum policy.path=$SMOLLM $SUMS" ;;
   *) echo "unknown task $1" >&2 && exit 2 ;;
   esac
