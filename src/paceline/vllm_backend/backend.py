@@ -102,7 +102,10 @@ class VllmBackend(Backend):
 
     @property
     def precision(self) -> Precision:
-        return Precision.FP8 if self.settings.engine.get("quantization") == "fp8" else Precision.BASE
+        fp8 = self.settings.engine.get("quantization") == "fp8"
+        if str(self.settings.engine.get("kv_cache_dtype", "")).startswith("fp8"):
+            return Precision.FP8_KV if fp8 else Precision.KV
+        return Precision.FP8 if fp8 else Precision.BASE
 
     @property
     def speculation(self) -> "VllmSpeculation | None":

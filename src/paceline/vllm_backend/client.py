@@ -6,7 +6,7 @@ drafter whose proposals are never accepted is reported.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import head_tensors
 from paceline.drafting.eagle_head import EagleHead
 from paceline.stats import RolloutStats
+from paceline.types import Completion
 from paceline.vllm_backend.settings import VllmSettings
 from paceline.worker.capabilities import RemoteSpeculation
 from paceline.worker.client import Patience, WorkerBackend
@@ -89,17 +90,26 @@ class VllmClient(WorkerBackend):
         head: EagleHead | None = None,
         patience: Patience | None = None,
         memory: Weights | None = None,
+        see: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """`head` is what vLLM drafts with, where this process may teach it.
 
-        `memory` is where weights lie that vLLM reads; by default a piece of the host's.
+        `memory` is where weights lie that vLLM reads; by default a piece of the host's. `see` is shown every
+        text that was written, prompt included.
         """
         self.settings = settings
         self.probe = probe
         self.head = head
+        self._see = see
         self.probed = 0.0  # mean difference of the last probe's logprobs
         self._changed_since_drafts = ""
         super().__init__(vllm_launch(settings, python), weights, warn, patience, memory=memory)
+
+    def completions(self) -> Iterator[Completion]:
+        for completion in super().completions():
+            if self._see is not None:
+                self._see((*completion.request.prompt, *completion.tokens))
+            yield completion
 
     def update_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Hands weights over and compares what vLLM then says of a probe text."""

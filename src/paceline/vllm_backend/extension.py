@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.vllm_backend.cache_scales import set_scales, without_scales
 from paceline.vllm_backend.first_weights import register_loader
 from paceline.vllm_backend.patches import apply_patches
 from paceline.vllm_backend.weight_file import WeightFile
@@ -35,8 +36,11 @@ class WorkerExtension:
         """Writes new weights into the policy, through its own loader: sharded, packed or quantised anew."""
         from vllm.config import set_current_vllm_config
 
+        model = self.get_model()  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            _reload(self.get_model(), self.model_config, weights)  # type: ignore[attr-defined]
+            scales = _reload(model, self.model_config, weights)  # type: ignore[attr-defined]
+        if scales is not None:
+            set_scales(model, scales)
 
     def paceline_load_drafter(self, weights: Weights) -> None:
         """Writes a trained head into the drafter; the policy's tensors stay as they are."""
@@ -57,16 +61,21 @@ class WorkerExtension:
         return [name for name in shared if not any(part in name for part in SHARED_BY_DESIGN)]
 
 
-def _reload(model: Any, model_config: Any, weights: Weights) -> None:
-    """Loads weights in the checkpoint's format into the storage that graphs have captured."""
+def _reload(model: Any, model_config: Any, weights: Weights) -> torch.Tensor | None:
+    """Loads weights in the checkpoint's format into the storage that graphs have captured.
+
+    Returns the cache's scales, where they came with them.
+    """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    scales: list[torch.Tensor] = []
     initialize_layerwise_reload(model)
-    model.load_weights(weights.read() if isinstance(weights, WeightFile) else iter(weights))
+    model.load_weights(without_scales(weights.read() if isinstance(weights, WeightFile) else weights, scales))
     finalize_layerwise_reload(model, model_config)
     _pack_tied_head(model)
     if torch.cuda.is_initialized():  # what was read may be the learner's own memory, which changes next
         torch.cuda.synchronize()
+    return scales[0].cpu() if scales else None
 
 
 def _pack_tied_head(model: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ import random
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,9 @@ from paceline.policy.config import read_config, to_huggingface
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import ExportedWeights
 from paceline.policy.model_files import TOKENIZER_FILES, copy_files
+from paceline.vllm_backend.cache_scales import SCALES, wants_scales
 from paceline.vllm_backend.client import PROBE_TOLERANCE, QUANTISED_TOLERANCE, Probe, VllmClient
+from paceline.vllm_backend.measured_scales import MeasuredScales
 from paceline.vllm_backend.settings import DraftSettings, VllmSettings
 from paceline.vllm_backend.versions import NoVllm, UnsupportedVersion, check_version, version_in
 from paceline.worker.cuda_ipc import IpcWeights
@@ -53,19 +55,28 @@ def start_vllm(
     head = make_head(policy, tokenizer, config)
     draft = draft_settings(policy, tokenizer, config, head, scratch)
     settings = vllm_settings(policy, config, draft, scratch)
-    quantised = rollout.vllm.engine.get("quantization") is not None
+    options = rollout.vllm.engine
+    scales = MeasuredScales(policy, probe_text(policy)) if wants_scales(options) else None
+    quantised = options.get("quantization") is not None or scales is not None
     tolerance = QUANTISED_TOLERANCE if quantised else PROBE_TOLERANCE[settings.dtype]
     probe = Probe(probe_text(policy), lambda tokens: learner_logprobs(policy, tokens), tolerance)
     exported = ExportedWeights(policy)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from exported.views().items()
+        if scales is not None:
+            yield SCALES, scales.measure()
+
     try:
         client = VllmClient(
             settings,
             str(python),
-            lambda: exported.views().items(),
+            weights,
             warn,
             probe,
             head=head,
             memory=_weights_memory(policy, config),
+            see=None if scales is None else scales.see,
         )
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
