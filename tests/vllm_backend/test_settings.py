@@ -91,6 +91,17 @@ def test_it_sleeps_beside_a_learner_unless_told_to_stay(tmp_path, overrides, sle
     assert vllm_settings(elsewhere, config, None, tmp_path).sleeps == sleeps
 
 
+def test_a_cache_in_fp8_takes_half_the_bytes_for_as_many_tokens(tmp_path):
+    policy = Decoder(PolicySource.of(load_config("default", VLLM).policy).shape, torch.bfloat16, "meta")
+    sizes = [
+        vllm_settings(
+            policy, load_config("default", [*VLLM, "rollout.kv_tokens=4096", *more]), None, tmp_path
+        ).kv_bytes
+        for more in ([], ["rollout.vllm.engine={kv_cache_dtype: fp8}"])
+    ]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
 def test_speculation_stops_in_large_batches_where_the_recipe_says_so():
     table = "num_speculative_tokens_per_batch_size"
     draft = DraftSettings("ngram", "ngram", 3, max_running=4)

@@ -140,7 +140,7 @@ def vllm_settings(
         dtype=str(policy.dtype).removeprefix("torch."),
         max_positions=min(longest, kv_tokens) if kv_tokens else longest,
         max_running=rollout.max_running,
-        kv_bytes=_kv_bytes(policy, draft, kv_tokens, rollout.max_running) if kv_tokens else 0,
+        kv_bytes=_kv_bytes(policy, config, draft, kv_tokens) if kv_tokens else 0,
         prefill_tokens=max(rollout.prefill_tokens, rollout.max_running * (draft.tokens + 1 if draft else 1)),
         seed=config.run.seed,
         eos_token_ids=tuple(policy.config.eos_token_ids),
@@ -214,13 +214,15 @@ def _shape_folder(policy: Decoder, source: PolicySource, scratch: Path) -> Path:
     return folder
 
 
-def _kv_bytes(policy: Decoder, draft: DraftSettings | None, kv_tokens: int, max_running: int) -> int:
+def _kv_bytes(policy: Decoder, config: Config, draft: DraftSettings | None, kv_tokens: int) -> int:
     """Returns the bytes of a cache that holds so many tokens, whole blocks of each running request."""
-    shape = policy.config
+    shape, rollout = policy.config, config.rollout
     layers = shape.num_layers
     if draft is not None and draft.method in ("eagle3", "mtp"):
         layers += 1
     elif draft is not None and draft.folder:
         layers += read_config(Path(draft.folder)).num_layers
-    tokens = kv_tokens + (max_running + 1) * (BLOCK + (draft.tokens if draft else 0))
-    return 2 * layers * shape.num_kv_heads * shape.head_dim * policy.dtype.itemsize * tokens
+    tokens = kv_tokens + (rollout.max_running + 1) * (BLOCK + (draft.tokens if draft else 0))
+    in_fp8 = str(rollout.vllm.engine.get("kv_cache_dtype", "")).startswith("fp8")
+    number_bytes = 1 if in_fp8 else policy.dtype.itemsize
+    return 2 * layers * shape.num_kv_heads * shape.head_dim * number_bytes * tokens
