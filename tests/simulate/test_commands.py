@@ -71,12 +71,37 @@ def test_a_recipe_is_a_starting_point():
         (["--tp", "3"], "must divide the 32 attention heads"),
         (["--hardware", "a100", "--weights", "fp8"], "has no FP8"),
         (["--lag", "2"], "--mode sync has none"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--tp", "0"], "--tp 0: must be at least 1"),
+        (["--prompts", "0"], "--prompts 0: must be at least 1"),
+        (["--samples", "-1"], "--samples -1: must be at least 1"),
+        (["--prompt-tokens", "-5"], "--prompt-tokens -5: must be at least 0"),
+        (["--reward-seconds", "-10"], "--reward-seconds -10.0: must be at least 0"),
+        (["--reward-seconds", "nan"], "--reward-seconds nan: must be at least 0"),
+        (["--steps", "-2"], "--steps -2: must be at least 0"),
+        (["--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--spec-max-running", "-2"], "--spec-max-running -2: must be at least 0"),
+        (["--mode", "async", "--lag", "-5"], "--lag -5: must be at least 0"),
+        (["--mode", "async", "--train-share", "nan"], "--train-share nan: must be between 0 and 1"),
+        (["--mode", "async", "--train-share", "-1"], "--train-share -1.0: must be between 0 and 1"),
+        (["--kv-tokens", "-4"], "--kv-tokens -4: must be at least 0"),
+        (["--kv-tokens", "100"], "raise --kv-tokens"),
+        (["--kv-tokens", "100000000000"], "fit beside the weights"),
+        (["-k", "paced:-1"], "paced:MAX"),
+        (["-k", "100000"], "from 0 to 1024"),
+        (["--lengths", "lognormal:100,1,1,inf"], "lognormal:MEAN,SIGMA,MIN,MAX"),
+        (["--lengths", "lognormal:100,1e200,1,200"], "lognormal:MEAN,SIGMA,MIN,MAX"),
         (["from", "nowhere", "--hardware", "h200"], "is not a run directory"),
     ],
 )
 def test_errors_name_the_way_out(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+
+
+def test_slots_that_are_never_taken_cost_nothing():
+    first = invoke(*SMALL, "-k", "3")
+    assert invoke(*SMALL, "-k", "3", "--max-running", "1000000000000") == first
 
 
 def test_every_shipped_profile_loads_and_says_where_it_comes_from():

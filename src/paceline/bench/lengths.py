@@ -24,7 +24,8 @@ class LengthDistribution:
                 return cls(float(numbers), 0.0, int(numbers), int(numbers))
             if kind == "lognormal":
                 mean, sigma, low, high = (float(x) for x in numbers.split(","))
-                if mean > 0 and sigma >= 0 and 1 <= low <= high:
+                finite = all(math.isfinite(x) for x in (mean, sigma * sigma, high))
+                if finite and mean > 0 and sigma >= 0 and 1 <= low <= high:
                     return cls(mean, sigma, int(low), int(high))
         except ValueError:
             pass

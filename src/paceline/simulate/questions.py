@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Flags:
     drafter: str = "eagle"
     spec_max_running: int = 0
     mode: str = "sync"
-    lag: int = -1  # the mode's own
+    lag: int | None = None  # the mode's own
     train_share: float = 0.25
     max_running: int = 256
     kv_tokens: int = 0
@@ -46,11 +47,30 @@ class Flags:
     seed: int = 0
 
 
+# The least value of each flag that is a number.
+LEAST = {
+    **dict.fromkeys(("gpus", "tp", "ep", "prompts", "samples", "max_running"), 1),
+    **dict.fromkeys(("prompt_tokens", "spec_max_running", "lag", "kv_tokens"), 0),
+    **dict.fromkeys(("reward_seconds", "steps", "seed"), 0),
+}
+
+
+def check_ranges(flags: Flags) -> None:
+    """Raises where a number is too small, or no number at all."""
+    for name, least in LEAST.items():
+        value = getattr(flags, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+    if not 0 < flags.train_share < 1:
+        raise ValueError(f"--train-share {flags.train_share}: must be between 0 and 1, such as 0.25")
+    for name, precision in (("--weights", flags.weights), ("--kv", flags.kv)):
+        if precision not in ("bf16", "fp8"):
+            raise ValueError(f"{name} {precision!r}: must be bf16 or fp8")
+
+
 def build(flags: Flags) -> Scenario:
     """Returns the scenario that the flags describe."""
-    for name, value in (("--weights", flags.weights), ("--kv", flags.kv)):
-        if value not in ("bf16", "fp8"):
-            raise ValueError(f"{name} {value!r}: must be bf16 or fp8")
+    check_ranges(flags)
     model = load_model(flags.model)
     return Scenario(
         hardware=load_hardware(flags.hardware),
@@ -63,7 +83,7 @@ def build(flags: Flags) -> Scenario:
         speculation=Speculation.parse(flags.k, Acceptance.parse(flags.accept), flags.spec_max_running),
         drafter=make_drafter(flags.drafter, model),
         mode=flags.mode,
-        lag=None if flags.lag < 0 else flags.lag,
+        lag=flags.lag,
         train_share=flags.train_share,
         max_running=flags.max_running,
         kv_tokens=flags.kv_tokens,
@@ -94,7 +114,7 @@ def flags_from_recipe(config: Config) -> Flags:
         drafter=shapes.get(drafter, "eagle"),
         spec_max_running=speculation.max_running,
         mode=rollout.mode,
-        lag=rollout.max_lag if rollout.mode in ("partial", "async") else -1,
+        lag=rollout.max_lag if rollout.mode in ("partial", "async") else None,
         max_running=rollout.max_running,
         kv_tokens=rollout.kv_tokens,
     )
@@ -111,6 +131,7 @@ NOT_SWEPT = ("lengths", "spec_max_running", "reward_seconds", "train_drafter", "
 # What reads a value of each key. `mean_length` is no flag, but a part of `lengths`.
 SWEEPABLE: dict[str, Callable[[str], object]] = {
     **{field.name: field.type for field in dataclasses.fields(Flags) if field.name not in NOT_SWEPT},
+    "lag": int,
     "mean_length": float,
 }
 

@@ -82,11 +82,17 @@ class Scenario:
             )
         if self.max_running < 1:
             raise ValueError(f"--max-running {self.max_running}: must be at least 1")
+        if self.kv_tokens > self.deployment.kv_tokens:
+            raise ValueError(
+                f"--kv-tokens {self.kv_tokens}: {self.deployment.kv_tokens} fit beside the weights of a "
+                "replica; lower it, or leave it out to take what fits"
+            )
         longest = self.workload.prompt_tokens + self.workload.lengths.longest
         if longest > self.replica_kv_tokens:
+            way_out = "raise --kv-tokens" if self.kv_tokens else "raise --tp or --ep, or shorten --lengths"
             raise ValueError(
                 f"a response of {longest} tokens with its prompt does not fit the {self.replica_kv_tokens} "
-                "KV tokens of a replica: raise --tp or --ep"
+                f"KV tokens of a replica: {way_out}"
             )
 
     @property
@@ -178,7 +184,8 @@ def simulate(scenario: Scenario) -> Outcome:
     stages = stage_seconds(scenario, batches)
     drafter = scenario.drafter or eagle(scenario.model)
     cost = StepCost(scenario.deployment, drafter)
-    first = Replica(cost, scenario.speculation, scenario.max_running, scenario.replica_kv_tokens)
+    most = min(scenario.max_running, sum(len(lengths) for lengths in batches))
+    first = Replica(cost, scenario.speculation, most, scenario.replica_kv_tokens)
     replicas = [first, *(first.empty_copy() for _ in range(scenario.replicas - 1))]
     pipeline = Pipeline(
         replicas, batches, workload.samples_per_prompt, workload.prompt_tokens, stages, schedule

@@ -15,6 +15,8 @@ DRAFT_SECONDS = 2e-5
 EAGLE_VOCAB = 32000
 # Draft tokens that `-k paced` goes up to.
 DEFAULT_MAX_DRAFT = 7
+# The most that any engine verifies at once.
+MAX_DRAFT = 1024
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,14 @@ class Speculation:
         """Reads `0`, `3`, or `paced` / `paced:7` for the best of 0..7."""
         kind, _, limit = text.partition(":")
         try:
-            if kind == "paced":
-                most = int(limit or DEFAULT_MAX_DRAFT)
-                return cls(tuple(range(most + 1)), acceptance, max_running)
-            if int(text) >= 0:
-                return cls((int(text),), acceptance, max_running)
+            most = int(limit or DEFAULT_MAX_DRAFT) if kind == "paced" else int(text)
         except ValueError:
-            pass
-        raise ValueError(f"-k {text!r}: use a number of draft tokens from 0 on, or paced, or paced:MAX")
+            most = -1
+        if not 0 <= most <= MAX_DRAFT:
+            raise ValueError(
+                f"-k {text!r}: use a number of draft tokens from 0 to {MAX_DRAFT}, or paced, or paced:MAX"
+            )
+        return cls(tuple(range(most + 1)) if kind == "paced" else (most,), acceptance, max_running)
 
     @property
     def off(self) -> bool:
