@@ -187,3 +187,85 @@ def test_lengths_are_those_of_bench():
     drawn = Lengths.parse(text).draw(20000, seed=0)
     assert drawn.min() >= 16 and drawn.max() <= 4096
     assert drawn.mean() == pytest.approx(512, rel=0.05)
+
+
+DENSE = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+}
+SPARSE = DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (SPARSE | {"num_local_experts": "many"}, "num_local_experts = 'many': must be a whole number"),
+        (SPARSE | {"num_local_experts": [8]}, "num_local_experts = [8]: must be a whole number"),
+        (SPARSE | {"decoder_sparse_step": "2"}, "decoder_sparse_step = '2': must be a whole number"),
+        (SPARSE | {"mlp_only_layers": 3}, "mlp_only_layers = 3: must be a list"),
+        (SPARSE | {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1': must be a whole number"),
+        (SPARSE | {"n_shared_experts": -2}, "n_shared_experts = -2: must be a whole number"),
+        (DENSE | {"intermediate_size": None}, "has no intermediate_size"),
+        (DENSE | {"hidden_size": "wide"}, "hidden_size = 'wide': must be a whole number"),
+        (DENSE | {"layer_types": ["linear_attention"] * 32}, "linear_attention: only full_attention"),
+        ({"text_config": [1]}, "text_config = [1]: must be an object"),
+    ],
+)
+def test_a_config_json_that_makes_no_sense_is_named_with_its_key(tmp_path, config, message):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))}.*{re.escape(message)}"):
+        load_model(str(tmp_path))
+
+
+def test_keys_that_are_null_are_keys_that_are_missing():
+    nothing = dict.fromkeys(("n_shared_experts", "head_dim", "first_k_dense_replace", "sliding_window"))
+    assert from_huggingface("moe", SPARSE | nothing) == from_huggingface("moe", SPARSE)
+
+
+def test_a_sliding_window_is_said_to_be_an_upper_bound(tmp_path):
+    window = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | window))
+    flags = ["--model", str(tmp_path), "-k", "0", "--gpus=2", "--prompts=2", "--samples=2"]
+    assert "window: layers that see 512 tokens" in invoke(*flags, "--lengths=fixed:1000")
+    assert "window:" not in invoke(*flags, "--lengths=fixed:100")
+    assert from_huggingface("qwen2", DENSE | {"sliding_window": 512, "use_sliding_window": False}).window == 0
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("kernels", "gemm_bf16", "bandwidth"), "fast", "gemm_bf16.bandwidth = 'fast': must be a number"),
+        (("kernels", "gemm_bf16", "bandwidth"), 0, "gemm_bf16.bandwidth = 0: must be a number above 0"),
+        (("kernels", "gemm_bf16", "launch_seconds"), -1, "must be a number 0 or more"),
+        (("kernels", "gemm_bf16", "sharpness"), 0.5, "gemm_bf16.sharpness = 0.5: must be at least 1"),
+        (("data_sheet", "memory_bytes"), None, "data_sheet.memory_bytes = None"),
+        (("training", "utilisation"), 2, "training.utilisation = 2: a share"),
+        (("links", "domain"), "8", "links.domain = '8'"),
+        (("provenance",), {}, "provenance does not say where gemm_bf16 comes from"),
+        (("provenance", "links", "source"), "guess", "'guess' is not a valid Source"),
+        (("scaled_from",), "{file}", "leads back to where it began"),
+    ],
+)
+def test_a_damaged_profile_is_named_with_its_key(tmp_path, path, value, message):
+    file = tmp_path / "machine.json"
+    record = json.loads(shipped_profiles()["h200"].read_text())
+    node = record
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = str(file) if value == "{file}" else value
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))}.*{re.escape(message)}"):
+        load_hardware(str(file))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_profile_that_is_no_json_object_is_named(tmp_path, content):
+    file = tmp_path / "machine.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))} is not a hardware profile"):
+        load_hardware(str(file))

@@ -8,13 +8,19 @@ assumed, and every output repeats it.
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.policy.files import read_json
+
 PROFILES = Path(__file__).parent / "profiles"
 Curve = TypeVar("Curve", "GemmCurve", "AttentionCurve", "OtherCurve", "ExpertCurve")
+Part = TypeVar("Part")
 
 
 class Source(StrEnum):
@@ -144,21 +150,37 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
 
 
-def load_hardware(name: str) -> Hardware:
-    """Loads a shipped profile by its name, or a JSON file such as `paceline simulate calibrate` writes."""
+def load_hardware(name: str, scaled: tuple[str, ...] = ()) -> Hardware:
+    """Loads a shipped profile by its name, or a JSON file such as `paceline simulate calibrate` writes.
+
+    `scaled` are the profiles that are being scaled from this one.
+    """
     path = shipped_profiles().get(name) or Path(name)
     if not path.is_file():
         known = ", ".join(shipped_profiles())
         hint = "`paceline simulate calibrate --out FILE` makes one of this machine"
         raise ValueError(f"hardware {name!r} is neither a shipped profile ({known}) nor a file; {hint}")
+    if name in scaled:
+        chain = " -> ".join((*scaled, name))
+        raise ValueError(f"{path}: scaled_from leads back to where it began ({chain}); name a shipped one")
+    with _profile_errors(path):
+        record = read_json(path)
+    base = None
+    if "scaled_from" in record:
+        base = load_hardware(str(record["scaled_from"]), (*scaled, name))
+    with _profile_errors(path):
+        return _parsed(record) if base is None else _scaled(record, base)
+
+
+@contextmanager
+def _profile_errors(path: Path) -> Iterator[None]:
+    """Turns errors within into ones that name the profile and the way out."""
     try:
-        record = json.loads(path.read_text())
-        if "scaled_from" in record:
-            return _scaled(record, load_hardware(record["scaled_from"]))
-        return _parsed(record)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else error
         hint = f"`paceline simulate calibrate --out {path}` writes one"
-        raise ValueError(f"{path} is not a hardware profile: {error!r}. {hint}") from None
+        raise ValueError(f"{path} is not a hardware profile: {why}. {hint}") from None
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
@@ -168,20 +190,43 @@ def write_hardware(hardware: Hardware, path: Path) -> None:
 
 def _parsed(record: dict[str, Any]) -> Hardware:
     kernels = record["kernels"]
+    provenance = _origins(record["provenance"])
+    for part in ("gemm_bf16", "attention", "other", "experts", "links", "training", "data_sheet"):
+        if part not in provenance:
+            raise ValueError(f"provenance does not say where {part} comes from")
     return Hardware(
         name=record["name"],
-        data_sheet=DataSheet(**record["data_sheet"]),
+        data_sheet=_part(DataSheet, record, "data_sheet"),
         kernels=Kernels(
-            GemmCurve(**kernels["gemm_bf16"]),
-            GemmCurve(**kernels["gemm_fp8"]) if kernels.get("gemm_fp8") else None,
-            AttentionCurve(**kernels["attention"]),
-            OtherCurve(**kernels["other"]),
-            ExpertCurve(**kernels["experts"]),
+            _part(GemmCurve, kernels, "gemm_bf16"),
+            _part(GemmCurve, kernels, "gemm_fp8") if kernels.get("gemm_fp8") else None,
+            _part(AttentionCurve, kernels, "attention"),
+            _part(OtherCurve, kernels, "other"),
+            _part(ExpertCurve, kernels, "experts"),
         ),
-        links=Links(**record["links"]),
-        training=Training(**record["training"]),
-        provenance=_origins(record["provenance"]),
+        links=_part(Links, record, "links"),
+        training=_part(Training, record, "training"),
+        provenance=provenance,
     )
+
+
+def _part(kind: type[Part], record: dict[str, Any], name: str) -> Part:
+    """Returns one part of a profile, its numbers checked.
+
+    Costs may be 0; rates and sizes may not.
+    """
+    part = kind(**record[name])
+    for field, value in vars(part).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value < math.inf
+        may_be_zero = "seconds" in field or field in ("half_rows", "fp8_flops")
+        if not number or not value >= 0 or (value == 0 and not may_be_zero):
+            least = "0 or more" if may_be_zero else "above 0"
+            raise ValueError(f"{name}.{field} = {value!r}: must be a number {least}")
+        if field.endswith("utilisation") and value > 1:
+            raise ValueError(f"{name}.{field} = {value!r}: a share of the data sheet's rate, at most 1")
+        if field == "sharpness" and value < 1:
+            raise ValueError(f"{name}.{field} = {value!r}: must be at least 1")
+    return part
 
 
 def _origins(record: dict[str, Any]) -> dict[str, Origin]:
@@ -197,11 +242,11 @@ def _rounded(tree: Any) -> Any:
 
 def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:
     """Returns the base's curves with rates multiplied by the ratio of the data sheets; launch times stay."""
-    sheet = DataSheet(**record["data_sheet"])
+    sheet = _part(DataSheet, record, "data_sheet")
     bandwidth = sheet.bandwidth / base.data_sheet.bandwidth
     flops = sheet.bf16_flops / base.data_sheet.bf16_flops
     fp8 = None
-    if base.kernels.gemm_fp8 is not None and sheet.fp8_flops:
+    if base.kernels.gemm_fp8 is not None and base.has_fp8 and sheet.fp8_flops:
         fp8_flops = sheet.fp8_flops / base.data_sheet.fp8_flops
         fp8 = _faster(base.kernels.gemm_fp8, bandwidth, fp8_flops)
     kernels = Kernels(
@@ -218,8 +263,8 @@ def _scaled(record: dict[str, Any], base: Hardware) -> Hardware:
         record["name"],
         sheet,
         kernels,
-        Links(**record["links"]),
-        Training(**record.get("training") or dataclasses.asdict(base.training)),
+        _part(Links, record, "links"),
+        _part(Training, record, "training") if record.get("training") else base.training,
         provenance | _origins(record["provenance"]),
     )
 

@@ -4,22 +4,27 @@ It takes more models than the engine runs: any decoder with gated feed-forwards,
 perhaps, routed experts. Their keys are translated to those of a family that `policy/config.py` reads.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.policy import config as policy_config
 from paceline.policy.config import DecoderConfig
-from paceline.policy.files import read_json
+from paceline.policy.files import errors_name, read_json
 from paceline.policy.shapes import SHAPES
+
+# Kinds of layers, as `config.json` calls them, that are modelled.
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
 class ModelShape(DecoderConfig):
-    """A decoder's sizes, with a name and the width of the experts that every token uses."""
+    """A decoder's sizes, with a name, the width of the experts that every token uses, and the window."""
 
     name: str = ""
     shared_intermediate_size: int = 0
+    window: int = 0  # tokens that sliding-window layers attend to; 0: there are none
 
     @property
     def num_expert_layers(self) -> int:
@@ -81,7 +86,8 @@ def load_model(name: str) -> ModelShape:
             f"model {name!r} is neither a built-in shape ({', '.join(SHAPES)}) "
             "nor a folder or file with a Hugging Face config.json"
         )
-    return from_huggingface(path.parent.name or name, read_json(path))
+    with errors_name(path):
+        return from_huggingface(path.parent.name or name, read_json(path))
 
 
 def from_decoder_config(name: str, config: DecoderConfig, shared_intermediate_size: int = 0) -> ModelShape:
@@ -92,50 +98,80 @@ def from_decoder_config(name: str, config: DecoderConfig, shared_intermediate_si
 def from_huggingface(name: str, config: dict[str, Any]) -> ModelShape:
     """Reads the content of a `config.json`, whatever its family."""
     config = config.get("text_config") or config  # multimodal models keep the decoder's shape here
+    if not isinstance(config, dict):
+        raise ValueError(f"text_config = {config!r}: must be an object")
     if config.get("kv_lora_rank"):
         raise ValueError(
-            f"{name}: kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, "
+            f"kv_lora_rank = {config['kv_lora_rank']}: latent attention is not modelled, "
             "only grouped-query attention is"
         )
+    kinds = set(config.get("layer_types") or ()) - {*ATTENTION_LAYERS}
+    if kinds:
+        raise ValueError(
+            f"layer_types has {', '.join(sorted(map(str, kinds)))}: "
+            f"only {' and '.join(ATTENTION_LAYERS)} are modelled"
+        )
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in required if key not in config]
+    if not _experts(config):
+        required = (*required, "intermediate_size")
+    missing = [key for key in required if config.get(key) is None]
     if missing:
         raise ValueError(
-            f"{name}: config.json has no {', '.join(missing)}; "
+            f"config.json has no {', '.join(missing)}; "
             "supported are decoders described like Llama, Qwen or Mixtral"
         )
     known = _known_family(config)
     shared = 0
     if known["model_type"] == "qwen3_moe":
         expert_width = known["moe_intermediate_size"]
-        shared = config.get("shared_expert_intermediate_size")
-        shared = shared or config.get("n_shared_experts", 0) * expert_width
-    return from_decoder_config(name, policy_config.from_huggingface(known), shared)
+        shared = _first(config, "shared_expert_intermediate_size")
+        shared = shared or _first(config, "n_shared_experts") * expert_width
+    shape = from_decoder_config(name, policy_config.from_huggingface(known), shared)
+    return dataclasses.replace(shape, window=_window(config))
 
 
 def _known_family(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the same sizes in the keys of a family that the policy's reader knows."""
     sizes = (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("vocab_size", "tie_word_embeddings"),
+        *("vocab_size", "tie_word_embeddings", "intermediate_size"),
     )
-    known = {key: config[key] for key in sizes if key in config}
-    known["intermediate_size"] = config.get("intermediate_size") or 4 * config["hidden_size"]
-    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    known = {key: config[key] for key in sizes if config.get(key) is not None}
+    experts = _experts(config)
     if not experts:
         return known | {"model_type": "llama"}
+    listed = config.get("mlp_only_layers") or ()
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"mlp_only_layers = {listed!r}: must be a list of layers")
+    dense_first = min(_first(config, "first_k_dense_replace"), _first(config, "num_hidden_layers"))
     return known | {
         "model_type": "qwen3_moe",
+        "intermediate_size": known.get("intermediate_size") or 4 * _first(config, "hidden_size"),
         "num_experts": experts,
         "num_experts_per_tok": _first(config, "num_experts_per_tok", "top_k_experts"),
         "moe_intermediate_size": _first(config, "moe_intermediate_size", "intermediate_size"),
-        "decoder_sparse_step": config.get("decoder_sparse_step"),
-        "mlp_only_layers": [
-            *(config.get("mlp_only_layers") or ()),
-            *range(config.get("first_k_dense_replace") or 0),
-        ],
+        "decoder_sparse_step": _first(config, "decoder_sparse_step"),
+        "mlp_only_layers": [*listed, *range(dense_first)],
     }
 
 
+def _experts(config: dict[str, Any]) -> int:
+    return _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _window(config: dict[str, Any]) -> int:
+    """Returns the tokens that sliding-window layers attend to; 0 where there are none."""
+    layers = config.get("layer_types") or ("sliding_attention",)
+    slides = config.get("use_sliding_window", True) and "sliding_attention" in layers
+    return _first(config, "sliding_window") if slides else 0
+
+
 def _first(config: dict[str, Any], *keys: str) -> int:
-    return next((int(config[key]) for key in keys if config.get(key)), 0)
+    """Returns the value of the first of these keys that has one, which must be a size; 0: none has."""
+    for key in keys:
+        value = config.get(key)
+        if value:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{key} = {value!r}: must be a whole number, 1 or more")
+            return value
+    return 0

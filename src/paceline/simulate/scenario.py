@@ -206,6 +206,10 @@ def provenance(scenario: Scenario) -> dict[str, Origin]:
     parts["gemm"] = hardware["gemm_fp8" if scenario.precision.weights == "fp8" else "gemm_bf16"]
     if scenario.model.num_expert_layers:
         parts["experts"] = hardware["experts"]
+    window = scenario.model.window
+    if 0 < window < scenario.workload.prompt_tokens + scenario.workload.lengths.longest:
+        note = f"layers that see {window} tokens are modelled as seeing all: an upper bound of time and cache"
+        parts["window"] = Origin(Source.ASSUMED, note)
     if scenario.gpus > 1:
         parts["links"] = hardware["links"]
     if scenario.shares_device:
