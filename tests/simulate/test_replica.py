@@ -171,3 +171,22 @@ def test_experts_of_several_attention_groups_exchange_instead_of_summing():
     assert model.num_expert_layers == model.num_layers and collectives(Parallelism(2, 8)) == pytest.approx(
         one_sum + 2 * exchange
     )
+
+
+@pytest.mark.parametrize("tensor, expert", [(8, 1), (8, 2), (8, 4), (8, 8), (4, 8)])
+def test_devices_read_the_expert_weights_that_they_hold(tensor, expert):
+    """With 256 tokens every expert is chosen, and each device reads its eighth of them once."""
+    model, hardware = load_model("qwen3-235b-a22b"), load_hardware("h200")
+    split = Parallelism(tensor, expert)
+    cost = StepCost(Deployment(hardware, model, ENGINES["paceline"], Precision(), split), eagle(model))
+    held = 94 * 128 * 3 * 4096 * 1536 * 2 / 8
+    experts = float(cost.breakdown(np.asarray(256), 0).experts)
+    assert 1.0 < experts * hardware.kernels.experts.bandwidth / held < 1.25
+
+
+@pytest.mark.parametrize("tensor, expert", [(8, 3), (3, 8), (12, 8)])
+def test_devices_that_would_hold_no_whole_share_are_refused(tensor, expert):
+    with pytest.raises(ValueError, match="the larger a multiple of the smaller"):
+        Deployment(
+            load_hardware("h200"), load_model("qwen3-235b-a22b"), parallelism=Parallelism(tensor, expert)
+        )

@@ -83,10 +83,10 @@ class Precision:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A replica's `max(tensor, expert)` devices: `tensor` split attention, `expert` hold whole experts.
+    """A replica's `max(tensor, expert)` devices: `tensor` split attention, the experts are dealt to `expert`.
 
     With expert > tensor the replica's requests are dealt to expert / tensor attention groups that share the
-    experts.
+    experts; with expert < tensor each expert is split over tensor / expert devices.
     """
 
     tensor: int = 1
@@ -101,6 +101,11 @@ class Parallelism:
     def attention_groups(self) -> int:
         """Returns how many groups of devices compute attention for requests of their own."""
         return self.devices // self.tensor
+
+    @property
+    def expert_slices(self) -> int:
+        """Returns over how many devices each expert is split."""
+        return self.devices // self.expert
 
 
 @dataclass(frozen=True)
@@ -129,14 +134,20 @@ class Deployment:
 
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism
-        if split.tensor < 1 or split.expert < 1 or split.devices % split.tensor:
+        least = min(split.tensor, split.expert)
+        if least < 1 or split.devices % least:
             raise ValueError(
-                f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1 "
-                "and ep a multiple of tp where it is larger"
+                f"tp = {split.tensor}, ep = {split.expert}: both must be at least 1, "
+                "and the larger a multiple of the smaller"
             )
         if model.num_heads % split.tensor:
             raise ValueError(
                 f"tp = {split.tensor} must divide the {model.num_heads} attention heads of {model.name}"
+            )
+        if model.num_kv_heads % split.tensor and split.tensor % model.num_kv_heads:
+            raise ValueError(
+                f"tp = {split.tensor} must divide the {model.num_kv_heads} key-value heads of {model.name}, "
+                "or be a multiple of them"
             )
         if split.expert > 1 and (not model.num_experts or model.num_experts % split.expert):
             raise ValueError(

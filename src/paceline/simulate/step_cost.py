@@ -169,15 +169,12 @@ class StepCost:
         return self._gemm(tokens, 2 * local_width, hidden) + self._gemm(tokens, hidden, local_width)
 
     def _experts(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the experts' seconds; they see the tokens of all attention groups.
-
-        Without expert parallelism every device holds a slice of each expert.
-        """
+        """Returns the experts' seconds; they see the tokens of all attention groups."""
         model, split = self.model, self.deployment.parallelism
         if not model.num_expert_layers:
             return np.zeros_like(tokens)
         experts_here = model.num_experts / split.expert
-        width = model.expert_intermediate_size / (1 if split.expert > 1 else split.tensor)
+        width = model.expert_intermediate_size / split.expert_slices
         share = model.num_experts_per_token / model.num_experts
         weight_bytes = self.deployment.precision.weight_bytes
         all_tokens = tokens * split.attention_groups
