@@ -175,6 +175,34 @@ def test_modes_that_do_not_wait_for_the_tail_wait_less_and_over_sampling_takes_s
     assert 0 < partial.mean_lag <= partial.max_lag <= 1
 
 
+@pytest.mark.parametrize("mode", ["sync", "partial", "oversample"])
+def test_devices_that_learn_are_not_idle_meanwhile(mode):
+    """Where all devices generate and then learn, only the time of generation can be idle."""
+    asked = scenario(mode=mode, steps=6, max_running=64)
+    outcome = simulate(asked)
+    assert outcome.stages.train > 0
+    assert outcome.idle_device_seconds <= outcome.exposed_generation_seconds * asked.gpus
+    assert outcome.idle_share < 0.5
+
+
+def test_over_sampling_learns_from_no_more_than_a_step_takes():
+    """Its rollout ends with the last response that it takes, and only those are learned from."""
+    asked = scenario(mode="oversample", steps=6, speculation=Speculation(), max_running=64)
+    outcome = simulate(asked)
+    assert outcome.rollout_seconds == pytest.approx(outcome.exposed_generation_seconds)
+    tokens = outcome.tokens / 6 + asked.workload.responses * asked.workload.prompt_tokens
+    forward = 2 * asked.model.active_parameters * tokens / (4 * 989e12 * 0.4)
+    assert outcome.stages.logprob == pytest.approx(forward, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off", "partial", "async"])
+def test_a_rollout_begins_with_the_first_request(mode):
+    """Responses of equal length that all run at once: a rollout is as long as each of them."""
+    lengths = Lengths(100, 0.0, 100, 100)
+    asked = scenario(mode=mode, gpus=8, workload=Workload(1, 1, 64, lengths), speculation=Speculation())
+    assert simulate(asked).rollout_seconds > 100 * 16e9 / 4.8e12
+
+
 def test_one_device_is_shared_where_generation_never_stops():
     alone = simulate(scenario(mode="async", gpus=1, steps=6))
     assert alone.provenance["sharing"].note.endswith("a lower bound")

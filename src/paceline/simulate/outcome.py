@@ -57,8 +57,7 @@ def summarise(
     warm = records[schedule.lag + 1 :] if schedule.lag and len(records) > schedule.lag + 1 else records
     rollouts, tails = _rollouts_and_tails(pipeline)
     busy = sum(replica.totals.busy_seconds for replica in replicas)
-    synchronous = schedule.take == "batch" and schedule.lag == 0
-    generating = sum(rollouts) if synchronous else records[-1].stop
+    generating = _generating_seconds(pipeline, rollouts)
     generated = sum(replica.totals.tokens for replica in replicas)
     idle = max(0.0, generating * len(replicas) - busy)
     stretches = [s for replica in replicas for s in replica.totals.stretches]
@@ -87,14 +86,24 @@ def summarise(
     )
 
 
+def _generating_seconds(pipeline: Pipeline, rollouts: list[float]) -> float:
+    """Returns the time in which devices that generate had nothing else to do: learn, or wait for rewards."""
+    schedule, records = pipeline.schedule, pipeline.records
+    if schedule.take == "batch" and schedule.lag == 0:
+        return sum(rollouts)
+    if schedule.take == "first" or schedule.stops:
+        return sum(record.exposed_generation for record in records)
+    return records[-1].stop
+
+
 def _rollouts_and_tails(pipeline: Pipeline) -> tuple[list[float], list[float]]:
     """Returns the seconds of each step's rollout, and those of its tail."""
     rollouts, tails = [], []
-    for record, times in zip(pipeline.records, pipeline.response_times, strict=False):
+    for _, requests, times in zip(pipeline.records, pipeline.batches, pipeline.response_times, strict=False):
         if not times:
             continue
         ordered = np.sort(np.array(times))
-        start = record.first_request if pipeline.schedule.take == "batch" else ordered[0]
+        start = min(request.started for request in requests)
         rollouts.append(ordered[-1] - start)
         tails.append(ordered[-1] - ordered[len(ordered) - 1 - len(ordered) // TAIL_SHARE])
     return rollouts, tails

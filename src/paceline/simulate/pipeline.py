@@ -53,7 +53,6 @@ class StepRecord:
     """One RL step: when its update ran, and what it learned from."""
 
     start: float  # end of the update before
-    first_request: float
     update_start: float
     stop: float
     lags: list[int] = field(default_factory=list)
@@ -100,7 +99,6 @@ class Pipeline:
         self.ready_counts: Counter[int] = Counter()
         self.updating = False
         self.records: list[StepRecord] = []
-        self.release_times: list[float] = []
         self.response_times: list[list[float]] = [[] for _ in batches]
         self.last_update = 0.0
         self.events: list[tuple[float, int, str, object]] = []
@@ -178,7 +176,7 @@ class Pipeline:
             self._finished(replica.run_until(time), time)
             replica.pause(until, self.schedule.recompute)
 
-    def _give_up(self) -> None:
+    def _give_up(self, time: float) -> None:
         """Ends what the step did not wait for."""
         self.queue.clear()
         self.ready.clear()
@@ -188,6 +186,7 @@ class Pipeline:
         self.events = [event for event in self.events if event[2] != "scored"]
         heapq.heapify(self.events)
         for replica in self.replicas:
+            replica.run_until(time)
             replica.abort_all()
 
     def _ready_key(self, request: SimulatedRequest) -> int:
@@ -211,7 +210,6 @@ class Pipeline:
         trained = time + self.stages.logprob + self.stages.train
         record = StepRecord(
             start=self.last_update,
-            first_request=self.release_times[min(request.batch for request in taken)],
             update_start=time,
             stop=trained + self.stages.sync,
             lags=[self.version - request.version for request in taken],
@@ -222,7 +220,7 @@ class Pipeline:
         if self.schedule.stops:
             self._pause(time, record.stop)
         if self.schedule.take == "first":
-            self._give_up()
+            self._give_up(time)
         return True
 
     def _batch_is_ready(self) -> bool:
@@ -254,7 +252,6 @@ class Pipeline:
 
     def _release(self, time: float) -> None:
         while self.released < len(self.batches) and self.released <= self.version + self.schedule.lag:
-            self.release_times.append(time)
             self.queue.extend(self.batches[self.released])
             self.released += 1
         self._deal()

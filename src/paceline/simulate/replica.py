@@ -37,6 +37,7 @@ class SimulatedRequest:
     group: int  # requests of a group share their prompt's cache
     batch: int  # the RL step it belongs to
     version: int = -1  # of the weights when it first ran
+    started: float = math.inf  # when it first ran
     done: float = 0.0  # response tokens generated before it last entered
 
 
@@ -210,6 +211,7 @@ class Replica:
     def _enter(self, request: SimulatedRequest, version: int) -> None:
         if request.version < 0:
             request.version = version
+            request.started = self.clock
         self.entries += 1
         self.rows[request.id] = request
         self.entered[request.id] = self.progress

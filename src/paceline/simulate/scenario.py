@@ -162,9 +162,19 @@ class Scenario:
         return dataclasses.replace(self, speculation=speculation, train_drafter=False)
 
 
+def _learned(scenario: Scenario, lengths: np.ndarray) -> np.ndarray:
+    """Returns the lengths that a step learns from: of over-sampled groups those that are whole first.
+
+    All run side by side, so these are the ones with the shortest longest response.
+    """
+    groups = lengths.reshape(-1, scenario.workload.samples_per_prompt)
+    return groups[np.argsort(groups.max(axis=1), kind="stable")][: scenario.workload.prompts]
+
+
 def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds:
     """Returns the stages' seconds as means over the steps, computed where they are not given."""
-    sizes = [np.asarray(lengths, dtype=float) + scenario.workload.prompt_tokens for lengths in batches]
+    learned = [_learned(scenario, np.asarray(lengths, dtype=float)) for lengths in batches]
+    sizes = [lengths + scenario.workload.prompt_tokens for lengths in learned]
     tokens = float(np.mean([s.sum() for s in sizes]))
     pairs = float(np.mean([(s**2).sum() / 2 for s in sizes]))
     work = (scenario.hardware, scenario.model, scenario.train_devices, tokens, pairs)
