@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli.main import app
 from paceline.config import Config, dump_config
 from paceline.simulate.from_run import read_run, text, what_if
+from tests.page_data import page_data
 
 
 @pytest.fixture
@@ -112,3 +115,58 @@ def test_a_run_without_a_step_says_so(run):
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no finished training step"):
         read_run(run)
+
+
+def test_generation_that_is_too_slow_for_the_learner_holds_an_asynchronous_step_up(run):
+    """The correction belongs into the simulation: generation hidden without it may not be with it."""
+    answer = what_if(read_run(run), "h200", mode="async", gpus=8)
+    assert answer.correction > 100 and answer.changed.outcome.exposed_generation_seconds > 0.1
+    assert answer.step_seconds > answer.changed.outcome.stages.train + 0.2
+
+
+def test_files_have_the_figures_that_are_printed(run, tmp_path):
+    arguments = ["from", str(run), "--hardware=h200", "--length-scale=2", "--json", str(tmp_path / "a.json")]
+    said = CliRunner().invoke(app, ["simulate", *arguments, "--html", str(tmp_path / "a.html")]).output
+    record = json.loads((tmp_path / "a.json").read_text())
+    printed = {
+        line.split()[0]: line.split()[1:3] for line in said.splitlines() if line[:4] in ("roll", "step")
+    }
+    assert printed["rollout"] == ["2.00", f"{record['this']['rollout_seconds']:.2f}"]
+    assert printed["step"] == ["3.10", f"{record['this']['step_seconds']:.2f}"]
+    was, changed = page_data((tmp_path / "a.html").read_text())["sections"][-2:]
+    assert "2.00" in was["text"] and printed["step"][1] in changed["text"]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"samples": [{"tok', '{"a": 1}\n', "[1]\n", '{"samples": [{"tokens": [1]}]}\n']
+)
+def test_damaged_samples_are_named(run, content):
+    (run / "samples" / "step_000009.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"step_000009\.jsonl, line 1: damaged or cut off; remove the file"):
+        read_run(run)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("time/rollout", 0), ("time/rollout", float("nan")), ("time/learn", -1.0), ("rollout/length_mean", 0)],
+)
+def test_steps_whose_figures_make_no_sense_are_left_out(run, key, value):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[7] = json.dumps(json.loads(lines[7]) | {key: value})
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    facts = read_run(run)
+    assert (facts.steps, facts.rollout_seconds, facts.learn_seconds) == (5, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("value", [None, "x", 0.5, float("nan")])
+def test_an_accept_length_that_is_none_is_left_out(run, value):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[8]["speculation/accept_length"] = value
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(run).acceptance.accept_length(3) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_a_length_scale_that_is_none_is_refused(run, scale):
+    with pytest.raises(ValueError, match="--length-scale .*: must be above 0"):
+        what_if(read_run(run), "h200", length_scale=scale)

@@ -1,7 +1,7 @@
 """What a run directory tells: lengths, stage times, acceptance. The start of a "what if".
 
-The simulated figures are multiplied by measured / simulated seconds of the run itself, so what the model gets
-wrong about the machine cancels as far as it is the same factor; that factor is shown.
+The simulation's steps take measured / simulated seconds of the run itself times as long, so what the model
+gets wrong about the machine cancels as far as it is the same factor; that factor is shown.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from paceline.report.run_directory import SAMPLES_FILE, RunDirectory, has_number
 from paceline.simulate.hardware import Origin, Source
 from paceline.simulate.questions import Flags, ask, build, flags_from_recipe
 from paceline.simulate.report import Answer
-from paceline.simulate.scenario import GivenStages, Scenario
+from paceline.simulate.scenario import GivenStages, Scenario, simulate
 from paceline.simulate.speculation import Acceptance
 from paceline.simulate.workload import Lengths
 
@@ -52,13 +52,13 @@ def read_run(path: Path) -> RunFacts:
     config = run.config()
     if config.rollout.mode != "sync":
         raise ValueError(
-            f"{path} ran with rollout.mode = {config.rollout.mode!r}, whose rollouts cross updates: "
+            f"{path} ran with rollout.mode = {config.rollout.mode!r}, whose rollouts are not whole batches: "
             "start from a run with mode=sync, and ask for the other with --mode"
         )
     trained = [
         record
         for record in run.read_metrics()
-        if record["kind"] == "train" and has_numbers(record, *NEEDED_METRICS)
+        if record["kind"] == "train" and has_numbers(record, *NEEDED_METRICS) and _makes_sense(record)
     ]
     if not trained:
         raise ValueError(f"{path} holds no finished training step yet: let the run make at least one")
@@ -85,10 +85,16 @@ def read_run(path: Path) -> RunFacts:
     )
 
 
+def _makes_sense(record: dict) -> bool:
+    """Returns whether a step's times are times, and something was generated."""
+    finite = all(0 <= record[key] < math.inf for key in NEEDED_METRICS)
+    return finite and record["time/rollout"] > 0 and record["rollout/length_mean"] > 0
+
+
 def _acceptance(run: RunDirectory, config: Config, records: list[dict]) -> Acceptance | None:
     """Returns what the run's drafters reached, where it had any."""
     key = "speculation/accept_length"
-    accept = [record[key] for record in records if key in record]
+    accept = [record[key] for record in records if has_numbers(record, key) and 1 <= record[key] < math.inf]
     if not accept or not config.rollout.speculation.drafters:
         return None
     steps = {int(record["step"]) for record in records}
@@ -120,10 +126,15 @@ def _samples(run: RunDirectory, steps: set[int]) -> tuple[list[int], list[int]]:
         name = SAMPLES_FILE.fullmatch(file.name)
         if name is None or int(name.group(1)) not in steps:
             continue
-        for line in file.read_text().splitlines():
-            for sample in json.loads(line)["samples"]:
-                lengths.append(max(1, len(sample["tokens"])))
-                prompts.append(len(sample["request"]["prompt"]))
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            try:
+                for sample in json.loads(line)["samples"]:
+                    prompts.append(len(sample["request"]["prompt"]))
+                    lengths.append(max(1, len(sample["tokens"])))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise ValueError(
+                    f"{file}, line {number}: damaged or cut off; remove the file to go without its step"
+                ) from None
     return lengths, prompts
 
 
@@ -176,25 +187,23 @@ class RunAnswer:
     """A run, simulated as it was and as it would be with some changes."""
 
     facts: RunFacts
-    base: Answer  # the run itself, simulated
+    base: Answer  # the run itself, simulated with the correction
     changed: Answer
 
     @property
     def correction(self) -> float:
         """Returns the measured over the simulated rollout seconds of the run itself."""
-        return self.changed.correction
+        return self.changed.scenario.correction
 
     @property
     def rollout_seconds(self) -> float:
         """Returns the corrected seconds of a rollout after the changes."""
-        return self.correction * self.changed.outcome.rollout_seconds
+        return self.changed.outcome.rollout_seconds
 
     @property
     def step_seconds(self) -> float:
         """Returns the corrected seconds of a step after the changes."""
-        stages = self.changed.outcome.stages
-        generation = self.correction * self.changed.outcome.exposed_generation_seconds
-        return generation + stages.logprob + stages.train + stages.sync
+        return self.changed.outcome.step_seconds
 
 
 def what_if(
@@ -209,10 +218,14 @@ def what_if(
     Responses become `length_scale` times as long, the run moves to other hardware, and any of `Flags` may
     change.
     """
+    if not 0 < length_scale < math.inf:
+        raise ValueError(f"--length-scale {length_scale}: must be above 0; 2 means twice as long")
     flags = dataclasses.replace(flags_from_recipe(facts.config), hardware=hardware)
     origin = Origin(Source.MEASURED, f"stage times of {facts.name}, scaled by tokens over devices")
     measured = GivenStages(0.0, facts.learn_seconds, facts.sync_seconds, origin)
-    base = ask(scenario_of(facts, flags, stages=measured))
+    as_it_was = scenario_of(facts, flags, stages=measured)
+    correction = facts.rollout_seconds / simulate(as_it_was).rollout_seconds
+    base = ask(dataclasses.replace(as_it_was, correction=correction))
     flags = dataclasses.replace(flags, hardware=move_to or hardware, **changes)
     unscaled = scenario_of(facts, flags, length_scale)  # to count its devices and tokens
     work = length_scale * unscaled.workload.responses / base.scenario.workload.responses
@@ -221,15 +234,15 @@ def what_if(
     if "model" in changes or move_to is not None:
         stages = GivenStages()  # another model or device: nothing of the run's learning carries over
     scenario = scenario_of(facts, flags, length_scale, stages, own_acceptance="accept" not in changes)
-    correction = facts.rollout_seconds / base.outcome.rollout_seconds
-    return RunAnswer(facts, base, dataclasses.replace(ask(scenario), correction=correction))
+    return RunAnswer(facts, base, ask(dataclasses.replace(scenario, correction=correction)))
 
 
 def text(answer: RunAnswer) -> str:
     """Returns the figures of the run and of the changed one, for a person."""
-    facts, simulated, changed = answer.facts, answer.base.outcome.rollout_seconds, answer.changed.outcome
+    facts, changed = answer.facts, answer.changed.outcome
+    simulated = facts.rollout_seconds / answer.correction
     off = simulated / facts.rollout_seconds - 1
-    plain = answer.correction * answer.changed.plain.rollout_seconds
+    plain = answer.changed.plain.rollout_seconds
     before = facts.rollout_seconds + facts.learn_seconds + facts.sync_seconds
     learning = changed.stages.logprob + changed.stages.train
     tokens = changed.tokens / answer.changed.scenario.schedule.steps

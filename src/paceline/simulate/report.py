@@ -26,7 +26,6 @@ class Answer:
     scenario: Scenario
     outcome: Outcome
     plain: Outcome
-    correction: float = 1.0  # measured over simulated seconds of a run that this starts from
 
     @property
     def rollout_speedup(self) -> float:
@@ -108,7 +107,7 @@ def record(answer: Answer) -> dict:
         "draft_tokens": list(scenario.speculation.draft_tokens),
         "rollout_speedup": answer.rollout_speedup,
         "step_speedup": answer.step_speedup,
-        "correction": answer.correction,
+        "correction": scenario.correction,
         "this": asdict(answer.outcome),
         "plain": asdict(answer.plain),
     }

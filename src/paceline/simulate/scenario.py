@@ -62,6 +62,7 @@ class Scenario:
     reward_seconds: float = 0.0
     stages: GivenStages = GivenStages()
     train_drafter: bool = False  # in idle time
+    correction: float = 1.0  # of generation's seconds: measured over simulated ones of a run
     steps: int = 0  # 0: one if synchronous, eight otherwise
     seed: int = 0
 
@@ -193,7 +194,7 @@ def simulate(scenario: Scenario) -> Outcome:
     batches = [scenario.released.draw(scenario.seed + i) for i in range(schedule.steps + schedule.lag)]
     stages = stage_seconds(scenario, batches)
     drafter = scenario.drafter or eagle(scenario.model)
-    cost = StepCost(scenario.deployment, drafter)
+    cost = StepCost(scenario.deployment, drafter, scenario.correction)
     most = min(scenario.max_running, sum(len(lengths) for lengths in batches))
     first = Replica(cost, scenario.speculation, most, scenario.replica_kv_tokens)
     replicas = [first, *(first.empty_copy() for _ in range(scenario.replicas - 1))]

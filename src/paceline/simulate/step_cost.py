@@ -48,11 +48,15 @@ class LinearCost:
 
 
 class StepCost:
-    """The steps of one deployment with one drafter."""
+    """The steps of one deployment with one drafter.
 
-    def __init__(self, deployment: Deployment, drafter: DrafterShape) -> None:
+    A `factor` multiplies all of their seconds: measured over simulated ones of a run.
+    """
+
+    def __init__(self, deployment: Deployment, drafter: DrafterShape, factor: float = 1.0) -> None:
         self.deployment = deployment
         self.drafter = drafter
+        self.factor = factor
         self.model = deployment.model
         self.kernels = deployment.hardware.kernels
         self.tensor = deployment.parallelism.tensor
@@ -95,7 +99,8 @@ class StepCost:
         per_key = layers * self.attention_per_key(draft_tokens + 1) + draft_tokens * self.draft_per_key
         fixed = self.breakdown(np.arange(max_rows + 1), draft_tokens).total
         per_longest = layers * self.kernels.attention.serial_seconds_per_key
-        return LinearCost(fixed, per_key / self.groups, per_longest)
+        factor = self.factor
+        return LinearCost(factor * fixed, factor * per_key / self.groups, factor * per_longest)
 
     def step(self, rows: int, draft_tokens: int, context: float) -> float:
         """Returns the seconds of a step for rows of equal context."""
@@ -106,7 +111,7 @@ class StepCost:
         draft_tokens = queries - 1
         passes = float(self.breakdown(np.array([rows]), draft_tokens).draft[0])
         drafting = passes + draft_tokens * self.draft_per_key * rows * context
-        return self.step(rows, draft_tokens, context) - drafting
+        return self.step(rows, draft_tokens, context) - self.factor * drafting
 
     @property
     def draft_per_key(self) -> float:
@@ -138,7 +143,7 @@ class StepCost:
         )
         products = self._dense_gemms(local) + self._experts(local)
         seconds = products + self._collectives(local) + self._rest(local) + self.model.num_layers * layer
-        return float(seconds + self.deployment.engine.prefill_seconds)
+        return self.factor * float(seconds + self.deployment.engine.prefill_seconds)
 
     # -- parts --------------------------------------------------------------------------------------------
 
