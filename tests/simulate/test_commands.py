@@ -8,8 +8,12 @@ from typer.testing import CliRunner
 
 from paceline.bench import lengths as bench_lengths
 from paceline.cli.main import app
+from paceline.config import Config
+from paceline.simulate.calibrate import profile_from
 from paceline.simulate.hardware import load_hardware, shipped_profiles
 from paceline.simulate.model_shape import from_huggingface, load_model
+from paceline.simulate.points import Measurements, load_measurements
+from paceline.simulate.questions import Sweep, build, flags_from_recipe
 from paceline.simulate.workload import Lengths
 from tests.page_data import page_data
 
@@ -56,9 +60,63 @@ def test_a_recipe_is_a_starting_point():
     assert "16 prompts x 8 samples" in said
 
 
+def test_a_recipes_precision_engine_and_devices_are_taken():
+    vllm = {"tensor_parallel": 4, "engine": {"quantization": "fp8"}}
+    speculation = {"drafters": ["ngram"], "verify": "rejection", "pacing": "fixed"}
+    rollout = {"backend": "vllm", "vllm": vllm, "speculation": speculation}
+    flags = flags_from_recipe(Config.model_validate({"rollout": rollout}))
+    assert (flags.engine, flags.gpus, flags.tp, flags.drafter) == ("vllm", 4, 4, "history")
+    assert (flags.weights, flags.kv) == ("fp8", "bf16")
+    flags = flags_from_recipe(Config.model_validate({"rollout": {"precision": "kv"}}))
+    assert (flags.weights, flags.kv) == ("bf16", "fp8")
+    cluster = {"replicas": 8, "learners": 8, "placement": "colocated"}
+    flags = flags_from_recipe(Config.model_validate({"cluster": cluster}))
+    assert (flags.engine, flags.gpus, flags.tp, flags.weights) == ("paceline", 8, 1, "bf16")
+
+
+def test_another_mode_than_the_recipes_has_its_own_lag():
+    flags = flags_from_recipe(Config.model_validate({"rollout": {"mode": "async", "max_lag": 3}}))
+    assert build(flags).schedule.lag == 3
+    assert build(flags.changed({"mode": "sync"})).schedule.lag == 0
+    assert Sweep.parse(["mode=one-step-off"]).apply(flags, ("one-step-off",)).lag is None
+    assert flags.changed({"mode": "partial", "lag": 2}).lag == 2
+
+
+def test_a_large_model_scales_with_its_tp():
+    said = invoke("scale", "--model=qwen3-235b-a22b", "--tp=8", "--lengths=fixed:20", "--gpus=8,16")
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["8", "1"], ["16", "2"]]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"gemms": [', "not readable JSON"),
+        ('{"gemms": []}', "'device', 'software', and 'date'"),
+        ('{"device": "CPU", "software": "", "date": "", "gemms": [{"rows": 1}]}', "'weights' and 'seconds'"),
+        (
+            '{"device": "CPU", "software": "", "date": "", "gemms": [{"rows": 1, "seconds": 0}]}',
+            "seconds = 0",
+        ),
+    ],
+)
+def test_damaged_points_are_named(tmp_path, content, message):
+    file = tmp_path / "points.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))}.*{re.escape(message)}"):
+        load_measurements(file)
+
+
+@pytest.mark.parametrize("device", ["CPU", "NVIDIA H200"])
+def test_a_profile_from_nothing_says_what_it_needs(device):
+    with pytest.raises(ValueError, match="no point of gemms in bf16"):
+        profile_from("empty", Measurements(device, "", ""))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["scale", "--gpus", "8,many"], "--gpus '8,many': use numbers"),
+        (["--sweep", "k=0", "k=3"], "k is swept already"),
         (["--hardware", "h300"], "neither a shipped profile"),
         (["--model", "nothing"], "neither a built-in shape"),
         (["--sweep", "colour=red"], "KEY of model"),

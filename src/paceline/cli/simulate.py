@@ -62,7 +62,8 @@ TrainDrafterOption = Annotated[
 ]
 SweepOption = Annotated[Optional[list[str]], typer.Option(help="KEY=VALUE,VALUE ..., any number of keys")]
 RecipeOption = Annotated[
-    Text, typer.Option(help="take model, batch and speculation from a recipe; other flags override")
+    Text,
+    typer.Option(help="take model, batch, precision and speculation from a recipe; other flags override"),
 ]
 JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
 HtmlOption = Annotated[Optional[Path], typer.Option("--html", help="also write a page with plots here")]
@@ -104,13 +105,11 @@ def simulate_command(
     """Simulates RL steps from a recipe or flags; see also the commands below."""
     if ctx.invoked_subcommand is not None:
         return
-    import dataclasses
-
     from paceline.config import load_config
     from paceline.simulate.questions import Flags, flags_from_recipe
 
     flags = Flags() if recipe is None else flags_from_recipe(load_config(recipe))
-    _answer(dataclasses.replace(flags, **_given_flags(ctx)), sweep or [], json_file, html_file)
+    _answer(flags.changed(_given_flags(ctx)), sweep or [], json_file, html_file)
 
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
@@ -172,6 +171,8 @@ def validate(
 def scale(
     model: ModelOption = None,
     hardware: HardwareOption = None,
+    tp: Annotated[Number, typer.Option(help="tensor parallelism")] = None,
+    ep: Annotated[Number, typer.Option(help="expert parallelism")] = None,
     weights: PrecisionOption = None,
     prompts: Annotated[int, typer.Option(help="per RL step and GPU", min=1)] = 8,
     samples: Annotated[Number, typer.Option(help="per prompt")] = None,
@@ -184,9 +185,12 @@ def scale(
     from paceline.simulate.scale import scale_table
 
     given: dict[str, Any] = {"model": model, "hardware": hardware, "weights": weights, "samples": samples}
-    given |= {"lengths": lengths, "mode": mode}
+    given |= {"lengths": lengths, "mode": mode, "tp": tp, "ep": ep}
     flags = Flags(**{name: value for name, value in given.items() if value is not None})
-    counts = [int(count) for count in gpus.split(",")]
+    try:
+        counts = [int(count) for count in gpus.split(",")]
+    except ValueError:
+        raise ValueError(f"--gpus {gpus!r}: use numbers with commas between them, such as 8,32,128") from None
     typer.echo(scale_table(flags, prompts, counts))
 
 

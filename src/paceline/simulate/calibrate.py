@@ -77,8 +77,8 @@ def matching_profile(device: str) -> str | None:
 def ceilings(points: Measurements) -> DataSheet:
     """Returns the highest bandwidth and rate that any product reached, in place of a data sheet."""
     sizes = [(p, sum(width * depth * count for width, depth, count in p.weights)) for p in points.gemms]
-    bandwidth = max(size * 2.0 / p.seconds for p, size in sizes)
-    flops = max(2.0 * p.rows * size / p.seconds for p, size in sizes)
+    bandwidth = max((size * 2.0 / p.seconds for p, size in sizes), default=0.0)
+    flops = max((2.0 * p.rows * size / p.seconds for p, size in sizes), default=0.0)
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return DataSheet(memory, bandwidth, flops, 0.0)
 

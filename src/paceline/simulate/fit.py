@@ -57,7 +57,20 @@ def fit_hardware(
     training: Training,
     row_tile: int = 1,
 ) -> Hardware:
-    """Fits every part that has points; the rest is borrowed, and the provenance says so."""
+    """Fits every part that has points; the rest is borrowed, and the provenance says so.
+
+    Products and decode attention can be borrowed from nobody.
+    """
+    decoding = [p for p in _seen(measurements.attention) if not p.new]
+    for part, points in (
+        ("gemms in bf16", _gemms(measurements, "bf16")),
+        ("attention of decoding", decoding),
+    ):
+        if not points:
+            raise ValueError(
+                f"there is no point of {part} to fit; "
+                "`paceline simulate calibrate --save-points FILE` measures a machine's"
+            )
     start = GemmCurve(4e-6, sheet.bandwidth, sheet.bf16_flops, 30.0, 2.5, row_tile)
     gemm = fit_gemm(_gemms(measurements, "bf16"), start)
     fp8_points = _gemms(measurements, "fp8")

@@ -4,9 +4,13 @@ One JSON file is one machine. Each point says how long something took; `use` say
 """
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from paceline.policy.files import errors_name, read_json
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 FIT = "fit"
@@ -140,11 +144,21 @@ KINDS = {
 
 def load_measurements(path: Path) -> Measurements:
     """Reads a file of points."""
-    record: dict[str, Any] = json.loads(path.read_text())
-    points = {
-        name: tuple(kind(**_tupled(entry)) for entry in record.pop(name, ())) for name, kind in KINDS.items()
-    }
-    return Measurements(**points, **_tupled(record))
+    record = read_json(path)
+    with errors_name(path):
+        points = {
+            name: tuple(_point(kind, entry) for entry in record.pop(name, ())) for name, kind in KINDS.items()
+        }
+        return Measurements(**points, **_tupled(record))
+
+
+def _point(kind: Callable[..., Any], entry: dict[str, Any]) -> Any:
+    """Returns one point; its time must be one."""
+    for key in ("seconds", "ratio"):
+        value = entry.get(key, 1.0)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{key} = {value!r} of {entry}: must be above 0")
+    return kind(**_tupled(entry))
 
 
 def merged(parts: list[Measurements]) -> Measurements:

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.config import Config
 from paceline.simulate.deployment import Parallelism, Precision
@@ -45,6 +46,12 @@ class Flags:
     train_drafter: bool = False
     steps: int = 0
     seed: int = 0
+
+    def changed(self, changes: dict[str, Any]) -> "Flags":
+        """Returns the flags with these changes; another mode has its own lag unless one is among them."""
+        if changes.get("mode", self.mode) != self.mode:
+            changes = {"lag": None} | changes
+        return dataclasses.replace(self, **changes)
 
 
 # The least value of each flag that is a number.
@@ -94,18 +101,32 @@ def build(flags: Flags) -> Scenario:
     )
 
 
+# Drafters that look tokens up.
+WITHOUT_NETWORK = ("history", "ngram", "suffix")
+
+
 def flags_from_recipe(config: Config) -> Flags:
-    """Returns what a recipe says about a run; lengths, acceptance and hardware stay at their defaults."""
+    """Returns what a recipe says about a run; lengths, acceptance and hardware stay at their defaults.
+
+    Of a cluster the GPUs that generate count.
+    """
     from paceline.models.source import BUILTIN_POLICIES
 
     rollout = config.rollout
     speculation = rollout.speculation
     k = f"paced:{speculation.tokens}" if speculation.pacing == "adaptive" else str(speculation.tokens)
     drafter = speculation.drafters[0] if speculation.drafters else "none"
-    shapes = {"draft_model": speculation.draft_model_path, "history": "history"}
+    shapes = {"draft_model": speculation.draft_model_path} | dict.fromkeys(WITHOUT_NETWORK, "history")
+    vllm = rollout.backend == "vllm"
+    quantised = rollout.precision.fp8_weights or rollout.vllm.engine.get("quantization") == "fp8"
+    fp8_kv = rollout.precision.fp8_kv or str(rollout.vllm.engine.get("kv_cache_dtype")).startswith("fp8")
     return Flags(
         model=str(BUILTIN_POLICIES.get(config.policy.path, config.policy.path)),
-        gpus=1,
+        gpus=rollout.vllm.tensor_parallel if vllm else max(1, config.cluster.replicas),
+        tp=rollout.vllm.tensor_parallel if vllm else 1,
+        weights="fp8" if quantised else "bf16",
+        kv="fp8" if fp8_kv else "bf16",
+        engine="vllm" if vllm else "paceline",
         prompts=rollout.prompts_per_step,
         samples=rollout.samples_per_prompt,
         prompt_tokens=config.task.max_prompt_tokens or 128,
@@ -153,6 +174,8 @@ class Sweep:
                 raise ValueError(
                     f"--sweep {text!r}: use KEY=VALUE,VALUE with a KEY of {', '.join(SWEEPABLE)}"
                 )
+            if key in keys:
+                raise ValueError(f"--sweep {text!r}: {key} is swept already; give all its values at once")
             keys.append(key)
             values.append(tuple(listed.split(",")))
         return cls(tuple(keys), tuple(values))
@@ -173,7 +196,7 @@ class Sweep:
                 changes["lengths"] = _with_mean(flags.lengths, converted)
             else:
                 changes[key] = converted
-        return dataclasses.replace(flags, **changes)
+        return flags.changed(changes)
 
 
 def _with_mean(lengths: str, mean: object) -> str:
