@@ -136,6 +136,26 @@ def test_suggestions_fit():
     )
 
 
+def test_adapters_are_suggested_where_every_feed_forward_has_experts():
+    """Experts have no adapters: the suggestion names the projections that can."""
+    small = SMALL_SHAPES["qwen3_moe"]
+    shape = dataclasses.replace(small, expert_intermediate_size=8192, dense_layers=(), max_positions=4096)
+    changes = "policy.lora.rank=32 policy.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+    adapted = config_of(*changes.split())
+    room = make_plan(adapted, shape, torch.bfloat16, Machine("test", int(1e10), taken_bytes=0)).peak_bytes
+    machine = Machine("test", int(1.05 * room), taken_bytes=0)
+    plan = make_plan(config_of(), shape, torch.bfloat16, machine)
+    fitting = suggestions(config_of(), shape, torch.bfloat16, machine)
+    assert "largest part is" in plan.problem and changes in str(refusal(plan, fitting))
+    assert not make_plan(adapted, shape, torch.bfloat16, machine).problem
+
+
+@pytest.mark.parametrize("gigabytes", [0.0, -3.0, float("nan"), float("inf"), 1e300])
+def test_a_size_that_no_gpu_has_is_refused(gigabytes):
+    with pytest.raises(ConfigError, match="--memory-gb .* must be above 0 and below"):
+        gpu_of_size(gigabytes)
+
+
 def test_machines():
     assert named_gpu("h200").total_bytes == pytest.approx(150e9, rel=0.01)
     assert gpu_of_size(24).total_bytes == 24e9

@@ -16,6 +16,8 @@ GPUS = {
     "RTX-4090": 24564,
 }
 SEEN_BY_TORCH = 0.995
+# Beyond any GPU: a larger figure is a mistake.
+MOST_GIGABYTES = 1e6
 # What a process takes outside torch's allocator, measured on an H200: 0.55 GB before its first tensor, 0.31
 # more once it has run.
 CONTEXT_BYTES = 550_000_000
@@ -45,8 +47,8 @@ def named_gpu(name: str) -> Machine:
 
 def gpu_of_size(gigabytes: float) -> Machine:
     """Returns a GPU of so many gigabytes."""
-    if gigabytes <= 0:
-        raise ConfigError(f"--memory-gb {gigabytes:g} must be positive")
+    if not 0 < gigabytes < MOST_GIGABYTES:
+        raise ConfigError(f"--memory-gb {gigabytes:g} must be above 0 and below {MOST_GIGABYTES:g}")
     return Machine(f"{gigabytes:g} GB", int(gigabytes * 1e9))
 
 

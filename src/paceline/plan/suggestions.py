@@ -13,6 +13,8 @@ from paceline.plan.plan import Plan, make_plan
 from paceline.policy.config import DecoderConfig
 
 LORA_RANK = 32
+# What can have adapters where every feed-forward is a mixture of experts.
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 Change = tuple[str, Any]  # section.key and its value
 
 
@@ -24,7 +26,7 @@ class Suggestion:
     plan: Plan
 
     def __str__(self) -> str:
-        keys = " ".join(f"{key}={str(value).lower()}" for key, value in self.changes)
+        keys = " ".join(f"{key}={_spelt(value)}" for key, value in self.changes)
         return f"{keys} ({self.plan.peak_bytes / 1e9:.1f} GB with its KV pool)"
 
 
@@ -46,6 +48,11 @@ def suggestions(
         if not plan.problem:
             found.append(Suggestion(changes, plan))
     return found
+
+
+def _spelt(value: Any) -> str:
+    """Returns a value as an override on the command line has it."""
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
 def refusal(plan: Plan, fitting: list[Suggestion]) -> ConfigError:
@@ -76,7 +83,9 @@ def _candidates(config: Config, shape: DecoderConfig, learns: bool) -> list[tupl
     on_device = config.learning.optimiser_state == "device"
     eight_bit = (("learning.optimiser_state", "8bit"),) if on_device else ()
     host = () if config.learning.optimiser_state == "host" else (("learning.optimiser_state", "host"),)
-    lora = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
+    lora: tuple[Change, ...] = () if config.policy.lora.rank else (("policy.lora.rank", LORA_RANK),)
+    if lora and len(shape.expert_layers) == shape.num_layers:
+        lora += (("policy.lora.targets", ATTENTION_TARGETS),)
     tried = [
         own_pool,
         checkpointing,
