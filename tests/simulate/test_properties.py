@@ -203,6 +203,15 @@ def test_a_rollout_begins_with_the_first_request(mode):
     assert simulate(asked).rollout_seconds > 100 * 16e9 / 4.8e12
 
 
+@pytest.mark.parametrize("mode", ["one-step-off", "async"])
+def test_weights_travel_to_a_single_device_that_generates_beside_the_learner(mode):
+    apart = simulate(scenario(mode=mode, gpus=2))
+    assert apart.stages.sync == simulate(scenario(mode=mode, gpus=3)).stages.sync > 0
+    assert simulate(scenario(mode=mode, gpus=1)).stages.sync == 0
+    within, beyond = (simulate(scenario(mode=mode, gpus=n)).stages.sync for n in (8, 10))
+    assert beyond > within, "eight of the ten generate, and two machines hold them all"
+
+
 def test_one_device_is_shared_where_generation_never_stops():
     alone = simulate(scenario(mode="async", gpus=1, steps=6))
     assert alone.provenance["sharing"].note.endswith("a lower bound")

@@ -31,13 +31,15 @@ def train_seconds(hardware: Hardware, model: ModelShape, devices: int, tokens: f
     return 3 * forward_flops(model, tokens, pairs) / rate + hardware.training.fixed_seconds
 
 
-def sync_seconds(deployment: Deployment, replicas: int) -> float:
-    """Returns the seconds in which every device of the replicas receives its shard of the weights."""
+def sync_seconds(deployment: Deployment, gpus: int) -> float:
+    """Returns the seconds in which every device of the replicas receives its shard of the weights.
+
+    `gpus` are all of the run, those that learn included.
+    """
     links = deployment.hardware.links
-    devices = deployment.parallelism.devices * replicas
-    if devices <= 1:
+    if gpus <= 1:
         return 0.0  # the learner writes what the engine reads
-    bandwidth = links.link_bandwidth if devices <= links.domain else links.network_bandwidth
+    bandwidth = links.link_bandwidth if gpus <= links.domain else links.network_bandwidth
     return deployment.hardware.training.sync_seconds + deployment.weight_bytes_per_device / bandwidth
 
 

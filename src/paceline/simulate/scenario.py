@@ -184,7 +184,7 @@ def stage_seconds(scenario: Scenario, batches: list[np.ndarray]) -> StageSeconds
         reward=scenario.reward_seconds,
         logprob=logprob_seconds(*work) if given.logprob is None else given.logprob,
         train=train_seconds(*work) if given.train is None else given.train,
-        sync=sync_seconds(scenario.deployment, scenario.replicas) if given.sync is None else given.sync,
+        sync=sync_seconds(scenario.deployment, scenario.gpus) if given.sync is None else given.sync,
     )
 
 
