@@ -12,7 +12,7 @@ from paceline.simulate.deployment import ENGINES, Deployment, Parallelism, Preci
 from paceline.simulate.hardware import Hardware, load_hardware
 from paceline.simulate.model_shape import load_model
 from paceline.simulate.scenario import Scenario, simulate
-from paceline.simulate.speculation import Acceptance, Speculation, eagle
+from paceline.simulate.speculation import Acceptance, Speculation, eagle, history, make_drafter
 from paceline.simulate.step_cost import StepCost
 from paceline.simulate.workload import Lengths, Workload
 
@@ -210,6 +210,21 @@ def test_weights_travel_to_a_single_device_that_generates_beside_the_learner(mod
     assert simulate(scenario(mode=mode, gpus=1)).stages.sync == 0
     within, beyond = (simulate(scenario(mode=mode, gpus=n)).stages.sync for n in (8, 10))
     assert beyond > within, "eight of the ten generate, and two machines hold them all"
+
+
+def test_a_drafter_takes_memory_from_the_cache():
+    """Counted by hand for an 8B and a 4B draft model beside it, 16 bits each."""
+    drafting = scenario(drafter=make_drafter("qwen3-4b", load_model("qwen3-8b")))
+    free = 0.9 * 141e9 - 2 * 8.19e9 - 2 * 4.02e9
+    per_token = 2 * 2 * 8 * 128 * (36 + 36)
+    assert drafting.replica_kv_tokens == pytest.approx(free / per_token, rel=0.01)
+    assert drafting.plain().replica_kv_tokens == drafting.deployment.kv_tokens
+    head = scenario()
+    assert 0.95 < head.replica_kv_tokens / head.deployment.kv_tokens < 0.98
+    assert scenario(drafter=history()).replica_kv_tokens == head.deployment.kv_tokens
+    split = scenario(parallelism=Parallelism(2), drafter=drafting.drafter)
+    free = 0.9 * 141e9 - 8.19e9 - 2 * 4.02e9
+    assert split.replica_kv_tokens == pytest.approx(free / (1.5 * per_token / 2), rel=0.01)
 
 
 def test_one_device_is_shared_where_generation_never_stops():

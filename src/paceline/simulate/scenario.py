@@ -83,9 +83,9 @@ class Scenario:
             )
         if self.max_running < 1:
             raise ValueError(f"--max-running {self.max_running}: must be at least 1")
-        if self.kv_tokens > self.deployment.kv_tokens:
+        if self.kv_tokens > self.fitting_kv_tokens:
             raise ValueError(
-                f"--kv-tokens {self.kv_tokens}: {self.deployment.kv_tokens} fit beside the weights of a "
+                f"--kv-tokens {self.kv_tokens}: {self.fitting_kv_tokens} fit beside the weights of a "
                 "replica; lower it, or leave it out to take what fits"
             )
         longest = self.workload.prompt_tokens + self.workload.lengths.longest
@@ -104,7 +104,21 @@ class Scenario:
     @property
     def replica_kv_tokens(self) -> int:
         """Returns the tokens that a replica's cache holds."""
-        return self.kv_tokens or self.deployment.kv_tokens
+        return self.kv_tokens or self.fitting_kv_tokens
+
+    @property
+    def fitting_kv_tokens(self) -> int:
+        """Returns the tokens that fit beside the weights and, where there is one, the drafter.
+
+        An EAGLE head is split like the model; a smaller model lies on one device, which then is the fullest.
+        """
+        if self.speculation.off:
+            return self.deployment.kv_tokens
+        drafter, tensor = self.drafter or eagle(self.model), self.parallelism.tensor
+        split = 1 if drafter.model is not None else tensor
+        weights = 2.0 * drafter.parameters(self.model) / split
+        cache = drafter.kv_bytes_per_token(self.model, self.precision.kv_bytes) / split
+        return self.deployment.kv_tokens_beside(weights, cache)
 
     @property
     def colocated(self) -> bool:

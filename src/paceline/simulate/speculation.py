@@ -45,6 +45,12 @@ class DrafterShape:
         layer = attention + 3 * hidden * self.intermediate_size
         return self.layers * layer + self.vocab_size * hidden + 3 * hidden**2
 
+    def kv_bytes_per_token(self, target: ModelShape, bytes_per_value: float) -> float:
+        """Returns the bytes of the drafter's own cache that one token takes beside this target."""
+        if self.model is not None:
+            return self.model.kv_bytes_per_token(2.0)
+        return target.kv_bytes_per_token(bytes_per_value) * self.layers / target.num_layers
+
 
 def eagle(target: ModelShape) -> DrafterShape:
     """Returns an EAGLE head: one decoder layer as wide as the target's, with a head of its own."""
