@@ -6,6 +6,7 @@ The oracles share nothing with the code but the forward pass of one sequence.
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from paceline.learning.algorithms.base import with_reference_kl
 from paceline.learning.algorithms.dapo import overlong_punishment, punish_overlong
 from paceline.learning.learner import Learner
 from paceline.policy.decoder import Decoder
-from paceline.types import Group, Sample, Score
+from paceline.types import FinishReason, Group, Sample, Score
 from tests.learning.samples import (
     MAX_TOKENS,
     make_config,
@@ -209,6 +210,23 @@ def test_an_all_equal_batch_skips_the_update_and_says_so(algorithm, reward):
     assert metrics["policy/skipped"] == 1.0 and metrics["mismatch/k3"] > 0, (
         "nothing to learn, but the mismatch is known"
     )
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_a_refused_sample_does_not_make_the_kl_the_signal_of_reinforce_plus_plus():
+    """It scores 0 among ones, but has no token that could learn from it: the rest scored alike."""
+    groups = [
+        Group(g.prompt_id, tuple(Sample(s.completion, Score(1.0, True)) for s in g.samples))
+        for g in make_groups()
+    ]
+    first = groups[0].samples[0].completion
+    refused = replace(first, tokens=(), logprobs=(), segments=(), finish_reason=FinishReason.REFUSED)
+    groups[0] = replace(groups[0], samples=(Sample(refused, Score(0.0, False)), *groups[0].samples[1:]))
+    policy = make_policy()
+    learner = Learner(policy, make_config("learning.algorithm=reinforce++"))
+    learner.reference.load_state_dict(make_policy(seed=1).state_dict())
+    before = [parameter.clone() for parameter in policy.parameters()]
+    assert learner.update(groups)["policy/skipped"] == 1.0
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 

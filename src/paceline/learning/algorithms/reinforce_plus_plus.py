@@ -8,7 +8,7 @@ This is the paper's plain variant (any number of samples per prompt), not "REINF
     L    = mean over tokens of -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
 
 Where all rewards of the step are equal, every advantage is zero: normalising would scale what is left, the
-KL, up to unit size.
+KL, up to unit size. Only responses with sampled tokens count there, as they alone are normalised.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,13 @@ class ReinforcePlusPlus:
     def advantages(
         self, groups: Sequence[Group], log_ratios: LogRatios | None = None
     ) -> list[list[Advantage]]:
-        if len({reward for group in groups for reward in group.rewards}) < 2:
+        rewards = {
+            sample.score.reward
+            for group in groups
+            for sample in group.samples
+            if any(sample.completion.loss_mask)
+        }
+        if len(rewards) < 2:
             return [[Advantage(0.0)] * len(group.samples) for group in groups]
         penalties = self._penalties(groups, log_ratios)
         unscaled: list[float] = []
