@@ -367,3 +367,16 @@ def test_a_nan_logprob_is_never_masked_away_quietly(preset):
         and metrics["policy/nonfinite_updates"] == 1
         and metrics["policy/masked_updates"] == 0
     )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++"])
+def test_one_hopeless_token_leaves_every_metric_finite(algorithm):
+    """exp of its log ratio is infinite even in float64."""
+    groups = make_groups()
+    victim = groups[0].samples[1].completion
+    object.__setattr__(victim, "logprobs", (-900.0, *victim.logprobs[1:]))
+    learner = Learner(make_policy(), make_config(f"learning.algorithm={algorithm}"))
+    metrics = learner.update(groups)
+    assert metrics["policy/nonfinite_updates"] == 0 and all(map(math.isfinite, metrics.values()))
+    assert metrics["policy/approximate_kl"] == pytest.approx(metrics["mismatch/k3"], rel=1e-12)
+    assert metrics["policy/reference_kl"] >= 0

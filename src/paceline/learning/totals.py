@@ -8,7 +8,7 @@ import torch
 
 from paceline.learning.algorithms.base import TokenLoss
 from paceline.learning.batch import MicroBatch
-from paceline.learning.logprobs import MAX_LOG_RATIO
+from paceline.learning.correction import k3
 from paceline.learning.mismatch import Mismatch
 
 
@@ -57,7 +57,7 @@ def micro_batch_values(
         over_loss(entropies_R),
         (token_loss.clipped_R & corrected_batch.mask_R).sum(),
         over_loss(token_loss.reference_kl_R),
-        (delta_R.exp() - 1 - delta_R).sum(),
+        k3(delta_R).sum(),
         delta_R.abs().max() if len(delta_R) else zero,
     )
     return torch.stack([value.double() for value in values])
@@ -112,8 +112,8 @@ class UpdateTotals:
         counted = [
             x for ratios, mask in sequences for x, sampled in zip(ratios, mask, strict=True) if sampled
         ]
-        k3 = sum(math.exp(min(MAX_LOG_RATIO, -x)) - 1 + x for x in counted)
-        self.rollout_reference_kl = k3 / max(1, len(counted))
+        total = float(k3(-torch.tensor(counted, dtype=torch.float64)).sum())
+        self.rollout_reference_kl = total / max(1, len(counted))
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the update (docs/metrics.md)."""
