@@ -380,3 +380,18 @@ def test_one_hopeless_token_leaves_every_metric_finite(algorithm):
     assert metrics["policy/nonfinite_updates"] == 0 and all(map(math.isfinite, metrics.values()))
     assert metrics["policy/approximate_kl"] == pytest.approx(metrics["mismatch/k3"], rel=1e-12)
     assert metrics["policy/reference_kl"] >= 0
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce++"])
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_the_logprob_of_an_observation_does_not_matter(algorithm, logprob):
+    """Saved rollouts of elsewhere may not have one."""
+    groups = make_groups()
+    wanted = Learner(make_policy(), make_config(f"learning.algorithm={algorithm}")).update(groups)
+    for completion in (sample.completion for group in groups for sample in group.samples):
+        logprobs = zip(completion.logprobs, completion.loss_mask, strict=True)
+        object.__setattr__(
+            completion, "logprobs", tuple(x if sampled else logprob for x, sampled in logprobs)
+        )
+    found = Learner(make_policy(), make_config(f"learning.algorithm={algorithm}")).update(groups)
+    assert found == pytest.approx(wanted, rel=1e-12)

@@ -83,12 +83,13 @@ def centre(values: Sequence[float]) -> list[float]:
 
 
 def log_ratio(batch: MicroBatch, logprobs_R: torch.Tensor) -> torch.Tensor:
-    """Returns log pi_theta - log pi_old, clamped to what exp can take.
+    """Returns log pi_theta - log pi_old, clamped to what exp can take, and 0 outside the loss.
 
-    The old policy is the one that sampled, or in decoupled mode the learner's before the update. Without the
-    clamp, an infinite ratio times the zero weight of a masked token would be NaN.
+    The old policy is the one that sampled, or in decoupled mode the learner's before the update. Outside the
+    loss logprobs may be anything: an infinite ratio, or none, times the zero weight would be NaN.
     """
-    return (logprobs_R - batch.old_logprobs_R.to(logprobs_R.dtype)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_R = logprobs_R - batch.old_logprobs_R.to(logprobs_R.dtype)
+    return torch.where(batch.mask_R, log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
 
 
 def clipped_surrogate(

@@ -22,8 +22,7 @@ class GSPO(GRPO):
         self, batch: MicroBatch, logprobs_R: torch.Tensor, reference_R: torch.Tensor | None
     ) -> TokenLoss:
         mask_R = batch.mask_R.to(logprobs_R.dtype)
-        log_ratio_R = torch.where(batch.mask_R, log_ratio(batch, logprobs_R), 0.0)
-        mean_B = batch.sequence_sums(log_ratio_R) / batch.sequence_sums(mask_R).clamp(min=1)
+        mean_B = batch.sequence_sums(log_ratio(batch, logprobs_R)) / batch.sequence_sums(mask_R).clamp(min=1)
         ratio_R = mean_B.exp()[batch.sequence_R]
         loss_R, clipped_R = clipped_surrogate(self.config, ratio_R, batch.advantages_R.to(logprobs_R.dtype))
         return with_reference_kl(self.config, loss_R, clipped_R, logprobs_R, reference_R)
