@@ -256,6 +256,7 @@ def test_overlong_punishment_is_a_reward_component_of_its_own():
             assert new.score.reward == pytest.approx(old.score.reward + expected)
             assert new.completion == old.completion and new.score.correct == old.score.correct
     assert punish_overlong(groups, max_tokens=12, share=0.0) == groups
+    assert punish_overlong(punished, max_tokens=12, share=0.5) == punished, "a run's samples, replayed"
 
 
 def test_clip_fraction_counts_the_tokens_without_a_gradient():

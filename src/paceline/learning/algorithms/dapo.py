@@ -25,7 +25,10 @@ def overlong_punishment(length: int, max_tokens: int, share: float) -> float:
 
 
 def punish_overlong(groups: Sequence[Group], max_tokens: int, share: float) -> list[Group]:
-    """Returns the groups with R_length added to each reward and shown as the reward component `overlong`."""
+    """Returns the groups with R_length added to each reward and shown as the reward component `overlong`.
+
+    Saved samples of a run that punished have it in their rewards already and are left as they are.
+    """
     if share == 0:
         return list(groups)
     return [
@@ -35,6 +38,8 @@ def punish_overlong(groups: Sequence[Group], max_tokens: int, share: float) -> l
 
 
 def _punished(sample: Sample, max_tokens: int, share: float) -> Sample:
+    if "overlong" in sample.score.components:
+        return sample
     punishment = overlong_punishment(len(sample.completion.tokens), max_tokens, share)
     components = sample.score.components | {"overlong": punishment}
     return replace(
