@@ -253,6 +253,8 @@ def test_functions_that_cannot_be_used_are_found_at_the_start(scoring, tmp_path)
     assert "ended while importing (exit status 3)" in refused(f"{tmp_path}/bad.py:f")
     with pytest.raises(ConfigError, match="names length, length must differ"):
         parse_config({"task": {"rewards": [{"function": f"{EXAMPLES}:length"}] * 2}})
+    with pytest.raises(ConfigError, match="reward/std is a metric of its own.*set another `name`"):
+        parse_config({"task": {"rewards": [{"function": f"{EXAMPLES}:length", "name": "std"}]}})
     with pytest.raises(
         ConfigError,
         match=r"task.rewards.0.wieght: there is no such key. Did you mean 'task.rewards.0.weight'",

@@ -16,6 +16,8 @@ TASKS_OF_KEYS: dict[str, tuple[str, ...]] = {
     "train_problems": GENERATED,
     "eval_problems": GENERATED,
 }
+# Metrics under `reward/` that are not the score of one reward.
+RESERVED_REWARD_NAMES = ("mean", "std", "failures", "overlong")
 
 
 def keys_of_another_task(name: str) -> tuple[str, ...]:
@@ -189,5 +191,11 @@ class TaskConfig(Section):
             raise ValueError(
                 f"task.rewards: the names {', '.join(labels)} must differ; "
                 "set `name` where a function is used twice"
+            )
+        taken = [label for label in labels if label in RESERVED_REWARD_NAMES]
+        if taken:
+            raise ValueError(
+                f"task.rewards: reward/{taken[0]} is a metric of its own (docs/metrics.md), so no reward "
+                f"can be called {taken[0]!r}; set another `name`"
             )
         return self
