@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,8 @@ def _parse_group(record: dict[str, Any]) -> Group:
             entry["error"],
             routing=parse_routing(entry.get("routing")),
         )
+        if not math.isfinite(entry["reward"]):
+            raise ValueError(f"the reward of {request.id} is {entry['reward']}")
         samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
     return Group(record["prompt_id"], tuple(samples))
 
