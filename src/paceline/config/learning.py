@@ -29,7 +29,9 @@ class LearningConfig(Section):
     )
     lr: float = Field(1e-6, gt=0, description="learning rate of AdamW, after warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="the learning rate after warm-up; linear and cosine end at 0"
+        "constant",
+        description="the learning rate after warm-up; linear and cosine fall to 0 over run.steps x epochs x "
+        "minibatches optimiser steps, of which skipped updates are none",
     )
     warmup_steps: int = Field(0, ge=0, description="optimiser steps over which the learning rate rises to lr")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay, on matrices only")
