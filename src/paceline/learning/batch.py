@@ -142,6 +142,7 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
     penalties: list[float] = []
     start = 0
     for index, sequence in enumerate(sequences):
+        assert sequence.prompt_length > 0, "the first response token would be predicted by another sequence"
         responses = len(sequence.tokens) - sequence.prompt_length
         first = start + sequence.prompt_length - 1
         predictors.extend(range(first, first + responses))

@@ -147,7 +147,14 @@ def warm_up_on_file(
 ) -> WarmupTotals:
     """Trains the policy in place on a JSONL file's pairs, whose texts are taken as they are."""
     end = _end_token(policy)
-    examples = [_example(tokenizer, prompt, response, end) for prompt, response in _read_pairs(data)]
+    examples: list[Example] = []
+    for where, prompt, response in _read_pairs(data):
+        examples.append(_example(tokenizer, prompt, response, end))
+        if not examples[-1].prompt:
+            raise ValueError(
+                f"{where}: `prompt` has no tokens, and this tokenizer begins no text by itself, so nothing "
+                "predicts the first token of the response; move the beginning of the text into `prompt`"
+            )
     return _train(policy, examples, settings, progress)
 
 
@@ -214,7 +221,8 @@ def _end_token(policy: Decoder) -> int:
     return policy.config.eos_token_ids[0]
 
 
-def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+def _read_pairs(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yields where a pair stands, its prompt and its response."""
     found = False
     for where, record in read_jsonl(path):
         pair = record.get("prompt"), record.get("response")
@@ -222,7 +230,7 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
             raise ValueError(
                 f"{where}: each line must be a JSON object with the texts `prompt` and `response`"
             )
-        yield pair[0], pair[1]
+        yield where, pair[0], pair[1]
         found = True
     if not found:
         raise ValueError(f"{path} holds no examples")
