@@ -95,6 +95,7 @@ def launched(made, monkeypatch):
 # -- the table ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_has_every_setting_and_says_that_tokens_agree(made):
     folder, said = made
     header, *_ = [line for line in said.splitlines() if line.startswith("|")]
@@ -111,6 +112,7 @@ def test_the_table_has_every_setting_and_says_that_tokens_agree(made):
     assert str(folder) not in (folder / "step.json").read_text()
 
 
+@pytest.mark.slow
 def test_stages_add_up_to_the_step(made):
     without_name = []
     for cell in read_cells(tiny_cells(made[0] / "cells")).values():
@@ -148,6 +150,7 @@ def test_waiting_for_rewards_is_told_apart_and_counted_once(monkeypatch):
     session.close()
 
 
+@pytest.mark.slow
 def test_the_first_steps_are_in_no_median(made):
     cells = tiny_cells(made[0] / "cells")
     measured = read_cells(cells)
@@ -157,6 +160,7 @@ def test_the_first_steps_are_in_no_median(made):
         assert figures.step.median == cell.steps[1]["time/step"] == figures.step.high
 
 
+@pytest.mark.slow
 def test_a_widened_policy_comes_with_its_warning(made):
     cells = tiny_cells(made[0] / "cells")
     figures = make_figures(cells, read_cells(cells), first_steps=1)
@@ -167,12 +171,14 @@ def test_a_widened_policy_comes_with_its_warning(made):
 # -- resuming -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_complete_is_not_run_again(copied, launched):
     result = invoke(*command(copied))
     assert result.exit_code == 0 and not launched and "yes, 2 steps" in result.output
 
 
 @pytest.mark.parametrize("harm", ["no cell.json", "cut metrics", "cut samples", "no samples", "junk"])
+@pytest.mark.slow
 def test_a_damaged_cell_is_made_again(copied, launched, harm):
     folder = copied / "paced" / "repeat_1"
     samples = folder / "samples" / "step_000002.jsonl"
@@ -191,6 +197,7 @@ def test_a_damaged_cell_is_made_again(copied, launched, harm):
     assert result.exit_code == 0 and launched == ["paced/repeat_1"], result.output
 
 
+@pytest.mark.slow
 def test_a_table_is_made_in_pieces(made, tmp_path, launched):
     cells = tiny_cells(tmp_path, repeats=2)
     said = []
@@ -209,6 +216,7 @@ def test_without_a_complete_cell_there_is_no_table(tmp_path):
     assert list(step_lines(make_figures(tiny_cells(tmp_path), {}, 1))) == ["no cell is complete yet"]
 
 
+@pytest.mark.slow
 def test_cells_of_another_recipe_or_machine_are_not_mixed_in(copied, launched):
     with pytest.raises(ConfigError, match=r"another recipe \(learning.lr: 0.00015 -> 0.5\).*another --out"):
         invoke(*command(copied, "learning.lr=0.5"))
@@ -245,6 +253,7 @@ def change_token(folder: Path, step: int) -> str:
     return sample["request"]["id"]
 
 
+@pytest.mark.slow
 def test_a_wrong_token_ends_the_command_with_its_place(copied, launched):
     request = change_token(copied / "mine" / "repeat_1", step=2)
     result = invoke(*command(copied))
@@ -254,6 +263,7 @@ def test_a_wrong_token_ends_the_command_with_its_place(copied, launched):
     )
 
 
+@pytest.mark.slow
 def test_an_update_that_differs_breaks_the_promise_on_a_cpu_only(copied):
     file = copied / "paced" / "repeat_1" / "metrics.jsonl"
     first, second = [json.loads(line) for line in file.read_text().splitlines()]
@@ -266,6 +276,7 @@ def test_an_update_that_differs_breaks_the_promise_on_a_cpu_only(copied):
     assert not told.problem and "compared up to step 1" in told.note and str(told) == "yes, 1 steps"
 
 
+@pytest.mark.slow
 def test_the_fast_mode_of_a_gpu_only_tells_the_share(copied):
     change_token(copied / "paced" / "repeat_1", step=1)
     measured = read_cells(tiny_cells(copied))
@@ -282,6 +293,7 @@ def on_gpu(cell, deterministic: bool = False):
     return replace(cell, machine=machine, config=cell.config.model_copy(update={"rollout": rollout}))
 
 
+@pytest.mark.slow
 def test_what_changes_more_than_speculation_is_not_compared(made, tmp_path):
     measured = read_cells(tiny_cells(made[0] / "cells"))
     plain = measured["plain/repeat_1"]
@@ -354,6 +366,7 @@ def test_settings_of_ones_own_may_hold_lists():
         ),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_are_named_before_anything_runs(tmp_path, launched, arguments, message):
     with pytest.raises(ValueError, match=message):
         invoke("default", *arguments, "--out", str(tmp_path / "cells"))

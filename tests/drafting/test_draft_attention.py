@@ -52,7 +52,7 @@ def packed(device: str) -> tuple[PackedAttention, PackedAttention]:
     return tokens, PackedAttention([r for _, r in SEQUENCES], torch.device(device))
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 3])
 @pytest.mark.parametrize("block_scores", [pytest.param(1 << 24, marks=pytest.mark.slow), 5000])
 def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
     monkeypatch.setattr(draft_attention, "BLOCK_SCORES", block_scores)

@@ -190,7 +190,7 @@ def test_the_models_own_limit_is_respected(folders):  # noqa: F811
     assert bits(done) == bits(plain) and len(plain["r"].tokens) == 16
 
 
-@pytest.mark.parametrize("kind", ["history", "eagle", "draft_model"])
+@pytest.mark.parametrize("kind", ["history", "eagle", pytest.param("draft_model", marks=pytest.mark.slow)])
 def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind, folders):  # noqa: F811
     """A head with a vocabulary of its own, too."""
     settings = (

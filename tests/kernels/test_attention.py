@@ -67,7 +67,7 @@ def test_references_are_brute_force(num_heads, num_kv_heads, head_dim):
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", HEADS)
-@pytest.mark.parametrize("num_queries", [1, 5, 17])
+@pytest.mark.parametrize("num_queries", [1, pytest.param(5, marks=pytest.mark.slow), 17])
 @pytest.mark.parametrize("one_program", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, one_program, monkeypatch):
     if one_program:
