@@ -58,7 +58,7 @@ def shared_bytes(kernel, capability: int, constants: dict, options: dict) -> int
         "node_slots_ptr",
         "first_ptr",
         "row_tokens_ptr",
-        *(() if constants.get("SHARED") else FP32),
+        *(() if constants.get("SHARED") or constants.get("FAR") else FP32),
     ):
         if name in names:
             constants[name] = None
@@ -123,14 +123,17 @@ def cases():
             launch.stages,
             options,
         )
-    launch = paged_launch.far_launch(processors=132, tiles=8, max_groups=64)
-    yield (
-        "what a tree's nodes share",
-        paged_kernel.paged_attention_kernel,
-        HEADS | dict(ROWS=paged_launch.FAR_ROWS, SHARED=True, FAR=True),
-        launch.stages,
-        launch.options(paged_launch.FAR_ROWS, head_dim=128, q_bytes=2, kv_bytes=2),
-    )
+    for name, rows, launch in (
+        ("together", paged_launch.FAR_ROWS, paged_launch.far_launch(processors=132, tiles=8, max_groups=64)),
+        ("alone", paged_launch.FOLDED_FAR_ROWS, paged_launch.folding_far_launch(processors=132, tiles=128)),
+    ):
+        yield (
+            f"what a tree's nodes share, {name}",
+            paged_kernel.paged_attention_kernel,
+            HEADS | dict(ROWS=rows, SHARED=launch.programs > 1, FAR=True),
+            launch.stages,
+            launch.options(rows, head_dim=128, q_bytes=2, kv_bytes=2),
+        )
     rows = prefill_attention.QUERY_ROWS
     stages = prefill_attention.STAGES
     warps = prefill_attention.WARPS

@@ -41,7 +41,7 @@ def test_products_over_an_e4m3_cache_run_alike():
     None of them is asynchronous.
     """
     results = printed_by("tests.kernels.compiled_attention")
-    assert len(results) == 18
+    assert len(results) == 19
     for kernel, products in results.items():
         # A tree's tiles are those its nodes share and those they have for themselves.
         loops = 2 if kernel.startswith("tree") else 1

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from paceline.kernels import paged_attention as decode
 from paceline.kernels import paged_launch
 from paceline.kernels.fp8_format import E4M3, to_e4m3
 from paceline.kernels.paged_attention import paged_attention_reference, paged_attention_triton
+from paceline.kernels.paged_launch import Launch, partial_bytes, plan_attention
 from paceline.kernels.tree_gather import TreeKeys
 
 BLOCK_SIZE = 16
@@ -130,13 +130,30 @@ def test_kernel_has_the_bits_of_each_path(device, programs, kv_dtype, rows, monk
     heads = (4, 2, 32) if device == "cpu" else (32, 8, 128)
     forest = Forest(contexts, dtype, kv_dtype or dtype, heads)
     if rows == "long":  # what comes before the root's group is taken by programs of many nodes
-        for module in (decode, paged_launch):
-            monkeypatch.setattr(module, "OWN_KEYS_GROUPS", 0)
-    if programs == "one a row":
-        monkeypatch.setattr(decode, "multiprocessors", lambda _: 1)
-    ours = forest.as_tree(paged_attention_triton, device)
+        monkeypatch.setattr(paged_launch, "OWN_KEYS_GROUPS", 0)
+    launch = Launch(1 if programs == "one a row" else 3, stages=2)
+    ours = forest.as_tree(paged_attention_triton, device, launch=launch)
     expected = forest.plain(paged_attention_triton, device)
     assert torch.equal(ours, expected)
     if kv_dtype is None:
         reference = forest.plain(paged_attention_reference, "cpu")
         torch.testing.assert_close(ours.cpu(), reference, rtol=1e-2, atol=1e-5 if device == "cpu" else 2e-2)
+
+
+def test_how_a_tree_is_cut_up():
+    """An H200 and an 8B model's heads: what nodes share is apart where rows may be long and it pays."""
+
+    def plan(rows: int, nodes: int, max_groups: int = 17, **options):
+        return plan_attention(rows, nodes, 32, 8, max_groups, processors=132, tree=True, **options)
+
+    assert plan(8, 16).shared and plan(8, 16).far_rows == 64
+    assert not plan(32, 7).shared and plan(32, 7).far_rows == 32
+    assert plan(16, 7).far.stages > plan(64, 7).far.stages
+    for alone in (plan(32, 16), plan(64, 16), plan(8, 16, max_groups=4), plan(32, 7, fp8=True), plan(4, 2)):
+        assert alone.far is None
+
+
+@pytest.mark.parametrize("rows, nodes, results", [(8, 16, 24), (32, 7, 1), (64, 16, 0), (2, 1, 24)])
+def test_partial_results_are_counted(rows, nodes, results):
+    counted = partial_bytes(rows, nodes, 32, 8, 128, table_tokens=4352, processors=132, trees=True)
+    assert counted == rows * nodes * 32 * results * (128 + 2) * 4

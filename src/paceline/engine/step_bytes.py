@@ -113,7 +113,7 @@ class StepBytes:
     def _partials(self, shape: DecoderConfig, rows: int, num_queries: int) -> int:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         return partial_bytes(
-            rows, num_queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors
+            rows, num_queries, *heads, blocks_for(self.row_tokens) * BLOCK_SIZE, self.processors, self.trees
         )
 
     def _sampling(self, piece: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from paceline.kernels.attention_tiles import GROUP, fold, fresh, normalised
 from paceline.kernels.fp8_format import QuantisedRows, quantise_groups
 from paceline.kernels.packing import RaggedRows
-from paceline.kernels.paged_launch import COMBINE_BATCH, padded_groups
+from paceline.kernels.paged_launch import COMBINE_BATCH
 from paceline.kernels.triton_support import (
     launch_next,
     launch_options,
@@ -73,8 +73,7 @@ class Partials:
 
     @classmethod
     def empty(cls, q_RQHD: torch.Tensor, max_groups: int) -> "Partials":
-        """Allocates memory for up to `max_groups` groups of each query, rounded up to whole batches."""
-        max_groups = padded_groups(max_groups)
+        """Allocates memory for `max_groups` results of each query."""
         shape = (*q_RQHD.shape[:3], max_groups)
         acc = torch.empty(*shape, q_RQHD.shape[3], dtype=torch.float32, device=q_RQHD.device)
         maximum, total = torch.empty(2, *shape, dtype=torch.float32, device=q_RQHD.device)
@@ -116,6 +115,17 @@ def store_partial(
     tl.store(acc_ptr + offset, acc, mask=valid[:, None])
     tl.store(maximum_ptr + partial, maximum, mask=valid)
     tl.store(total_ptr + partial, total, mask=valid)
+
+
+@triton.jit
+def load_partial(acc_ptr, maximum_ptr, total_ptr, partial, valid, HEAD_DIM: tl.constexpr):
+    """Loads what `store_partial` stored."""
+    offset = partial[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    return (
+        tl.load(acc_ptr + offset, mask=valid[:, None], other=0.0),
+        tl.load(maximum_ptr + partial, mask=valid, other=-float("inf")),
+        tl.load(total_ptr + partial, mask=valid, other=0.0),
+    )
 
 
 @triton.jit

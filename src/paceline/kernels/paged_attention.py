@@ -9,9 +9,13 @@ A query's bits depend on its own sequence only, not on the batch, on Q, or on wh
 computed it (attention_tiles.py). With many rows one program walks its whole row and folds in registers. With
 fewer, programs are spread over the rows in proportion to their lengths (paged_launch.py), those of one row
 share its groups, and a second kernel folds their partial results (attention_combine.py). Both fold the same
-numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows. Of a tree with
-a long text before it, programs of many nodes take the groups that all of them share, and programs of few the
-nodes' own.
+numbers in the same order. Queries and the heads of a GQA group are packed into a tile's rows.
+
+Of a tree with a long text before it, programs of many nodes take the groups that all of them share, so that
+these are read once, and programs of few the nodes' own:
+
+    few rows      far: partial results of groups      near: the same      combined
+    many rows     far: folds its whole row            near: goes on from there
 """
 
 from dataclasses import dataclass
@@ -27,14 +31,7 @@ from paceline.kernels.fp8_format import GROUP as QUANTISED_GROUP
 from paceline.kernels.fp8_quantise import quantise_rows
 from paceline.kernels.packing import RaggedRows
 from paceline.kernels.paged_kernel import paged_attention_kernel
-from paceline.kernels.paged_launch import (
-    OWN_KEYS_GROUPS,
-    Launch,
-    default_launch,
-    far_launch,
-    far_rows,
-    rows_per_program,
-)
+from paceline.kernels.paged_launch import Launch, plan_attention
 from paceline.kernels.query_tiles import decode_tiles
 from paceline.kernels.tree_gather import TreeKeys
 from paceline.kernels.triton_support import cdiv, multiprocessors, next_power_of_2
@@ -74,8 +71,10 @@ class _Call:
     # Positions from the context on that queries may sit at.
     reach: int
     out: AttentionOutput
-    # Where several programs share a row.
+    # Where several programs share a row, or two see to it in turn.
     partials: Partials | None
+    # Whether several share it.
+    shared: bool
 
     def run(
         self, rows: int, launch: Launch, tree: TreeKeys | None, far: bool = False, near: bool = False
@@ -123,7 +122,7 @@ class _Call:
             PADDED_GQA=padded_gqa,
             TILE=TILE,
             GROUP=GROUP,
-            SHARED=partials is not None,
+            SHARED=self.shared,
             FAR=far,
             NEAR=near,
             TREE=tree is not None,
@@ -157,32 +156,22 @@ def paged_attention_triton(
         num_rows, num_queries = len(ragged.first_R), ragged.most
     block_size, num_kv_heads = k_cache.shape[1:3]
     fp8 = k_cache.dtype == E4M3
-    padded_gqa = next_power_of_2(num_heads // num_kv_heads)
     max_groups = cdiv(block_table_RB.shape[1] * block_size, GROUP)
     processors = multiprocessors(q_RQHD.device)
-
-    def tiles(rows: int) -> int:
-        return num_rows * cdiv(num_queries, rows // padded_gqa) * num_kv_heads
-
-    own_keys = tree is not None and max_groups <= OWN_KEYS_GROUPS
-    rows = rows_per_program(num_queries, padded_gqa, own_keys)
-    launch = launch or default_launch(processors, tiles(rows), max_groups)
-    far = 0
-    # Where partial results are made anyway; attention_tiles.py says why not over E4M3.
-    if tree is not None and launch.programs > 1 and not fp8:
-        far = far_rows(num_queries, padded_gqa, max_groups)
+    plan = plan_attention(
+        num_rows, num_queries, num_heads, num_kv_heads, max_groups, processors, tree is not None, fp8, launch
+    )
     out = AttentionOutput.empty(q_RQHD, quantise)
-    partials = Partials.empty(q_RQHD, max_groups) if launch.programs > 1 else None
+    results = plan.results(max_groups)
+    partials = Partials.empty(q_RQHD, results) if results else None
     cache = k_cache, v_cache, block_table_RB, context_len_R, k_scale_H, v_scale_H
     reach = num_queries if tree is None else tree.slots_RQD.shape[2]
-    call = _Call(q_RQHD, *cache, ragged, reach, out, partials)
-    if far:
-        near = rows_per_program(num_queries, padded_gqa, own_keys=True)
-        call.run(far, far_launch(processors, tiles(far), max_groups), None, far=True)
-        call.run(near, Launch(1, stages=3), tree, near=True)
-    else:
-        call.run(rows, launch, tree)
-    if partials is not None:
+    call = _Call(q_RQHD, *cache, ragged, reach, out, partials, plan.shared)
+    if plan.far is not None:
+        call.run(plan.far_rows, plan.far, None, far=True)
+    call.run(plan.rows, plan.launch, tree, near=plan.far is not None)
+    if plan.shared:
+        assert partials is not None
         depth_RQ = None if tree is None else tree.depth_RQ
         combine_partials(partials, context_len_R, depth_RQ, v_scale_H, out, num_kv_heads, fp8, ragged)
     return out.result

@@ -1,6 +1,6 @@
 """The kernel of `paged_attention.py`: one program's walk over the keys of a few queries."""
 
-from paceline.kernels.attention_combine import store_heads, store_partial
+from paceline.kernels.attention_combine import load_partial, store_heads, store_partial
 from paceline.kernels.attention_tiles import (
     as_fp8_query,
     attend_keys,
@@ -89,6 +89,7 @@ def paged_attention_kernel(
     SHARED: programs p < P take groups p, p + P, ... of their row, and P is the row's part of `resident`
     programs, rounded down so that all run at once; programs p >= P have nothing to do. FAR: only the groups
     before the context's, which all queries see whole. NEAR: only those from the context's on, one program.
+    Where programs do not share a row, what a FAR one has folded is where a NEAR one goes on.
     """
     launch_next(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -221,7 +222,9 @@ def paged_attention_kernel(
                     store_partial(acc_ptr, maximum_ptr, total_ptr, *sums, partial, valid, HEAD_DIM)
     else:
         acc, maximum, total = fresh(ROWS, HEAD_DIM)
-        for start in range(0, shared_end, TILE):
+        if NEAR:
+            acc, maximum, total = load_partial(acc_ptr, maximum_ptr, total_ptr, q_row, valid, HEAD_DIM)
+        for start in range(first * GROUP, shared_end, TILE):
             group_acc, group_maximum, group_total = attend_keys(
                 q,
                 group_acc,
@@ -280,9 +283,12 @@ def paged_attention_kernel(
                 if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
                     sums = by_rows(group_acc, FP8), group_maximum, tl.max(group_total, axis=0)
                     acc, maximum, total = fold(acc, maximum, total, *sums)
-        out = normalised(acc, total)
-        if FP8:
-            out *= v_scale
-        store_heads(
-            out, q_row, valid, out_ptr, values_ptr, scales_ptr, padded_rows, NUM_HEADS, HEAD_DIM, QUANTISE
-        )
+        if FAR:
+            store_partial(acc_ptr, maximum_ptr, total_ptr, acc, maximum, total, q_row, valid, HEAD_DIM)
+        else:
+            out = normalised(acc, total)
+            if FP8:
+                out *= v_scale
+            store_heads(
+                out, q_row, valid, out_ptr, values_ptr, scales_ptr, padded_rows, NUM_HEADS, HEAD_DIM, QUANTISE
+            )

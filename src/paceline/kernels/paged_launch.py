@@ -6,7 +6,7 @@ A tile has ROWS rows, each a (query, head of the GQA group) pair. With many tile
 row. With few, several programs share a row (split KV) and their partial results are combined.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.kernels.attention_tiles import GROUP, TILE
 from paceline.kernels.triton_support import TRITON_VERSION, cdiv, launch_options, next_power_of_2
@@ -26,6 +26,8 @@ MAX_ROWS = 16
 OWN_KEYS_GROUPS = 4
 # The same where all nodes of a tree share the keys of the groups before theirs, which are read once.
 FAR_ROWS = 64
+# Of these, those up to which a program that walks its whole row is faster than others that read keys again.
+FOLDED_FAR_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
 
 
 def far_launch(processors: int, tiles: int, max_groups: int) -> Launch:
-    """Returns the launch of the programs of `far_rows`; two fit a multiprocessor."""
+    """Returns the launch of `far_rows` where several programs share a row; two fit a multiprocessor."""
     return Launch(min(max_groups, LAUNCHED * processors // tiles), stages=2, warps=4, resident=2)
+
+
+def folding_far_launch(processors: int, tiles: int) -> Launch:
+    """The same where one program walks its whole row, which needs more tiles in flight."""
+    return Launch(1, stages=4 if tiles <= processors else 3, warps=4)
 
 
 def rows_per_program(num_queries: int, padded_gqa: int, own_keys: bool = False) -> int:
@@ -104,6 +111,63 @@ def far_rows(num_queries: int, padded_gqa: int, max_groups: int) -> int:
     return rows if max_groups > OWN_KEYS_GROUPS and rows > MAX_ROWS else 0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of one call: one over all keys, or two over those that a tree's nodes share and their own.
+
+    `far` is the launch of the former of the two, with `far_rows` pairs a program.
+    """
+
+    rows: int
+    launch: Launch
+    far_rows: int = 0
+    far: Launch | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether several programs share a row, so that their results are combined."""
+        return (self.far or self.launch).programs > 1
+
+    def results(self, max_groups: int) -> int:
+        """Returns how many partial results of a query are kept: of each group, what `far` folded, or none."""
+        return padded_groups(max_groups) if self.shared else int(self.far is not None)
+
+
+def plan_attention(
+    num_rows: int,
+    num_queries: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_groups: int,
+    processors: int,
+    tree: bool = False,
+    fp8: bool = False,
+    launch: Launch | None = None,
+) -> Plan:
+    """Returns how a call is cut up; with `launch`, by as many programs a row as it says.
+
+    Timed on an H200 with 32 query and 8 KV heads of 128, up to 64 rows of 5 to 16 nodes and 400 to 4,300
+    keys: sharing rows pays while their programs leave half the GPU free, folding while tiles are small enough
+    to be fast.
+    """
+    padded_gqa = next_power_of_2(num_heads // num_kv_heads)
+
+    def tiles(rows: int) -> int:
+        return num_rows * cdiv(num_queries, rows // padded_gqa) * num_kv_heads
+
+    # attention_tiles.py says why not over E4M3.
+    far = far_rows(num_queries, padded_gqa, max_groups) if tree and not fp8 else 0
+    if far:
+        own = Plan(rows_per_program(num_queries, padded_gqa, own_keys=True), Launch(1, stages=3), far)
+        share = launch.programs > 1 if launch else 2 * tiles(far) <= processors
+        if share:
+            return replace(own, far=far_launch(processors, tiles(far), max_groups))
+        if launch or far <= FOLDED_FAR_ROWS:
+            return replace(own, far=folding_far_launch(processors, tiles(far)))
+    rows = rows_per_program(num_queries, padded_gqa, own_keys=tree and max_groups <= OWN_KEYS_GROUPS)
+    return Plan(rows, launch or default_launch(processors, tiles(rows), max_groups))
+
+
 def padded_groups(max_groups: int) -> int:
     """Returns the groups that partial results have memory for: whole batches of the combining kernel."""
     return cdiv(max_groups, COMBINE_BATCH) * COMBINE_BATCH
@@ -117,14 +181,9 @@ def partial_bytes(
     head_dim: int,
     table_tokens: int,
     processors: int,
+    trees: bool,
 ) -> int:
-    """Returns the bytes of the partial results where programs share rows, else 0.
-
-    `table_tokens` is how many tokens the block tables address.
-    """
-    padded_gqa = next_power_of_2(heads // kv_heads)
+    """Returns the bytes of the partial results; `table_tokens` is what the block tables can address."""
     max_groups = cdiv(table_tokens, GROUP)
-    tiles = rows * cdiv(queries, rows_per_program(queries, padded_gqa) // padded_gqa) * kv_heads
-    if default_launch(processors, tiles, max_groups).programs == 1:
-        return 0
-    return rows * queries * heads * padded_groups(max_groups) * (head_dim + 2) * 4
+    plan = plan_attention(rows, queries, heads, kv_heads, max_groups, processors, tree=trees and queries > 1)
+    return rows * queries * heads * plan.results(max_groups) * (head_dim + 2) * 4
