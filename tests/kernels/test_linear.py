@@ -11,6 +11,7 @@ SHAPES = [(128, 128), (128, 384), (512, 128), (128, 1024), (512, 512), (576, 192
 TILES = [
     Tile(16, 32, 512, 4, 4),
     Tile(16, 64, 256, 4, 4),
+    Tile(32, 32, 256, 4, 3),
     Tile(64, 32, 128, 4, 6),
     Tile(64, 64, 128, 4, 5),
     Tile(64, 64, 64, 4, 6),
@@ -98,5 +99,7 @@ def test_gpu_rows_are_invariant(depth, width):
 
 def test_every_tile_in_use_is_compared():
     assert {
-        L.choose_tile(m, width) for m in range(1, 5000) for width in (64, 4096, 6144, 24576, 151936)
+        L.choose_tile(m, width)
+        for m in range(1, 5000)
+        for width in (64, 4096, 4608, 5120, 6144, 24576, 151936)
     } <= set(TILES)
