@@ -179,13 +179,16 @@ def sort_by_expert_triton(experts_MK: torch.Tensor, num_experts: int, rows: int)
 
 
 def choose_expert_tile(num_slots: int, num_experts: int) -> Tile:
-    """Returns the tile for the slots that an expert gets on average.
+    """Returns the tile for the slots that an expert gets on average, by times of Qwen3-30B-A3B on an H200.
 
-    Decoding (top 8 of 128: up to 256 tokens) reads weights and little else.
+    Decoding (top 8 of 128: up to 256 tokens) reads weights and little else. Experts get more and less than
+    the average, and one with more than a tile's rows is read again.
     """
     average = num_slots / num_experts
-    if average <= 16:
-        return Tile(16, 32, 256, 4, 4)
+    if average <= 10:
+        return Tile(16, 64, 128, 4, 4)
+    if average <= 24:
+        return Tile(32, 128, 128, 4, 2)
     if average <= 96:
         return Tile(64, 64, 128, 4, 4)
     return Tile(128, 128, 64, 8, 4)
