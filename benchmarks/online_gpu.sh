@@ -61,11 +61,12 @@ train_head() { # NAME POLICY RECIPE OVERRIDE...
 }
 heads() { # own: of the task itself; general: of what the same policy writes for another task's prompts
   # shellcheck disable=SC2086
-  train_head sums-own "$SMOLLM" chain-sum $SUMS
-  train_head sums-general "$SMOLLM" countdown rollout.max_tokens=256
-  train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=600000
+  train_head sums-own "$SMOLLM" chain-sum $SUMS &
+  train_head sums-general "$SMOLLM" countdown rollout.max_tokens=256 &
+  train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=300000 &
   # shellcheck disable=SC2086
-  train_head countdown-general "$COUNTDOWN" chain-sum $SUMS
+  train_head countdown-general "$COUNTDOWN" chain-sum $SUMS &
+  wait
 }
 train() { # NAME TASK OVERRIDE...: goes on where the last call ended
   name=$1 task=$2
@@ -76,7 +77,8 @@ train() { # NAME TASK OVERRIDE...: goes on where the last call ended
   else
     # shellcheck disable=SC2046
     part "$name" "$PYTHON" -m paceline train $(recipe "$task") run.device=cuda run.root="$OUT/runs" run.name="$name" \
-      run.steps="$STEPS" eval.every=0 checkpoint.every=5 report.closing_pairs=0 \
+      run.steps="$STEPS" eval.every=0 eval.problems=8 eval.max_tokens=16 checkpoint.every=15 checkpoint.keep=1 \
+      report.closing_pairs=0 \
       "rollout.speculation.drafters=[eagle]" rollout.speculation.pacing=fixed rollout.speculation.tokens=5 "$@"
   fi
 }
@@ -100,9 +102,9 @@ identical() {
   part identical-verdict "$PYTHON" "$HERE/online_table.py" identical "$OUT/runs/identical-never" "$OUT/runs/identical-always"
 }
 cost() { # at an 8B model's cost; the small learning rate keeps the function near the small model's
-  for when in never auto always; do
-    STEPS=6 train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
-      rollout.prompts_per_step=8 eval.problems=8 eval.max_tokens=16 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
+  for when in ${WHEN:-never auto always}; do
+    STEPS=${COST_STEPS:-6} train "cost-$when" countdown policy.widen=8b policy.lora.rank=32 learning.lr=1e-7 \
+      rollout.prompts_per_step=8 checkpoint.every=1000 rollout.speculation.eagle_path="$OUT/countdown-own" rollout.speculation.online.when="$when"
   done
 }
 offline() { # as many tokens as `always` has seen; both heads on the policy that the run ended with
