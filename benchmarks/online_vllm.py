@@ -11,7 +11,8 @@ def main() -> None:
     """Prints accept length and drafts over sums that nobody trained on."""
     policy, head = sys.argv[1:]
     speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": DEPTH}
-    llm = LLM(policy, speculative_config=speculation, disable_log_stats=False, gpu_memory_utilization=0.3)
+    sizes = {"gpu_memory_utilization": 0.1, "max_model_len": 2048}
+    llm = LLM(policy, speculative_config=speculation, disable_log_stats=False, **sizes)
     asked = [
         f"State the final answer to the following arithmetic problem: {a} + {b} ="
         for a in range(10, 26)
