@@ -18,9 +18,10 @@ TAKES_DEVICE = re.compile(r"\bdef test_\w+\([^)]*\bdevice\b", re.DOTALL)
 WEIGHTS = {
     "tests/pacing/test_engine_pacing.py": 50,
     "tests/drafting/test_drafters_gpu.py": 50,
-    "tests/kernels/test_attention.py": 44,
+    "tests/kernels/test_prefill_flat.py": 45,
     "tests/engine/test_engine_gpu.py": 40,
     "tests/precision/test_engine_fp8_gpu.py": 40,
+    "tests/kernels/test_attention.py": 32,
     "tests/kernels/test_moe.py": 29,
     "tests/kernels/test_fp8.py": 16,
     "tests/kernels/test_fp8_kv.py": 15,

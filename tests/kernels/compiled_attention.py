@@ -60,7 +60,6 @@ def products(
         TREE=tree,
         RAGGED=ragged,
         QUANTISE=False,
-        FLAT=False,
         values_ptr=None,
         scales_ptr=None,
         acc_ptr=None,

@@ -38,7 +38,6 @@ HEADS = dict(
     RAGGED=False,
     FP8=False,
     QUANTISE=False,
-    FLAT=False,
 )
 BF16 = {"x_ptr", "weight_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr"}
 FP32 = {"acc_ptr", "maximum_ptr", "total_ptr"}

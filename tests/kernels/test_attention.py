@@ -11,9 +11,6 @@ from paceline.kernels.paged_attention import (
 )
 from paceline.kernels.paged_launch import Launch
 from paceline.kernels.prefill_attention import (
-    FLAT_TILE,
-    QUERY_ROWS,
-    flat_tiles_pay,
     prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
@@ -117,26 +114,6 @@ def test_prefill_kernel(device, num_heads, num_kv_heads, head_dim):
     )
 
 
-@pytest.mark.parametrize("rows, tile", [(16, 32), (64, 16), (QUERY_ROWS, FLAT_TILE)])
-def test_flat_prefill_kernel(device, rows, tile):
-    """Chunks that begin inside a tile, at its start and behind many of them; a block table in any order."""
-    if device == "cuda":
-        rows, tile = 128, FLAT_TILE
-    k, v, table = caches(2, 32, 3, 640)
-    context, lengths = torch.tensor([0, 100, 33], dtype=torch.int32), [70, 9, 40]
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
-    q = torch.randn(sum(lengths), 4, 32).to(torch.float32 if device == "cpu" else torch.bfloat16)
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    forget(k, v, table, [70, 109, 73])
-    expected = prefill_attention_reference(q, *finite(k, v), table, cu_seqlens, context)
-    out = prefill_attention_triton(
-        *(t.to(device) for t in (q, k, v, table, cu_seqlens, context)), rows, 4, 2, tile=tile, flat=True
-    )
-    torch.testing.assert_close(
-        out.cpu().float(), expected.float(), rtol=1e-2, atol=2e-2 if device == "cuda" else 1e-5
-    )
-
-
 def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 * decode.GROUP + 60):
     """One sequence in many ways; every query must come out with the same bits each time."""
     k, v, table = (t.to(device) for t in caches(num_kv_heads, head_dim, 6, 640, dtype=dtype))
@@ -207,35 +184,3 @@ def test_gpu_long_context_in_bfloat16():
     for row in range(3):
         expected = brute_force(q[row, 2], k, v, table[row], int(context[row]) + 2)
         assert (out[row, 2].double() - expected).norm() / expected.norm() < 1e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_heads, num_kv_heads", [(32, 8), (28, 4), (8, 8)])
-def test_gpu_fast_prefill_of_a_long_chunk_is_brute_force(num_heads, num_kv_heads):
-    """At the tiles that the engine's fast mode takes, behind a long context, query by query in float64."""
-    k, v, table = caches(num_kv_heads, 128, 1, 8192, dtype=torch.bfloat16)
-    q = torch.randn(1500, num_heads, 128, dtype=torch.bfloat16)
-    boundaries, context = torch.tensor([0, 1500]).int(), torch.tensor([6001]).int()
-    assert flat_tiles_pay(q.cuda(), 1)
-    moved = (t.cuda() for t in (q, k, v, table, boundaries, context))
-    out = prefill_attention(*moved, deterministic=False).cpu()
-    for j in (0, 1, 15, 127, 128, 700, 1499):
-        expected = brute_force(q[j], k, v, table[0], 6001 + j)
-        assert (out[j].double() - expected).norm() / expected.norm() < 1e-2, j
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "head_dim, dtype", [(128, torch.bfloat16), (64, torch.bfloat16), (128, torch.float32)]
-)
-@pytest.mark.parametrize("lengths", [[1300], [40, 7, 129, 600]])  # long enough for large tiles, and not
-def test_gpu_fast_prefill_is_the_deterministic_one_up_to_rounding(lengths, head_dim, dtype):
-    k, v, table = (t.cuda() for t in caches(2, head_dim, len(lengths), 2048, dtype=dtype))
-    q = torch.randn(sum(lengths), 8, head_dim, dtype=dtype, device="cuda")
-    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    context = torch.tensor([77, 0, 300, 1001][: len(lengths)], device="cuda", dtype=torch.int32)
-    fast, exact = (
-        prefill_attention(q, k, v, table, cu_seqlens, context, deterministic=mode).double()
-        for mode in (False, True)
-    )
-    assert (fast - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-5)

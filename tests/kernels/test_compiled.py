@@ -35,6 +35,22 @@ def test_kernels_fit_a_gpus_shared_memory(capability, limit, which):
 
 
 @pytest.mark.slow
+def test_fast_prefill_fits_an_h200_and_overlaps():
+    """All stages fit; nothing is spilled; gathered tiles come by TMA, and products run beside the softmax."""
+    results = printed_by("tests.kernels.compiled_prefill")
+    assert len(results) == 9
+    assert all(found["shared"] <= 232_448 and not found["spilled"] for found in results.values()), results
+    for name, found in results.items():
+        if name.startswith("gathered"):
+            # Two products and two loads a step, in the loops with and without mask; loads of the first two
+            # steps come before each.
+            assert found["asynchronous products"] == 2 * 2 and not found["serialised"], (name, results)
+            assert found["TMA loads"] == 2 * 2 * 3, (name, results)
+        elif name.startswith("gathering"):
+            assert found["vector loads"] and found["vector stores"] == 16, (name, results)
+
+
+@pytest.mark.slow
 def test_products_over_an_e4m3_cache_run_alike():
     """Decoding, verifying and prefilling deal a product's terms to the same instructions in the same order.
 

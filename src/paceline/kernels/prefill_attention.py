@@ -8,8 +8,7 @@ tokens of each sequence were in the cache before, and the chunk's own K and V ha
 
 A query gets the bits that decoding would have given it, however the prompt was cut into chunks: tiles and
 groups are those of attention_tiles.py, and the tensor core rounds alike for tiles of any height. Where nobody
-asks for that, one softmax runs over all keys (`flat`): without groups there is one accumulator instead of
-two, so tiles can be larger, and keys that every query sees need no mask.
+asks for that, long chunks take the kernel of prefill_flat.py.
 """
 
 import torch
@@ -30,13 +29,13 @@ from paceline.kernels.attention_tiles import (
     whole,
 )
 from paceline.kernels.fp8_format import E4M3
+from paceline.kernels.prefill_flat import flat_attention_triton, flat_tiles_pay, gathering_pays
+from paceline.kernels.prefill_tiles import queries_of_tile
 from paceline.kernels.query_tiles import prefill_tiles
 from paceline.kernels.triton_support import (
-    fitting_stages,
     launch_next,
     launch_options,
     next_power_of_2,
-    shared_memory,
     tl,
     triton,
     wait_previous,
@@ -47,10 +46,6 @@ QUERY_ROWS = 128
 WARPS = 8
 # Tiles in flight.
 STAGES = 3
-# Keys of a flat tile, as many as registers hold without the second accumulator.
-FLAT_TILE = 128
-# Tokens of a sequence, on average, from which on flat tiles pay: a prompt's last one is half empty.
-FLAT_TOKENS = 512
 # The same over an E4M3 cache, with products that are over when their instruction is: see attention_tiles.py.
 FP8_QUERY_ROWS = 32
 FP8_WARPS = 4
@@ -71,51 +66,6 @@ def prefill_attention_reference(
     heads = Heads.of(num_heads, k_cache.shape[2], head_dim, q_THD.dtype)
     tiles = prefill_tiles(heads, k_cache.shape[1], len(q_THD), block_table_SB, cu_seqlens, context_len_S)
     return attend_reference(q_THD, tiles, k_cache, v_cache, k_scale_H, v_scale_H)
-
-
-@triton.jit
-def _attend_flat(
-    q,
-    acc,
-    maximum,
-    total,
-    query_position,
-    start,
-    end,
-    block,
-    k_cache_ptr,
-    v_cache_ptr,
-    kv_head,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Carries one softmax over the TILE keys from `start`, without groups and with sums in any order.
-
-    Not MASKED: every query sees all keys.
-    """
-    token = start + tl.arange(0, TILE)
-    slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-    offset = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    if MASKED:
-        exists = (token < end)[:, None]
-        k, v = (
-            tl.load(k_cache_ptr + offset, mask=exists, other=0.0),
-            tl.load(v_cache_ptr + offset, mask=exists, other=0.0),
-        )
-    else:
-        k, v = tl.load(k_cache_ptr + offset), tl.load(v_cache_ptr + offset)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if MASKED:
-        scores = tl.where(token[None, :] <= query_position[:, None], scores, -float("inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    rescale = tl.exp2(maximum - new_maximum)
-    weights = tl.exp2(scores - new_maximum[:, None])
-    acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, new_maximum, total * rescale + tl.sum(weights, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "table_width"])
@@ -140,30 +90,19 @@ def _prefill_attention_kernel(
     PADDED_GQA: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs (kv head, tile of a sequence's queries); FLAT: one softmax over all keys instead of groups."""
+    """Programs (kv head, tile of a sequence's queries)."""
     launch_next(PDL)
     wait_previous(PDL)
     GQA: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // PADDED_GQA
     kv_head, tile = tl.program_id(0), tl.program_id(1)
-    # The last sequence whose first tile is not after this one.
-    low, high = tile * 0, tile * 0 + num_sequences - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // QUERIES + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    first_token = tl.load(cu_seqlens_ptr + low).to(tl.int32)
-    length = tl.load(cu_seqlens_ptr + low + 1).to(tl.int32) - first_token
-    first_query = (tile - (first_token // QUERIES + low)) * QUERIES
+    sequence, first_token, length, first_query = queries_of_tile(tile, cu_seqlens_ptr, num_sequences, QUERIES)
     if first_query >= length:
         return
-    context = tl.load(context_ptr + low).to(tl.int32)
+    context = tl.load(context_ptr + sequence).to(tl.int32)
 
     query = first_query + tl.arange(0, ROWS) // PADDED_GQA
     member = tl.arange(0, ROWS) % PADDED_GQA
@@ -176,80 +115,35 @@ def _prefill_attention_kernel(
         scale *= tl.load(k_scale_ptr + kv_head)
     end = context + tl.minimum(length, first_query + QUERIES)
     acc, maximum, total = fresh(ROWS, HEAD_DIM)
-    row_table_ptr = table_ptr + low.to(tl.int64) * table_width
+    row_table_ptr = table_ptr + sequence.to(tl.int64) * table_width
     block = tile_blocks(row_table_ptr, 0, table_width, BLOCK_SIZE, TILE)
-    if FLAT:
-        seen_by_all = (context + first_query) // TILE * TILE
-        for start in range(0, seen_by_all, TILE):
-            acc, maximum, total = _attend_flat(
-                q,
-                acc,
-                maximum,
-                total,
-                context + query,
-                start,
-                end,
-                block,
-                k_cache_ptr,
-                v_cache_ptr,
-                kv_head,
-                scale,
-                HEAD_DIM,
-                NUM_KV_HEADS,
-                BLOCK_SIZE,
-                TILE,
-                False,
+    group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
+    for start in range(0, end, TILE):
+        group_acc, group_maximum, group_total = attend_tile(
+            q,
+            group_acc,
+            group_maximum,
+            group_total,
+            context + query,
+            start,
+            end,
+            block,
+            k_cache_ptr,
+            v_cache_ptr,
+            kv_head,
+            scale,
+            HEAD_DIM,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            TILE,
+            GROUP,
+            FP8,
+        )
+        block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
+        if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
+            acc, maximum, total = fold(
+                acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1)
             )
-            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
-        for start in range(seen_by_all, end, TILE):
-            acc, maximum, total = _attend_flat(
-                q,
-                acc,
-                maximum,
-                total,
-                context + query,
-                start,
-                end,
-                block,
-                k_cache_ptr,
-                v_cache_ptr,
-                kv_head,
-                scale,
-                HEAD_DIM,
-                NUM_KV_HEADS,
-                BLOCK_SIZE,
-                TILE,
-                True,
-            )
-            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
-    else:
-        group_acc, group_maximum, group_total = fresh_group(ROWS, HEAD_DIM, FP8)
-        for start in range(0, end, TILE):
-            group_acc, group_maximum, group_total = attend_tile(
-                q,
-                group_acc,
-                group_maximum,
-                group_total,
-                context + query,
-                start,
-                end,
-                block,
-                k_cache_ptr,
-                v_cache_ptr,
-                kv_head,
-                scale,
-                HEAD_DIM,
-                NUM_KV_HEADS,
-                BLOCK_SIZE,
-                TILE,
-                GROUP,
-                FP8,
-            )
-            block = tile_blocks(row_table_ptr, start + TILE, table_width, BLOCK_SIZE, TILE)
-            if ((start + TILE) % GROUP == 0) | (start + TILE >= end):
-                acc, maximum, total = fold(
-                    acc, maximum, total, whole(group_acc, FP8), group_maximum, tl.max(group_total, axis=1)
-                )
     out = normalised(acc, total)
     if FP8:
         out *= tl.load(v_scale_ptr + kv_head)
@@ -268,8 +162,6 @@ def prefill_attention_triton(
     stages: int = STAGES,
     k_scale_H: torch.Tensor | None = None,
     v_scale_H: torch.Tensor | None = None,
-    tile: int = TILE,
-    flat: bool = False,
 ) -> torch.Tensor:
     """Launches `prefill_attention`'s kernel; 0 rows or warps: as many as suit the cache's type."""
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -301,14 +193,13 @@ def prefill_attention_triton(
         BLOCK_SIZE=block_size,
         ROWS=rows,
         PADDED_GQA=padded_gqa,
-        TILE=tile,
+        TILE=TILE,
         GROUP=GROUP,
-        FLAT=flat,
         FP8=fp8,
         **launch_options(
             warps,
             stages,
-            stage_bytes=2 * tile * head_dim * k_cache.itemsize,
+            stage_bytes=2 * TILE * head_dim * k_cache.itemsize,
             held_bytes=rows * head_dim * q_THD.itemsize,
         ),
     )
@@ -335,14 +226,8 @@ def prefill_attention(
     inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
     if not q_THD.is_cuda:
         return prefill_attention_reference(*inputs, k_scale_H, v_scale_H)
-    if deterministic or k_cache.dtype == E4M3 or not flat_tiles_pay(q_THD, len(context_len_S)):
-        return prefill_attention_triton(*inputs, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
-    return prefill_attention_triton(*inputs, tile=FLAT_TILE, flat=True)
-
-
-def flat_tiles_pay(q_THD: torch.Tensor, sequences: int) -> bool:
-    """Returns whether chunks are long, and flat tiles fit shared memory with as many stages as others."""
-    row_bytes = q_THD.shape[-1] * q_THD.itemsize
-    limit = shared_memory(q_THD.device)
-    stages = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, limit)
-    return stages == STAGES and len(q_THD) >= FLAT_TOKENS * sequences
+    if not deterministic and flat_tiles_pay(q_THD, len(context_len_S)):
+        gathered = gathering_pays(q_THD, k_cache, block_table_SB)
+        if gathered or k_cache.dtype != E4M3:
+            return flat_attention_triton(*inputs, k_scale_H, v_scale_H, gathered)
+    return prefill_attention_triton(*inputs, k_scale_H=k_scale_H, v_scale_H=v_scale_H)
