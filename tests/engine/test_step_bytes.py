@@ -16,7 +16,9 @@ from paceline.engine import sampling
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.graphs import StepRunner
 from paceline.engine.sampling import SAMPLE_TOKENS, StepVariant, Verify
+from paceline.engine.step_bytes import prefill_bytes
 from paceline.engine.step_tokens import StepShape
+from paceline.kernels import prefill_flat
 from paceline.plan.memory_tracker import MemoryTracker
 from paceline.policy.config import DecoderConfig
 from paceline.policy.decoder import Decoder
@@ -180,3 +182,31 @@ def test_on_a_cpu_too_memory_does_not_grow_with_the_logits_of_all_tokens(monkeyp
             engine.runner.run(rows, 4, StepVariant())
         held.append(memory.peak)
     assert held[1] - held[0] < 0.1 * (128 - 32) * 4 * shape.vocab_size * 4, "more tokens, and no more logits"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8+kv"])
+@pytest.mark.parametrize("feed_forward", [12288, 2048])
+def test_no_prefill_holds_more_than_its_estimate(feed_forward, precision, monkeypatch):
+    """With a narrow feed-forward the widest moment is attention's, with the keys that it gathers."""
+    monkeypatch.setattr(prefill_flat, "has_tma", lambda device: True)
+    monkeypatch.setattr(prefill_flat, "shared_memory", lambda device: 232_448)
+    shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=3, intermediate_size=feed_forward)
+    tokens, longest = 8192, 3000
+    estimates = []
+    for deterministic in (True, False):
+        forward = make_runner(shape, EngineSettings(deterministic=deterministic, precision=precision)).forward
+        held = []
+        for sequences in (1, tokens // prefill_flat.FLAT_TOKENS):
+            numbers = [torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3)]
+            table = torch.empty(sequences, -(-longest // 16), dtype=torch.int32, device=META)
+            bounds, context = (
+                torch.empty(count, dtype=torch.int64, device=META) for count in (sequences + 1, sequences)
+            )
+            with on_gpu(), Allocations() as allocations:
+                forward.prefill(*numbers, table, bounds, context)
+            held.append(allocations.peak)
+        fp8 = precision != "bf16"
+        estimates.append(prefill_bytes(shape, torch.bfloat16, fp8, tokens, longest, not deterministic))
+        assert max(held) <= estimates[-1]
+        assert fp8 or estimates[-1] < 1.02 * max(held), "in FP8 products in parts count, which are not made"
+    assert fp8 or (estimates[1] > estimates[0]) == (feed_forward == 2048)

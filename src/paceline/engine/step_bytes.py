@@ -23,6 +23,7 @@ from paceline.engine.sampling import SAMPLE_TOKENS
 from paceline.kernels.fp8_format import GROUP, ROW_MULTIPLE
 from paceline.kernels.fp8_linear import choose_parts
 from paceline.kernels.paged_launch import partial_bytes
+from paceline.kernels.prefill_flat import most_gathered_bytes
 from paceline.kernels.sampler import CHUNK, WIDE_ROWS
 from paceline.paged.cache import BLOCK_SIZE, blocks_for
 from paceline.policy.config import DecoderConfig
@@ -166,6 +167,24 @@ def layer_token_bytes(shape: DecoderConfig, dtype: torch.dtype, fp8: bool = Fals
         routed = 4 * shape.num_experts + choices * (size + 20)
         moments += [routed + choices * (3 * inner + hidden) + hidden, 3 * hidden]
     return hidden + normed + max(moments)
+
+
+def prefill_bytes(
+    shape: DecoderConfig, dtype: torch.dtype, fp8: bool, tokens: int, longest: int, fast: bool
+) -> int:
+    """Returns the most bytes alive within a layer of a prefill chunk, of prompts up to `longest` tokens.
+
+    Beside what every token takes, the fast mode's attention gathers keys and values, while residual, normed
+    rows, queries and their result are alive.
+    """
+    everywhere = tokens * layer_token_bytes(shape, dtype, fp8)
+    if not fast:
+        return everywhere
+    hidden = shape.hidden_size * dtype.itemsize
+    normed = max(hidden, quantised_bytes(shape.hidden_size) if fp8 else 0)
+    attending = hidden + normed + 2 * shape.num_heads * shape.head_dim * dtype.itemsize
+    gathered = most_gathered_bytes(tokens, longest, shape.num_kv_heads, shape.head_dim, dtype.itemsize)
+    return max(everywhere, tokens * attending + gathered)
 
 
 def _attention_moments(shape: DecoderConfig, dtype: torch.dtype, fp8: bool, normed: int) -> list[int]:

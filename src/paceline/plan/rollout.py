@@ -16,7 +16,7 @@ from paceline.engine.graph_memory import GraphMemory
 from paceline.engine.graphs import buckets_up_to
 from paceline.engine.lengths import Lengths
 from paceline.engine.rows import MAX_QUERY, Rows
-from paceline.engine.step_bytes import StepBytes, layer_token_bytes
+from paceline.engine.step_bytes import StepBytes, prefill_bytes
 from paceline.engine.step_tokens import Proposals
 from paceline.kernels.fp8_format import E4M3
 from paceline.paged.cache import BLOCK_SIZE, blocks_for, token_bytes
@@ -90,15 +90,14 @@ def rollout_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHea
         int(config.rollout.graph_memory_gb * 1e9),
         not config.rollout.deterministic,
     )
+    chunk = config.rollout.prefill_tokens
+    prefill = prefill_bytes(shape, dtype, fp8, chunk, request_tokens, not config.rollout.deterministic)
     left_by_drafters = Proposals.empty(*proposals.shape, META)
     return RolloutBytes(
         rows=total_bytes([*vars(rows.state).values(), *vars(left_by_drafters).values()]) + table + quantised,
         drafter=drafter.fixed,
         graphs=memory.largest() + memory.beside + graphs * GRAPH_BYTES,
-        workspace=max(
-            memory.largest(),
-            config.rollout.prefill_tokens * (layer_token_bytes(shape, dtype, fp8) + routing_pass),
-        ),
+        workspace=max(memory.largest(), prefill + chunk * routing_pass),
         kv_token=token_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, kv_dtype)
         + drafter.per_token
         + routing,
