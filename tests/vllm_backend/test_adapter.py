@@ -1,12 +1,20 @@
-"""What the adapter asks of vLLM where no GPU is at hand: steps begun ahead, and the drafter's own LM head."""
+"""What the adapter asks of vLLM where no GPU is at hand.
+
+Steps begun ahead, the drafter's own LM head, and hidden states that the drafter writes over.
+"""
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from paceline.vllm_backend.adapter import VllmEngine
-from paceline.vllm_backend.patches import _keep_drafter_head_apart_on_gpu
+from paceline.vllm_backend.patches import (
+    _keep_drafter_head_apart_on_gpu,
+    _keep_hidden_states_from_drafter,
+)
 
 
 class Core:
@@ -46,6 +54,14 @@ def test_settling_ends_what_was_begun_and_begins_nothing():
     assert not list(engine.settle())
 
 
+def stand_in(monkeypatch, name: str) -> ModuleType:
+    """Returns an empty module that is imported by that name."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    return sys.modules[name]
+
+
 @pytest.mark.parametrize(
     ("flag", "own", "shares"),
     [
@@ -56,11 +72,60 @@ def test_settling_ends_what_was_begun_and_begins_nothing():
 )
 def test_a_drafter_that_has_an_lm_head_keeps_it_on_a_gpu(monkeypatch, flag, own, shares):
     """vLLM's second model runner shares the policy's where both are equal when they are loaded."""
-    name = "vllm.v1.worker.gpu.spec_decode.eagle"
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
     utils = SimpleNamespace(_should_share=lambda drafter, flag, mine, theirs: mine == theirs)
-    sys.modules[name].utils = utils
+    stand_in(monkeypatch, "vllm.v1.worker.gpu.spec_decode.eagle").utils = utils
     _keep_drafter_head_apart_on_gpu()
     assert utils._should_share(SimpleNamespace(**{flag: own}), flag, "equal", "equal") == shares
+
+
+class StepState(NamedTuple):
+    """What vLLM's first model runner keeps between the policy's step and sampling, in part."""
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+
+
+class Runner:
+    """vLLM's first model runner: a drafter's graph writes to the memory that the policy's wrote to."""
+
+    def __init__(self, wanted: dict[str, int], speculates: bool) -> None:
+        self.num_prompt_logprobs = wanted
+        self.speculative_config = object() if speculates else None
+        self.graph_memory = torch.tensor([1.0, 2.0])
+        self.execute_model_state: StepState | None = StepState(torch.zeros(2), self.graph_memory)
+
+    def sample_tokens(self, grammar_output: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.execute_model_state is None:
+            return None
+        logits, hidden_states = self.execute_model_state
+        if self.speculative_config is not None:
+            self.graph_memory.fill_(9.0)
+        return logits, hidden_states
+
+
+@pytest.fixture
+def runner_class(monkeypatch) -> type[Runner]:
+    """The model runner after the work-around."""
+    patched = type("Patched", (Runner,), {"sample_tokens": Runner.sample_tokens})
+    stand_in(monkeypatch, "vllm.v1.worker.gpu_model_runner").GPUModelRunner = patched
+    _keep_hidden_states_from_drafter()
+    return patched
+
+
+def test_the_logprobs_of_a_prompt_come_from_hidden_states_that_no_drafter_wrote_to(runner_class):
+    runner = runner_class({"probe": 0}, speculates=True)
+    logits, hidden_states = runner.sample_tokens(None)
+    assert hidden_states.tolist() == [1.0, 2.0]
+    assert logits.tolist() == [0.0, 0.0] and runner.graph_memory.tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize(("wanted", "speculates"), [({}, True), ({"probe": 0}, False)])
+def test_hidden_states_are_not_copied_without_need(runner_class, wanted, speculates):
+    runner = runner_class(wanted, speculates)
+    assert runner.sample_tokens(None)[1] is runner.graph_memory
+
+
+def test_a_rank_that_has_nothing_to_sample_from_is_left_alone(runner_class):
+    runner = runner_class({"probe": 0}, speculates=True)
+    runner.execute_model_state = None
+    assert runner.sample_tokens(None) is None

@@ -14,6 +14,7 @@ def apply_patches() -> None:
 
     _keep_drafter_head_apart()
     _keep_drafter_head_apart_on_gpu()
+    _keep_hidden_states_from_drafter()
     if current_platform.is_cpu():
         _expand_on_cpu()
         _constrain_nothing_on_cpu()
@@ -52,6 +53,28 @@ def _keep_drafter_head_apart_on_gpu() -> None:
         return not own and bool(should_share(drafter, flag, *modules))
 
     utils._should_share = should_share_unless_own
+
+
+def _keep_hidden_states_from_drafter() -> None:
+    """Copies the hidden states that a prompt's logprobs are computed from before the drafter runs.
+
+    vLLM's first model runner computes a prompt's logprobs after a drafter that is a model. All CUDA graphs
+    share one memory pool, so the drafter's may write over the policy's hidden states (vLLM issue 53488).
+    What is sampled comes from logits that were computed before it.
+    """
+    try:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    except ImportError:
+        return
+    sample_tokens = GPUModelRunner.sample_tokens
+
+    def sample_with_copy(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if state is not None and self.num_prompt_logprobs and self.speculative_config is not None:
+            self.execute_model_state = state._replace(hidden_states=state.hidden_states.clone())
+        return sample_tokens(self, grammar_output)
+
+    GPUModelRunner.sample_tokens = sample_with_copy
 
 
 def _expand_on_cpu() -> None:
