@@ -123,9 +123,9 @@ def test_where_gathering_pays(monkeypatch):
         table = torch.empty(sequences, -(-keys // 16), dtype=torch.int32, device=META)
         return flat.gathering_pays(q, k_cache, table)
 
-    assert pays(512) and pays(8192, sequences=4) and pays(8192, sequences=16, keys=1000)
-    assert not pays(512, heads=(8, 8)) and pays(2048, heads=(8, 8)), "as many pairs of query and head"
-    assert pays(512, heads=(8, 8), cache=E4M3), "or no flat tiles"
+    assert pays(512) and pays(8192, sequences=4) and pays(8192, sequences=16, keys=2000)
+    assert not pays(8192, sequences=8, keys=1024) and not pays(2048, keys=4096), "launches take longer"
+    assert pays(8192, sequences=8, keys=1024, cache=E4M3), "or no flat tiles"
     assert not pays(16_384, sequences=5), "too much memory"
     assert not pays(16_384, sequences=5, cache=E4M3)
     assert not pays(8192, dtype=torch.float32, cache=E4M3)
@@ -139,11 +139,11 @@ def test_the_kernel_that_is_chosen(monkeypatch):
     monkeypatch.setattr(prefill, "flat_attention_triton", lambda *inputs: f"flat, gathered {inputs[-1]}")
     monkeypatch.setattr(prefill, "prefill_attention_triton", lambda *inputs, **scales: "groups")
 
-    def chosen(tokens, deterministic=False, tma=True, cache=torch.bfloat16, head_dim=128):
+    def chosen(tokens, deterministic=False, tma=True, cache=torch.bfloat16, head_dim=128, width=600):
         monkeypatch.setattr(flat, "has_tma", lambda device: tma)
         q = torch.empty(tokens, 32, head_dim, dtype=torch.bfloat16, device=META)
         k = torch.empty(4, 16, 8, head_dim, dtype=cache, device=META)
-        table = torch.empty(1, 600, dtype=torch.int32, device=META)
+        table = torch.empty(1, width, dtype=torch.int32, device=META)
         bounds, context = (torch.empty(n, dtype=torch.int32, device=META) for n in (2, 1))
         with on_gpu():
             return prefill_attention(q, k, k, table, bounds, context, deterministic=deterministic)
@@ -151,7 +151,8 @@ def test_the_kernel_that_is_chosen(monkeypatch):
     assert chosen(8192, deterministic=True) == chosen(511) == chosen(8192, head_dim=256) == "groups"
     assert chosen(8192, deterministic=True, cache=E4M3) == chosen(511, cache=E4M3) == "groups"
     assert chosen(8192) == chosen(8192, cache=E4M3) == "flat, gathered True"
-    assert chosen(8192, tma=False) == "flat, gathered False"
+    assert chosen(8192, tma=False) == chosen(1000) == "flat, gathered False"
+    assert chosen(600, width=40) == "groups", "launches take longer"
     assert chosen(8192, tma=False, cache=E4M3) == "groups"
 
 
@@ -166,7 +167,7 @@ def test_gpu_long_chunk_is_brute_force(num_heads, num_kv_heads, fp8):
     if fp8:
         k, v, *scales = quantised(k, v)
     q = torch.randn(1500, num_heads, 128, dtype=torch.bfloat16)
-    assert flat.flat_tiles_pay(q.cuda(), 1)
+    assert flat.flat_tiles_pay(q.cuda(), 1, 8192)
     moved = (t.cuda() for t in (q, k, v, table, *chunks([1500], [6001]), *scales))
     out = prefill_attention(*moved, deterministic=False).cpu()
     if fp8:

@@ -81,10 +81,11 @@ def choose_tile(num_rows: int, width: int) -> Tile:
     """
     narrow = width < 6144
     wide = width >= 16384
+    one_round = width <= 32 * PROCESSORS
     if num_rows <= 16:
-        return Tile(16, 32, 512, 4, 4) if narrow else Tile(16, 64, 256, 4, 4)
+        return Tile(16, 32, 512, 4, 4) if one_round else Tile(16, 64, 256, 4, 4)
     if num_rows <= 64:
-        if width <= 32 * PROCESSORS:
+        if one_round:
             return Tile(64, 32, 128, 4, 6)
         if wide and num_rows <= 32:
             return Tile(32, 32, 256, 4, 3)

@@ -26,7 +26,7 @@ MAX_ROWS = 16
 OWN_KEYS_GROUPS = 4
 # The same where all nodes of a tree share the keys of the groups before theirs, which are read once.
 FAR_ROWS = 64
-# Of these, those up to which a program that walks its whole row is faster than others that read keys again.
+# The same of a program that walks its whole row: with twice as many it takes twice as long.
 FOLDED_FAR_ROWS = 32
 
 
@@ -147,8 +147,7 @@ def plan_attention(
     """Returns how a call is cut up; with `launch`, by as many programs a row as it says.
 
     Timed on an H200 with 32 query and 8 KV heads of 128, up to 64 rows of 5 to 16 nodes and 400 to 4,300
-    keys: sharing rows pays while their programs leave half the GPU free, folding while tiles are small enough
-    to be fast.
+    keys: sharing rows pays while their programs leave half the GPU free.
     """
     padded_gqa = next_power_of_2(num_heads // num_kv_heads)
 
@@ -158,12 +157,11 @@ def plan_attention(
     # attention_tiles.py says why not over E4M3.
     far = far_rows(num_queries, padded_gqa, max_groups) if tree and not fp8 else 0
     if far:
-        own = Plan(rows_per_program(num_queries, padded_gqa, own_keys=True), Launch(1, stages=3), far)
-        share = launch.programs > 1 if launch else 2 * tiles(far) <= processors
-        if share:
-            return replace(own, far=far_launch(processors, tiles(far), max_groups))
-        if launch or far <= FOLDED_FAR_ROWS:
-            return replace(own, far=folding_far_launch(processors, tiles(far)))
+        own = Plan(rows_per_program(num_queries, padded_gqa, own_keys=True), Launch(1, stages=3))
+        if launch.programs > 1 if launch else 2 * tiles(far) <= processors:
+            return replace(own, far_rows=far, far=far_launch(processors, tiles(far), max_groups))
+        far = max(padded_gqa, min(far, FOLDED_FAR_ROWS))
+        return replace(own, far_rows=far, far=folding_far_launch(processors, tiles(far)))
     rows = rows_per_program(num_queries, padded_gqa, own_keys=tree and max_groups <= OWN_KEYS_GROUPS)
     return Plan(rows, launch or default_launch(processors, tiles(rows), max_groups))
 

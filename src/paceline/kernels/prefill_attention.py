@@ -226,7 +226,8 @@ def prefill_attention(
     inputs = q_THD, k_cache, v_cache, block_table_SB, cu_seqlens, context_len_S
     if not q_THD.is_cuda:
         return prefill_attention_reference(*inputs, k_scale_H, v_scale_H)
-    if not deterministic and flat_tiles_pay(q_THD, len(context_len_S)):
+    keys = block_table_SB.shape[1] * k_cache.shape[1]
+    if not deterministic and flat_tiles_pay(q_THD, len(context_len_S), keys):
         gathered = gathering_pays(q_THD, k_cache, block_table_SB)
         if gathered or k_cache.dtype != E4M3:
             return flat_attention_triton(*inputs, k_scale_H, v_scale_H, gathered)

@@ -44,13 +44,14 @@ WARPS = 8
 STAGES = 3
 # Keys of a tile, as many as registers hold.
 FLAT_TILE = 128
-# Tokens of a sequence, on average, from which on flat tiles pay: a prompt's last one is half empty.
+# Tokens of a sequence, on average, from which on flat tiles may pay: a prompt's last one is half empty.
 FLAT_TOKENS = 512
-# (query, head of the group) pairs of a sequence, on average, from which on gathering pays. A judgement, not a
-# measurement: gathering reads and writes every key once, and what TMA saves grows with the pairs that see the
-# key. From the prototype's rates and an H200's memory both are equal at 700 pairs, or at twice as many where
-# a chunk has no context and sees half of its keys.
-GATHER_ROWS = 2048
+# (query, key) pairs of a head that a chunk may have, from which on they do, and from which on gathering does.
+# Below, launches take the time. H200, 32 query and 8 KV heads of 128, ms of the deterministic kernel,
+# pointers, gathered: 512 tokens 0.08, 0.14, 0.26; 8 times 1,024 0.33, 0.31, 0.32; 512 behind 30,000 0.86,
+# 0.62, 0.54.
+FLAT_PAIRS = 4 << 20
+GATHER_PAIRS = 12 << 20
 # The most bytes that gathered keys and values may take; what is more is read through the table.
 GATHERED_BYTES = 512 << 20
 # Tokens that one program gathers.
@@ -58,12 +59,16 @@ GATHER_TOKENS = 64
 GATHER_WARPS = 4
 
 
-def flat_tiles_pay(q_THD: torch.Tensor, sequences: int) -> bool:
-    """Returns whether chunks are long, and flat tiles fit shared memory with as many stages as others."""
+def flat_tiles_pay(q_THD: torch.Tensor, sequences: int, keys: int) -> bool:
+    """Returns whether a chunk is long, with up to `keys` of each sequence, and flat tiles fit.
+
+    That is, shared memory holds as many stages as of others.
+    """
     row_bytes = q_THD.shape[-1] * q_THD.itemsize
     limit = shared_memory(q_THD.device)
     stages = fitting_stages(STAGES, 2 * FLAT_TILE * row_bytes, QUERY_ROWS * row_bytes, limit)
-    return stages == STAGES and len(q_THD) >= FLAT_TOKENS * sequences
+    long = len(q_THD) >= FLAT_TOKENS * sequences and len(q_THD) * keys >= FLAT_PAIRS
+    return stages == STAGES and long
 
 
 def gathering_pays(q_THD: torch.Tensor, k_cache: torch.Tensor, block_table_SB: torch.Tensor) -> bool:
@@ -71,16 +76,15 @@ def gathering_pays(q_THD: torch.Tensor, k_cache: torch.Tensor, block_table_SB: t
 
     Chunks over an E4M3 cache do whenever they can: without, flat tiles are not for them.
     """
-    num_tokens, num_heads, head_dim = q_THD.shape
     sequences, table_width = block_table_SB.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    taken = gathered_bytes(sequences, table_width * block_size, num_kv_heads, head_dim, q_THD.itemsize)
-    many = num_tokens * (num_heads // num_kv_heads) >= GATHER_ROWS * sequences
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    keys = table_width * block_size
+    taken = gathered_bytes(sequences, keys, num_kv_heads, head_dim, q_THD.itemsize)
     return (
         q_THD.itemsize == 2
         and has_tma(q_THD.device)
         and taken <= GATHERED_BYTES
-        and (many or k_cache.dtype == E4M3)
+        and (len(q_THD) * keys >= GATHER_PAIRS or k_cache.dtype == E4M3)
     )
 
 
