@@ -172,7 +172,7 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved):
         wanted = [text for text in drafter._texts if text.tokens in drafter.tap.wanted]
         return sum(text.loss_tokens for text in wanted)
 
-    one_step = 2 * drafter.learning.slice_rows
+    one_step = 2 * drafter.learning.passage_rows
     assert one_step <= asked_for() < one_step + 40
     learned = drafter.follow(1, {}, step_seconds=1e6)["drafter/tokens"]
     assert learned > one_step - 40, "time for all that was planned"

@@ -85,13 +85,13 @@ def test_a_passage_that_nobody_sampled_is_left_out():
 def test_slices_are_small_and_none_is_lost(policy):
     learning = learning_of(policy)
     texts = [example(text(4, n, seed=n)) for n in (200, 20, 20, 65, 3)]
-    parts = learning.cut([p for e in texts for p in passages(e, learning.slice_rows)])
+    parts = learning.cut([p for e in texts for p in passages(e, learning.passage_rows)])
     assert all(sum(p.stop - p.start for p in part) <= SLICE_ROWS["cpu"] for part in parts)
     assert sum(p.stop - p.start for part in parts for p in part) == 308
     learning.token_budget = 130  # padded to the longest text of a slice
     assert all(
         len(part) * max(4 + p.stop for p in part) <= 130 or len(part) == 1
-        for part in learning.cut([p for e in texts for p in passages(e, learning.slice_rows)])
+        for part in learning.cut([p for e in texts for p in passages(e, learning.passage_rows)])
     )
 
 

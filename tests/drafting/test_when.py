@@ -7,11 +7,15 @@ import pytest
 from paceline.drafting.when import PATIENCE, TRIAL_ROLLOUTS, AutoMonitor, DriftMonitor, TimeBudget
 
 
-def learns(monitor, chances: list[float], drafts: int, seed: int = 0) -> list[bool]:
+def learns(monitor, chances: list[float], drafts: int, seed: int = 0, updates: bool = True) -> list[bool]:
     """What it says of rollouts in which each draft's first token is accepted with these chances."""
     rng = random.Random(seed)
-    shares = [sum(rng.random() < chance for _ in range(drafts)) / drafts for chance in chances]
-    return [monitor.update(share, drafts) for share in shares]
+    said = []
+    for chance in chances:
+        said.append(monitor.update(sum(rng.random() < chance for _ in range(drafts)) / drafts, drafts))
+        if updates and isinstance(monitor, AutoMonitor):
+            monitor.note_update()
+    return said
 
 
 @pytest.mark.parametrize("drafts", [32, 200, 2000])
@@ -54,6 +58,13 @@ def test_auto_goes_on_while_acceptance_rises_and_begins_again_after_a_fall():
     assert not all(learns(auto, [0.6] * 10, 5000)), "it has settled"
     assert not any(learns(auto, [0.6] * 6, 5000))
     assert learns(auto, [0.55, 0.56], 5000) == [True, True]
+
+
+def test_auto_concludes_nothing_from_a_trial_without_an_update():
+    """A budget that saves up for one update over many steps has not been tried yet."""
+    auto = AutoMonitor()
+    assert all(learns(auto, [0.5] * 6 * TRIAL_ROLLOUTS, 5000, updates=False))
+    assert not all(learns(auto, [0.5] * 2 * TRIAL_ROLLOUTS, 5000))
 
 
 def test_time_is_granted_by_steps_saved_up_and_paid_back():

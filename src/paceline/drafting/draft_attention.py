@@ -55,9 +55,14 @@ def make_prefix(
     tokens: PackedAttention, rows: PackedAttention, positions_R: torch.Tensor, step: int, dtype: torch.dtype
 ) -> Prefix:
     """Returns the prefix attention of a step; `rows` packs the queries and `tokens` the keys."""
-    if positions_R.device.type != "cpu" and dtype in (torch.bfloat16, torch.float16):
+    if has_flash(positions_R.device.type, dtype):
         return FlashPrefix(tokens.lengths, rows.lengths, step, positions_R.device)
     return BlockedPrefix(tokens, rows, positions_R, step)
+
+
+def has_flash(device: str, dtype: torch.dtype) -> bool:
+    """Returns whether the prefix is computed by a flash kernel, which needs no padding."""
+    return device != "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
 class FlashPrefix:

@@ -55,7 +55,12 @@ class HeadFollower(ABC):
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Goes on from these weights, and publishes them."""
         restore(self.head, weights)
+        self.publish(version)
+
+    def publish(self, version: int) -> None:
+        """Hands the head over as it is now."""
         self.publisher.publish(version)
+        self.auto.note_update()
 
     def head_to_keep(self) -> EagleHead:
         """Returns the head in the policy's own type, for a folder."""

@@ -115,7 +115,7 @@ class OnlineDrafter(HeadFollower):
                 self._rest()
         self.buffer.shrink()
         if self._reports:
-            self.publisher.publish(step)
+            self.publish(step)
         self._tokens = self._tokens_of(self._learned_tokens)
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
@@ -130,7 +130,9 @@ class OnlineDrafter(HeadFollower):
         """
         if self._reports or self.spent.idle or len(self._slice_seconds) < 3:
             return False
-        return self.config.batch * statistics.median(self._slice_seconds) > REACH * granted
+        rows = self.config.batch * self.learning.passage_rows
+        slices = max(1.0, rows / self.learning.slice_rows)
+        return slices * statistics.median(self._slice_seconds) > REACH * granted
 
     def _rest(self) -> None:
         self.learning.abandon()
@@ -152,7 +154,7 @@ class OnlineDrafter(HeadFollower):
         """
         if self.config.when != "auto":
             return self.config.tokens
-        return min(self.config.tokens, max(2 * learned, self.config.batch * self.learning.slice_rows))
+        return min(self.config.tokens, max(2 * learned, self.config.batch * self.learning.passage_rows))
 
     @property
     def has_work(self) -> bool:
@@ -185,7 +187,7 @@ class OnlineDrafter(HeadFollower):
 
     def plan(self, order: str, examples: Sequence[Example], tokens: int) -> None:
         """Plans work of so many response tokens: passages of these texts, in an order of their own."""
-        chosen = [p for e in examples for p in passages(e, self.learning.slice_rows)]
+        chosen = [p for e in examples for p in passages(e, self.learning.passage_rows)]
         random.Random(f"{self.seed}/{order}").shuffle(chosen)
         kept = []
         for passage in chosen:  # one text alone may be longer than what a step learns from
@@ -222,11 +224,15 @@ class OnlineDrafter(HeadFollower):
             self._halve_budget()
 
     def _note(self, report: HeadStep | None, seconds: float, idle: bool) -> None:
+        first = not self._slice_seconds
+        self._slice_seconds.append(seconds)
         if idle:
             self.spent.idle += seconds
+        elif first:
+            # It sets libraries up: reported, but no debt that the next slices would have to wait for.
+            self.spent.displaced += seconds
         else:
             self._displace(seconds)
-        self._slice_seconds.append(seconds)
         if report is not None:
             self._reports.append(report)
             self._learned_tokens += int(report.tokens)
@@ -249,10 +255,11 @@ class OnlineDrafter(HeadFollower):
     @torch.no_grad()
     def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float:
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` new passages."""
-        rows = self.learning.slice_rows
         newest = [e for e in self.buffer if e.states is not None]
-        chosen = [p for e in newest for p in passages(e, rows)][:count]
-        overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
+        chosen = [p for e in newest for p in passages(e, self.learning.passage_rows)][:count]
+        overlaps = [
+            compare_rows(self.policy, head, *self.learning.inputs(part)) for part in self.learning.cut(chosen)
+        ]
         return statistics.mean(overlaps) if overlaps else 0.0
 
     def _judge(self, head: EagleHead) -> float:

@@ -91,4 +91,5 @@ def _auto(counters: Mapping[str, float]) -> AutoMonitor:
         counters["accepted_before"],
         counters["drafts_before"],
         _drift(_below(counters, "drift.")),
+        int(counters.get("updates", 0)),
     )

@@ -101,7 +101,7 @@ class RemoteOnlineDrafter(HeadFollower):
         rolled_back = self.publisher.settle(step, lambda head: self.trainers.quality(snapshot(head)))
         if learned.weights and not rolled_back:  # what began from a worse head goes with it
             restore(self.head, learned.weights)
-            self.publisher.publish(step)
+            self.publish(step)
         displaced = learned.waited + time.perf_counter() - began
         return {
             "drafter/updates": float(learned.updates),

@@ -1,6 +1,6 @@
 """A head's optimiser steps in slices: each a few milliseconds of work, and learning can end after any.
 
-    passages ──▶ optimiser steps of `batch` passages ──▶ slices of at most SLICE_ROWS tokens
+    passages ──▶ optimiser steps of `batch` passages ──▶ slices of at most `slice_rows` tokens
                                                           │ one at a time, by whoever has time
                      gradients add up over slices ◀───────┘ the last slice of a step updates the head
 
@@ -14,16 +14,21 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.drafting.draft_attention import has_flash
 from paceline.drafting.examples import Example, Passage
 from paceline.drafting.training import HeadStep, HeadTrainer
 from paceline.learning.batch import pack
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextCapture, TextPlace, TextStates
 
-# Response tokens of a slice, by device; a passage is never longer.
-SLICE_ROWS = {"cpu": 64, "cuda": 256, "meta": 256}
+# Response tokens of a passage at most, by device.
+PASSAGE_ROWS = {"cpu": 64, "cuda": 256, "meta": 256}
+# Response tokens of a slice. On a GPU a few rows take as long as these: the time is that of launches.
+SLICE_ROWS = {"cpu": 64, "cuda": 4096, "meta": 4096}
 # Tokens of a slice with all the text before them and padding; a longer text is a slice of its own.
-SLICE_TOKENS = {"cpu": 2048, "cuda": 16384, "meta": 16384}
+SLICE_TOKENS = {"cpu": 2048, "cuda": 32768, "meta": 32768}
+# The hidden size up to which these are meant: with a larger one a token takes more time and memory.
+SLICE_HIDDEN = 2048
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,19 @@ class SlicedLearning:
         self.policy = policy
         self.trainer = trainer
         self.batch = batch
-        self.slice_rows = SLICE_ROWS[policy.device.type]
-        self.token_budget = SLICE_TOKENS[policy.device.type]
+        device = policy.device.type
+        share = max(1, policy.config.hidden_size // SLICE_HIDDEN)
+        self.slice_rows = SLICE_ROWS[device] // share
+        self.token_budget = SLICE_TOKENS[device] // share
+        self.pads = not has_flash(device, policy.dtype)  # texts of a slice to the longest
         self.gives_up = False  # a slice that is to stop midway is made again, and the next one later
         self.work: deque[Slice] = deque()
         self.rebuilt = 0  # texts whose states had to be computed
+
+    @property
+    def passage_rows(self) -> int:
+        """Response tokens of a passage at most."""
+        return min(PASSAGE_ROWS[self.policy.device.type], self.slice_rows)
 
     def plan(self, passages: Sequence[Passage]) -> None:
         """Puts optimiser steps of these passages, in this order, in place of those that are not begun."""
@@ -61,21 +74,18 @@ class SlicedLearning:
             self.work.extend(Slice(part, part is parts[-1]) for part in parts)
 
     def cut(self, passages: Sequence[Passage]) -> list[list[Passage]]:
-        """Cuts passages, longest text first, into slices that fit when all are padded to the first."""
+        """Cuts passages, longest text first, into slices that fit, padded to the first where texts are."""
         parts: list[list[Passage]] = []
-        rows = 0
-        for passage in sorted(passages, key=lambda p: -(p.example.sequence.prompt_length + p.stop)):
+        rows = tokens = 0
+        for passage in sorted(passages, key=lambda p: -_text(p)):
             size = passage.stop - passage.start
-            longest = _text(parts[-1][0]) if parts else 0
-            if (
-                not parts
-                or (len(parts[-1]) + 1) * longest > self.token_budget
-                or rows + size > self.slice_rows
-            ):
+            longest = _text(parts[-1][0] if parts and self.pads else passage)
+            if not parts or tokens + longest > self.token_budget or rows + size > self.slice_rows:
                 parts.append([])
-                rows = 0
+                rows = tokens = 0
             parts[-1].append(passage)
             rows += size
+            tokens += longest
         return parts
 
     def slices(self, should_stop: Callable[[], bool]) -> Iterator[HeadStep | None]:

@@ -77,6 +77,11 @@ class AutoMonitor:
     accepted_before: float = 0.0
     drafts_before: float = 0.0
     drift: DriftMonitor = field(default_factory=DriftMonitor)
+    updates: int = 0  # of the head, in the trial at hand
+
+    def note_update(self) -> None:
+        """Takes in that the head was replaced by one that has learned."""
+        self.updates += 1
 
     def update(self, share: float, drafts: int) -> bool:
         """Takes in a rollout's share of accepted first tokens; returns whether the head should learn now."""
@@ -88,12 +93,14 @@ class AutoMonitor:
         self.drafts += drafts
         self.rollouts += 1
         if self.rollouts == TRIAL_ROLLOUTS:
+            if self.drafts_before and not self.updates:
+                self._count_anew()  # of a head that did not learn, nothing follows
+                return True
             self.learning = not self.drafts_before or self._risen()
             if not self.learning:
                 self.drift = DriftMonitor()
             self.accepted_before, self.drafts_before = self.accepted, self.drafts
-            self.accepted = self.drafts = 0.0
-            self.rollouts = 0
+            self._count_anew()
         return self.learning
 
     def rest(self) -> None:
@@ -104,8 +111,12 @@ class AutoMonitor:
 
     def _begin(self) -> None:
         self.learning = True
-        self.accepted = self.drafts = self.accepted_before = self.drafts_before = 0.0
-        self.rollouts = 0
+        self.accepted_before = self.drafts_before = 0.0
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        self.accepted = self.drafts = 0.0
+        self.rollouts = self.updates = 0
 
     def _risen(self) -> bool:
         before, now = self.accepted_before / self.drafts_before, self.accepted / self.drafts

@@ -15,6 +15,7 @@ from paceline.drafting.factory import DrafterFactory, FolderHeads, HeadSource
 from paceline.drafting.online import OnlineDrafter, make_online
 from paceline.drafting.recorder import RecorderShape
 from paceline.drafting.run_drafter import record_bytes
+from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.training import teacher_states
 from paceline.engine.lengths import Lengths
 from paceline.learning.batch import MicroBatch, pack
@@ -65,7 +66,6 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
     head: EagleHead = online.head
     for parameter in head.parameters():
         parameter.grad = torch.empty_like(parameter)
-    batch = _largest_batch(online, length)
     known = [
         *policy.parameters(),
         *policy.buffers(),
@@ -74,17 +74,28 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
         *head.buffers(),
         head.rope_table,
     ]
-    with MemoryTracker([*known, *(parameter.grad for parameter in head.parameters())]) as memory:
-        online.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+    known += [parameter.grad for parameter in head.parameters()]
+    peaks = []
+    for texts, text_length in _largest_slices(online.learning, length):
+        batch = _batch(online.learning, texts, text_length)
+        with MemoryTracker(known) as memory:
+            online.trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
+        peaks.append(memory.peak)
     online.trainer.discard()
-    return memory.peak
+    return max(peaks)
 
 
-def _largest_batch(online: OnlineDrafter, length: int) -> MicroBatch:
-    """Returns texts of a request's length, as many as a slice takes, that are learned from at their ends."""
-    learning = online.learning
+def _largest_slices(learning: SlicedLearning, length: int) -> list[tuple[int, int]]:
+    """Returns numbers of texts and their lengths: a request's, and one with as many passages as fit."""
     texts = max(1, learning.token_budget // length)
-    rows = max(1, min(length - 1, learning.slice_rows // texts))
+    short = min(length, 2 * learning.passage_rows)
+    passages = max(1, min(learning.slice_rows // learning.passage_rows, learning.token_budget // short))
+    return [(texts, length), (passages, short)]
+
+
+def _batch(learning: SlicedLearning, texts: int, length: int) -> MicroBatch:
+    """Returns a slice of texts of one length that are learned from at their ends."""
+    rows = max(1, min(length - 1, learning.passage_rows, learning.slice_rows // texts))
     whole = one_response_sequence(length)
     end = replace(
         whole,
