@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
+from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
+from paceline.drafting.examples import TOKEN_BYTES
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
 from paceline.drafting.online import OnlineDrafter, longest_texts
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
@@ -161,8 +163,58 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
             assert drafter.due, "it drifted"
 
 
-def test_auto_asks_for_the_states_that_it_has_time_for(moved):
+def test_states_are_kept_of_more_texts_than_are_learned_from(moved):
+    """Four times as many tokens, if the buffer holds those of two steps; passages come from all of them."""
+    policy, head = moved
+    groups = groups_of(policy, 8)
+    token_bytes = TOKEN_BYTES + 4 * policy.config.hidden_size * (len(head.config.captured_layers) + 1)
+    for room, texts in ((1000, 4), (80, 2), (10, 1)):
+        own = online(policy, head, unroll=1, batch=1, tokens=40, buffer_gb=2 * room * token_bytes / 1e9)
+        own.expect(groups)
+        assert len(own._texts) == texts
+    drafter = online(policy, head, unroll=1, batch=1, tokens=40)
+    planned = []
+    drafter.learning.plan = lambda chosen: planned.extend(chosen)
+    for step in range(1, 9):
+        drafter.expect(groups)
+        states = {text.tokens: states_of(drafter, text) for text in drafter._texts}
+        drafter.follow(step, states)
+    assert len({passage.example.sequence.tokens for passage in planned}) > 2, "not the longest one alone"
+
+
+def states_of(drafter: OnlineDrafter, text) -> TextStates:
+    hidden = drafter.policy.config.hidden_size
+    layers = len(drafter.head.config.captured_layers)
+    return TextStates(
+        torch.zeros(len(text.loss_mask), hidden), (torch.zeros(len(text.tokens), hidden),) * layers
+    )
+
+
+def test_what_is_published_is_the_mean_of_the_newest_weights(moved):
+    policy, head = moved
+    drafter, groups = online(policy, head, unroll=1, batch=1), groups_of(policy, 8)
+    masters = drafter.trainer.optimiser.masters()
+    seen = []
+    update = drafter.average.update
+    drafter.average.update = lambda now: (seen.append(now["fc.weight"].clone()), update(now))
+    follow(drafter, 1, groups)
+    assert len(seen) >= 8
+    expected = seen[0]
+    for count, weight in enumerate(seen[1:], 2):
+        expected = expected + (weight - expected) * max(4 / (count + 3), 1 / 32)
+    published = drafter.publisher.current.weights["fc.weight"]
+    torch.testing.assert_close(published, expected)
+    assert not torch.equal(published, masters["fc.weight"]), "from which training goes on"
+    kept = dict(drafter.head_to_keep().named_parameters())
+    assert torch.equal(kept["fc.weight"], published), "and what a folder gets"
+    drafter.take_head(drafter.publisher.current.weights, 2)
+    assert drafter.average.updates == 0
+    assert torch.equal(drafter.average.mean["fc.weight"], masters["fc.weight"]), "a new start"
+
+
+def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
     """Of 320 tokens those of one optimiser step, more after it has learned from those; all with `always`."""
+    monkeypatch.setattr(online_module, "SPREAD", 1)
     policy, head = moved
     groups = groups_of(policy, 8)
     drafter = online(policy, head, when="auto", unroll=1, batch=2)
@@ -328,6 +380,7 @@ def test_its_state_is_all_there_is(dtype):
     assert all(
         torch.equal(a, b) for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True)
     )
+    assert all(torch.equal(mean, second.average.mean[name]) for name, mean in first.average.mean.items())
 
 
 def test_of_an_early_checkpoint_the_head_is_used(moved):

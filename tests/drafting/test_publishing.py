@@ -95,7 +95,7 @@ def test_nothing_that_is_published_shares_memory(policy, head):
     publisher = HeadPublisher(trained, engine, print)
     with torch.no_grad():
         trained.head.weight += 1
-    publisher.publish(1)
+    publisher.publish(1, snapshot(publisher.head))
     sent = publisher.current.weights.values()
     for others in (trained.parameters(), head.parameters(), policy.parameters()):
         assert not storages(sent) & storages(others)
@@ -103,7 +103,7 @@ def test_nothing_that_is_published_shares_memory(policy, head):
     with torch.no_grad():
         trained.head.weight += 1
     assert not torch.equal(head.head.weight, trained.head.weight), "until it is published again"
-    publisher.publish(2)
+    publisher.publish(2, snapshot(publisher.head))
     assert torch.equal(head.head.weight, trained.head.weight)
 
 
@@ -128,7 +128,7 @@ def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now
     publisher.observe(0.80, 5000)
     with torch.no_grad():
         trained.norm.weight *= 2
-    publisher.publish(1)
+    publisher.publish(1, snapshot(publisher.head))
     publisher.observe(0.79, 400)
     assert not publisher.suspect and not publisher.settle(2, quality), "chance"
     publisher.observe(0.60, 5000)

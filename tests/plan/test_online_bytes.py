@@ -58,7 +58,8 @@ def test_a_pass_is_that_of_a_real_drafter(overrides, dtype):
     recorder = StateRecorder(recorded, 4, policy.device)
     assert recorder.record_CNLE.nbytes == recorded.bytes > 0
     moments = sum(tensor.nbytes for tensor in optimiser.state().values())
-    assert planned.optimiser == weights + moments + recorded.bytes
+    average = sum(mean.nbytes for mean in drafter.average.mean.values())
+    assert planned.optimiser == weights + moments + average + recorded.bytes
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     batch = pack([ending(64, 16)] * 3, policy.device)
@@ -109,7 +110,9 @@ def test_no_slice_holds_more_than_the_one_that_is_watched(overrides):
     def peak(lengths: list[int]) -> int:
         largest = 0
         texts = [Example(one_response_sequence(length), 1, 0) for length in lengths]
-        cut = drafter.learning.cut([p for text in texts for p in passages(text, drafter.learning.slice_rows)])
+        cut = drafter.learning.cut(
+            [p for text in texts for p in passages(text, drafter.learning.passage_rows)]
+        )
         for part in cut:
             batch = pack([passage.sequence for passage in part], policy.device)
             with (

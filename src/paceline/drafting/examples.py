@@ -87,6 +87,16 @@ class ExampleBuffer:
             chosen.append(example)
         return chosen
 
+    def offered(self, tokens: int) -> list[Example]:
+        """Returns what to learn `tokens` from: all that has states and, if too little, the longest others."""
+        ready = [example for example in self.examples if example.states is not None]
+        missing = tokens - sum(example.sequence.loss_tokens for example in ready)
+        if missing <= 0:
+            return ready
+        rest = ExampleBuffer(self.max_bytes)
+        rest.examples = [example for example in self.examples if example.states is None]
+        return ready + rest.longest(missing)
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, torch.Tensor]:

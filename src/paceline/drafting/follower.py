@@ -13,7 +13,7 @@ import torch
 from paceline.config import OnlineDrafterConfig
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.publishing import Drafting, HeadPublisher, restore
+from paceline.drafting.publishing import Drafting, HeadPublisher, restore, snapshot
 from paceline.drafting.when import AutoMonitor, DriftMonitor
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -59,13 +59,18 @@ class HeadFollower(ABC):
 
     def publish(self, version: int) -> None:
         """Hands the head over as it is now."""
-        self.publisher.publish(version)
+        self.publisher.publish(version, self.weights())
         self.auto.note_update()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the weights that are worth drafting with, on the host."""
+        return snapshot(self.head)
 
     def head_to_keep(self) -> EagleHead:
         """Returns the head in the policy's own type, for a folder."""
-        dtype = self.policy.dtype
-        return self.head if self.head.fc.weight.dtype == dtype else copy.deepcopy(self.head).to(dtype)
+        head = copy.deepcopy(self.head)
+        restore(head, self.weights())
+        return head.to(self.policy.dtype)
 
     # -- the order of a step ----------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     learner's forward ──states──┐                                    ┌── while rewards are computed
     engine's steps ────states───┼──▶ buffer ──▶ slices of learning ◀─┼── after the update, within a budget
     rollout ──the longest texts─┘                     │              └── `work`: whoever else has time
-                                                 own copy of the head ──publish──▶ engine
+                                      own copy of the head ──mean of the newest──publish──▶ engine
 
 States come from passes that happen anyway; texts that no pass left any for are run once more. Under shared
 noise nothing of it can change a completion, gradients end at the head, and the engine's head is written by
@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from paceline.config import Config, ConfigError, OnlineDrafterConfig
+from paceline.drafting.averaging import WeightAverage
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.examples import Example, ExampleBuffer, passages
+from paceline.drafting.examples import STEPS_KEPT, TOKEN_BYTES, Example, ExampleBuffer, passages
 from paceline.drafting.follower import HeadFollower
-from paceline.drafting.publishing import Drafting
+from paceline.drafting.publishing import Drafting, restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
@@ -36,6 +37,11 @@ from paceline.types import Completion, Group
 
 # Passages along which two versions of a head are compared.
 COMPARED_PASSAGES = 8
+# Updates over which the learning rate rises. There may be one a step: until the moments say something.
+WARMUP_UPDATES = 4
+# Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
+# them: passages of few texts are much alike.
+SPREAD = 4
 
 
 @dataclass
@@ -61,9 +67,14 @@ class OnlineDrafter(HeadFollower):
         super().__init__(policy, head, config, warn, drafting)
         self.seed = seed
         training = HeadTraining(
-            lr=config.lr, schedule="constant", unroll=config.unroll, batch_sequences=config.batch
+            lr=config.lr,
+            schedule="constant",
+            unroll=config.unroll,
+            batch_sequences=config.batch,
+            warmup=WARMUP_UPDATES,
         )
         self.trainer = HeadTrainer(policy, self.head, training)
+        self.average = WeightAverage(self.trainer.optimiser.masters())
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
         self.tap = StateTap(self.head.config.captured_layers)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
@@ -80,8 +91,15 @@ class OnlineDrafter(HeadFollower):
 
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
-        self._texts = longest_texts(groups, self._tokens)
+        self._texts = longest_texts(groups, max(self._tokens, min(SPREAD * self._tokens, self._room)))
         self.tap.choose(self._texts if self.due else [])
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a step whose states fit the buffer, beside as many of the step before."""
+        layers = len(self.head.config.captured_layers) + 1
+        token_bytes = TOKEN_BYTES + layers * self.policy.config.hidden_size * self.policy.dtype.itemsize
+        return self.buffer.max_bytes // (STEPS_KEPT * token_bytes)
 
     @property
     def needs_memory(self) -> bool:
@@ -105,9 +123,9 @@ class OnlineDrafter(HeadFollower):
         self._texts = []
         self.buffer.add(step, examples)
         if self.publisher.settle(step, self._judge):
-            self.trainer.restart()
+            self._restart()
         elif self.due:
-            self.plan(str(step), self.buffer.longest(self._tokens), self._tokens)
+            self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
             self.budget.grant(step_seconds)
             within_budget = self.config.when == "auto"
             self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
@@ -235,6 +253,7 @@ class OnlineDrafter(HeadFollower):
             self._displace(seconds)
         if report is not None:
             self._reports.append(report)
+            self.average.update(self.trainer.optimiser.masters())
             self._learned_tokens += int(report.tokens)
 
     def _displace(self, seconds: float) -> None:
@@ -295,8 +314,20 @@ class OnlineDrafter(HeadFollower):
 
     def take_head(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Goes on from these weights with a new optimiser, and publishes them."""
-        super().take_head(weights, version)
+        restore(self.head, weights)
+        self._restart()
+        self.publish(version)
+
+    def _restart(self) -> None:
         self.trainer.restart()
+        self.average.restart(self.trainer.optimiser.masters())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the mean of the newest weights in the head's type, on the host."""
+        if self.head.fc.weight.is_meta:
+            return {}
+        dtype = self.head.fc.weight.dtype
+        return {name: mean.to("cpu", dtype, copy=True) for name, mean in self.average.mean.items()}
 
 
 def make_online(

@@ -29,7 +29,9 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
             "steps": online.trainer.optimiser.steps,
             "slice_rows": online.learning.slice_rows,
             "token_budget": online.learning.token_budget,
+            "averaged": online.average.updates,
         }
+        own |= {f"average.{name}": mean for name, mean in online.average.mean.items()}
         own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
     own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
@@ -39,7 +41,8 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     """Restores what `online_state` returned, wherever the head learned then, and publishes the head."""
     own = _below(tensors, PREFIX)
     counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
-    online.take_head(_below(own, "head."), int(counters["version"]))
+    head, average = _below(own, "head."), _below(own, "average.")
+    online.take_head(average or head, int(counters["version"]))
     online.due = bool(counters["due"])
     online.drift = _drift(_below(counters, "drift."))
     online.auto = _auto(_below(counters, "auto."))
@@ -48,6 +51,10 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     if "steps" not in counters:
         online.warn("the eagle head learned in replicas: its optimiser and its examples begin anew")
         return
+    if average:
+        online.average.restart(average)
+        online.average.updates = int(counters["averaged"])
+        online.trainer.optimiser.load_masters(head)
     online.trainer.optimiser.load_state(own, int(counters["steps"]))
     online.learning.slice_rows = int(counters["slice_rows"])
     online.learning.token_budget = int(counters["token_budget"])

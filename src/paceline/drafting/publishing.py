@@ -48,12 +48,12 @@ class HeadPublisher:
         self.suspect = False
         self.rollbacks = 0
 
-    def publish(self, version: int) -> None:
-        """Hands the head over as it is now."""
+    def publish(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        """Hands these weights over, which nobody else will change."""
         # What has not drafted yet is no measure for the next.
         if self.current.drafts:
             self.before = self.current
-        self.current = Published(version, snapshot(self.head))
+        self.current = Published(version, weights)
         self._send()
 
     def observe(self, share: float, drafts: int) -> None:
@@ -65,7 +65,7 @@ class HeadPublisher:
         )
 
     def settle(self, version: int, quality: Callable[[EagleHead], float]) -> bool:
-        """Rolls a suspect head back if the one before is better in `quality`; returns whether it was.
+        """Rolls a suspect head back if the one before is clearly better in `quality`; returns whether it was.
 
         `quality` says how well a head drafts along the newest texts.
         """
@@ -73,11 +73,14 @@ class HeadPublisher:
             return False
         self.suspect = False
         before, worse = self.before, self.current
-        present = snapshot(self.head)  # it may have learned since it was published
+        present = snapshot(self.head)  # not what was published: it may have learned since
+        restore(self.head, worse.weights)
         now = quality(self.head)
         restore(self.head, before.weights)
         then = quality(self.head)
-        if then <= now:  # the policy has become harder to draft for, the head has not become worse
+        if (
+            then <= now + TOLERANCE
+        ):  # the policy has become harder to draft for, the head has not become worse
             restore(self.head, present)
             self.before = None
             return False

@@ -30,7 +30,7 @@ from paceline.policy.decoder import Capture, Decoder
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
 # Tokens of a micro-batch, by device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-# Steps over which the learning rate rises at most; shorter trainings take a tenth of their steps.
+# Steps over which the learning rate rises at most.
 MAX_WARMUP_STEPS = 20
 
 
@@ -54,10 +54,12 @@ class HeadTraining:
     micro_batch_tokens: int = 0
     max_grad_norm: float = 1.0
     seed: int = 0
+    # Steps over which the learning rate rises. None: a tenth of `steps`, at most MAX_WARMUP_STEPS.
+    warmup: int | None = None
 
     def optimiser(self) -> LearningConfig:
         """Returns the optimiser's settings."""
-        warmup = min(MAX_WARMUP_STEPS, self.steps // 10)
+        warmup = min(MAX_WARMUP_STEPS, self.steps // 10) if self.warmup is None else self.warmup
         return LearningConfig(
             lr=self.lr,
             lr_schedule=self.schedule,

@@ -49,7 +49,11 @@ def online_bytes(policy: Decoder, config: Config, heads: HeadSource = FolderHead
     masters, moments, _ = optimiser_bytes(optimiser, parameters)
     length = Lengths.of(config, policy.config).request
     return OnlineBytes(
-        optimiser=copies + masters + moments + _recorded(policy, online, config, length),
+        optimiser=copies
+        + masters
+        + moments
+        + total_bytes(online.average.mean.values())
+        + _recorded(policy, online, config, length),
         training=gradients + _watch_pass(policy, online, length),
     )
 
