@@ -168,7 +168,7 @@ def test_states_are_kept_of_more_texts_than_are_learned_from(moved):
     policy, head = moved
     groups = groups_of(policy, 8)
     token_bytes = TOKEN_BYTES + 4 * policy.config.hidden_size * (len(head.config.captured_layers) + 1)
-    for room, texts in ((1000, 4), (80, 2), (10, 1)):
+    for room, texts in ((1000, 4), (95, 2), (85, 1), (10, 1)):  # of 46 tokens with their prompts
         own = online(policy, head, unroll=1, batch=1, tokens=40, buffer_gb=2 * room * token_bytes / 1e9)
         own.expect(groups)
         assert len(own._texts) == texts
@@ -212,6 +212,17 @@ def test_what_is_published_is_the_mean_of_the_newest_weights(moved):
     assert torch.equal(drafter.average.mean["fc.weight"], masters["fc.weight"]), "a new start"
 
 
+def test_auto_rests_where_a_debt_would_last_for_longer_than_a_trial(moved):
+    """One slice that took a thousand times what a step grants, and no idle time since."""
+    policy, head = moved
+    drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
+    follow(drafter, 1, groups, 1.0)
+    assert drafter.due
+    drafter.budget.credit = -10.0
+    follow(drafter, 2, groups, 1.0)
+    assert not drafter.due and not drafter.auto.learning
+
+
 def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
     """Of 320 tokens those of one optimiser step, more after it has learned from those; all with `always`."""
     monkeypatch.setattr(online_module, "SPREAD", 1)
@@ -229,7 +240,7 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
     learned = drafter.follow(1, {}, step_seconds=1e6)["drafter/tokens"]
     assert learned > one_step - 40, "time for all that was planned"
     assert asked_for() == 2 * learned > one_step
-    drafter.budget.credit = -1e9
+    drafter.budget.credit = -5e4  # of 1e4 a step
     drafter.follow(2, {}, step_seconds=1e6)
     assert one_step <= asked_for() < one_step + 40, "no time was left"
     drafter = online(policy, head, when="always", unroll=1, batch=2)

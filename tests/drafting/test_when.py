@@ -65,6 +65,9 @@ def test_auto_concludes_nothing_from_a_trial_without_an_update():
     auto = AutoMonitor()
     assert all(learns(auto, [0.5] * 6 * TRIAL_ROLLOUTS, 5000, updates=False))
     assert not all(learns(auto, [0.5] * 2 * TRIAL_ROLLOUTS, 5000))
+    late = AutoMonitor()
+    learns(late, [0.5] * TRIAL_ROLLOUTS + [0.4] * TRIAL_ROLLOUTS, 5000, updates=False)
+    assert learns(late, [0.45] * TRIAL_ROLLOUTS, 5000)[-1], "more than when nothing was learned last"
 
 
 def test_time_is_granted_by_steps_saved_up_and_paid_back():

@@ -70,8 +70,8 @@ def check(device, heads, rows, tile, gathered, fp8=False, dtype=torch.float32):
     "heads, rows, tile",
     [
         pytest.param((4, 2, 32), 16, 32, id="small"),
-        pytest.param((14, 2, 64), 64, 32, id="groups of 7"),
-        pytest.param((4, 2, 32), flat.QUERY_ROWS, flat.FLAT_TILE, id="as on a GPU"),
+        pytest.param((14, 2, 64), 64, 32, id="groups of 7", marks=pytest.mark.slow),
+        pytest.param((4, 2, 32), flat.QUERY_ROWS, flat.FLAT_TILE, id="as on a GPU", marks=pytest.mark.slow),
     ],
 )
 def test_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
@@ -80,7 +80,7 @@ def test_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
     check(device, heads, rows, tile, gathered, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half):
     """The interpreter has no products in bfloat16, and float32 takes another kernel on a GPU."""
     rows, tile = (64, 32) if device == "cpu" else (flat.QUERY_ROWS, flat.FLAT_TILE)

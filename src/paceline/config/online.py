@@ -23,8 +23,8 @@ class OnlineDrafterConfig(Section):
     tokens: int = Field(
         8192,
         ge=1,
-        description="response tokens to learn from per step, taken from this step's and the previous "
-        "step's responses, longest first; with cluster.replicas, of each replica that trains",
+        description="response tokens to learn from per step, drawn from the longest responses of this step "
+        "and the previous one; with cluster.replicas, of each replica that trains",
     )
     batch: int = Field(16, ge=1, description="passages of responses per optimiser step")
     unroll: int = Field(

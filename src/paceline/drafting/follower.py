@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from paceline.config import OnlineDrafterConfig
 from paceline.drafting.eagle import EagleDrafter
@@ -67,10 +68,10 @@ class HeadFollower(ABC):
         return snapshot(self.head)
 
     def head_to_keep(self) -> EagleHead:
-        """Returns the head in the policy's own type, for a folder."""
-        head = copy.deepcopy(self.head)
-        restore(head, self.weights())
-        return head.to(self.policy.dtype)
+        """Returns a head on the host with the weights that are worth keeping, in the policy's own type."""
+        weights = self.weights()
+        own = {id(p): nn.Parameter(weights[name]) for name, p in self.head.named_parameters()}
+        return copy.deepcopy(self.head, own).to("cpu", self.policy.dtype)
 
     # -- the order of a step ----------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class OnlineDrafter(HeadFollower):
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
         self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices
+        self._set_up = False  # a slice has been through the head
         self._told_of_reach = False
         self._tokens = self._tokens_of(learned=0)
 
@@ -91,12 +92,12 @@ class OnlineDrafter(HeadFollower):
 
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
-        self._texts = longest_texts(groups, max(self._tokens, min(SPREAD * self._tokens, self._room)))
+        self._texts = longest_texts(groups, self._tokens, SPREAD * self._tokens, self._room)
         self.tap.choose(self._texts if self.due else [])
 
     @property
     def _room(self) -> int:
-        """Tokens of a step whose states fit the buffer, beside as many of the step before."""
+        """Tokens of a step, prompts included, whose states fit the buffer beside as many of the last step."""
         layers = len(self.head.config.captured_layers) + 1
         token_bytes = TOKEN_BYTES + layers * self.policy.config.hidden_size * self.policy.dtype.itemsize
         return self.buffer.max_bytes // (STEPS_KEPT * token_bytes)
@@ -127,9 +128,10 @@ class OnlineDrafter(HeadFollower):
         elif self.due:
             self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
             self.budget.grant(step_seconds)
+            owed = -self.budget.credit
             within_budget = self.config.when == "auto"
             self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
-            if within_budget and self._is_out_of_reach(self.config.budget * step_seconds):
+            if within_budget and self._is_out_of_reach(self.config.budget * step_seconds, owed):
                 self._rest()
         self.buffer.shrink()
         if self._reports:
@@ -140,13 +142,17 @@ class OnlineDrafter(HeadFollower):
             "drafter/texts_with_states": float(with_states),
         }
 
-    def _is_out_of_reach(self, granted: float) -> bool:
+    def _is_out_of_reach(self, granted: float, owed: float) -> bool:
         """Returns whether no update would come about within REACH steps that grant so many seconds each.
 
-        Time that nobody needs comes on top, so where there was any this is not said; nor is it after fewer
-        than three slices, the first of which may compile kernels.
+        Time that nobody needs comes on top, so where there was any this is not said. What slices take is
+        known after three, and what earlier steps owe at once.
         """
-        if self._reports or self.spent.idle or len(self._slice_seconds) < 3:
+        if self._reports or self.spent.idle:
+            return False
+        if owed > REACH * granted:
+            return True
+        if len(self._slice_seconds) < 3:
             return False
         rows = self.config.batch * self.learning.passage_rows
         slices = max(1.0, rows / self.learning.slice_rows)
@@ -227,7 +233,7 @@ class OnlineDrafter(HeadFollower):
         out_of_memory = False
         slices = self.learning.slices(should_stop)
         while True:
-            start = time.perf_counter()
+            start, rebuilt = time.perf_counter(), self.learning.rebuilt
             try:
                 report = next(slices, self)
             except torch.OutOfMemoryError:
@@ -235,15 +241,18 @@ class OnlineDrafter(HeadFollower):
                 break
             if report is self:
                 break
-            self._note(report, time.perf_counter() - start, idle)
+            first = not self._set_up and rebuilt == self.learning.rebuilt
+            self._set_up = self._set_up or first
+            self._note(report, time.perf_counter() - start, idle, first)
             yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.
             self._halve_budget()
 
-    def _note(self, report: HeadStep | None, seconds: float, idle: bool) -> None:
-        first = not self._slice_seconds
-        self._slice_seconds.append(seconds)
+    def _note(self, report: HeadStep | None, seconds: float, idle: bool, first: bool) -> None:
+        """Counts a slice; `first`: no other has been through the head."""
+        if not first:
+            self._slice_seconds.append(seconds)
         if idle:
             self.spent.idle += seconds
         elif first:
@@ -276,9 +285,8 @@ class OnlineDrafter(HeadFollower):
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` new passages."""
         newest = [e for e in self.buffer if e.states is not None]
         chosen = [p for e in newest for p in passages(e, self.learning.passage_rows)][:count]
-        overlaps = [
-            compare_rows(self.policy, head, *self.learning.inputs(part)) for part in self.learning.cut(chosen)
-        ]
+        # One at a time: logits of the whole vocabulary are held of each.
+        overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
         return statistics.mean(overlaps) if overlaps else 0.0
 
     def _judge(self, head: EagleHead) -> float:
@@ -319,6 +327,7 @@ class OnlineDrafter(HeadFollower):
         self.publish(version)
 
     def _restart(self) -> None:
+        self._reports = []  # of weights that are gone
         self.trainer.restart()
         self.average.restart(self.trainer.optimiser.masters())
 
@@ -361,14 +370,21 @@ def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | No
     return states if states is not None and len(states.hidden_RE) == len(text.loss_mask) else None
 
 
-def longest_texts(groups: Sequence[Group], tokens: int) -> list[TrainingSequence]:
-    """Returns the longest responses that make up `tokens`, at least one; the others are not looked at."""
+def longest_texts(
+    groups: Sequence[Group], tokens: int, at_most: int = 0, room: int = 0
+) -> list[TrainingSequence]:
+    """Returns the longest responses that make up `tokens`, at least one; the others are not looked at.
+
+    Up to `at_most` tokens of responses where all of it, with prompts, is within `room`.
+    """
     chosen: list[Completion] = []
     for completion in sorted(
         (sample.completion for group in groups for sample in group.samples), key=lambda c: -len(c.tokens)
     ):
-        if tokens <= 0 or not completion.tokens:
+        room -= len(completion.request.prompt) + len(completion.tokens)
+        if not completion.tokens or (tokens <= 0 and (at_most <= 0 or room < 0)):
             break
         tokens -= len(completion.tokens)
+        at_most -= len(completion.tokens)
         chosen.append(completion)
     return [training_sequence(completion) for completion in chosen]

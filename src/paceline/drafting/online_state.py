@@ -55,9 +55,9 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
         online.average.restart(average)
         online.average.updates = int(counters["averaged"])
         online.trainer.optimiser.load_masters(head)
+        online.learning.slice_rows = int(counters["slice_rows"])
+        online.learning.token_budget = int(counters["token_budget"])
     online.trainer.optimiser.load_state(own, int(counters["steps"]))
-    online.learning.slice_rows = int(counters["slice_rows"])
-    online.learning.token_budget = int(counters["token_budget"])
     online.buffer.load_state(own)
 
 

@@ -93,10 +93,8 @@ class AutoMonitor:
         self.drafts += drafts
         self.rollouts += 1
         if self.rollouts == TRIAL_ROLLOUTS:
-            if self.drafts_before and not self.updates:
-                self._count_anew()  # of a head that did not learn, nothing follows
-                return True
-            self.learning = not self.drafts_before or self._risen()
+            if self.updates:  # of a head that did not learn, nothing follows
+                self.learning = not self.drafts_before or self._risen()
             if not self.learning:
                 self.drift = DriftMonitor()
             self.accepted_before, self.drafts_before = self.accepted, self.drafts

@@ -84,7 +84,7 @@ def default_launch(processors: int, tiles: int, max_groups: int) -> Launch:
 
 def far_launch(processors: int, tiles: int, max_groups: int) -> Launch:
     """Returns the launch of `far_rows` where several programs share a row; two fit a multiprocessor."""
-    return Launch(min(max_groups, LAUNCHED * processors // tiles), stages=2, warps=4, resident=2)
+    return Launch(max(1, min(max_groups, LAUNCHED * processors // tiles)), stages=2, warps=4, resident=2)
 
 
 def folding_far_launch(processors: int, tiles: int) -> Launch:
@@ -144,7 +144,7 @@ def plan_attention(
     fp8: bool = False,
     launch: Launch | None = None,
 ) -> Plan:
-    """Returns how a call is cut up; with `launch`, by as many programs a row as it says.
+    """Returns how a call is cut up; `launch`: by one program a row or by several, as it has.
 
     Timed on an H200 with 32 query and 8 KV heads of 128, up to 64 rows of 5 to 16 nodes and 400 to 4,300
     keys: sharing rows pays while their programs leave half the GPU free.

@@ -90,11 +90,10 @@ def _watch_pass(policy: Decoder, online: OnlineDrafter, length: int) -> int:
 
 
 def _largest_slices(learning: SlicedLearning, length: int) -> list[tuple[int, int]]:
-    """Returns numbers of texts and their lengths: a request's, and one with as many passages as fit."""
+    """Returns numbers of texts and their lengths: a request's, and as many passages as a slice can have."""
     texts = max(1, learning.token_budget // length)
-    short = min(length, 2 * learning.passage_rows)
-    passages = max(1, min(learning.slice_rows // learning.passage_rows, learning.token_budget // short))
-    return [(texts, length), (passages, short)]
+    passages = max(1, learning.slice_rows // learning.passage_rows)
+    return [(texts, length), (passages, max(2, min(length, learning.token_budget // passages)))]
 
 
 def _batch(learning: SlicedLearning, texts: int, length: int) -> MicroBatch:

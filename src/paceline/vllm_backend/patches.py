@@ -66,7 +66,9 @@ def _keep_hidden_states_from_drafter() -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     except ImportError:
         return
-    sample_tokens = GPUModelRunner.sample_tokens
+    sample_tokens = getattr(GPUModelRunner, "sample_tokens", None)
+    if sample_tokens is None:
+        return
 
     def sample_with_copy(self: Any, grammar_output: Any) -> Any:
         state = self.execute_model_state
