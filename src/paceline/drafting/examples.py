@@ -79,13 +79,7 @@ class ExampleBuffer:
 
     def longest(self, tokens: int) -> list[Example]:
         """Returns the longest examples within `tokens` sampled tokens, and at least one that has any."""
-        chosen: list[Example] = []
-        for example in self.examples:
-            tokens -= example.sequence.loss_tokens
-            if example.sequence.loss_tokens == 0 or (chosen and tokens < 0):
-                break
-            chosen.append(example)
-        return chosen
+        return _within(self.examples, tokens)
 
     def offered(self, tokens: int) -> list[Example]:
         """Returns what to learn `tokens` from: all that has states and, if too little, the longest others."""
@@ -93,9 +87,7 @@ class ExampleBuffer:
         missing = tokens - sum(example.sequence.loss_tokens for example in ready)
         if missing <= 0:
             return ready
-        rest = ExampleBuffer(self.max_bytes)
-        rest.examples = [example for example in self.examples if example.states is None]
-        return ready + rest.longest(missing)
+        return ready + _within([example for example in self.examples if example.states is None], missing)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -140,6 +132,17 @@ class ExampleBuffer:
             )
             self.examples.append(Example(sequence, step, version, _states(tensors, index)))
         self.shrink()
+
+
+def _within(examples: Sequence[Example], tokens: int) -> list[Example]:
+    """Returns the first examples within `tokens` sampled tokens, and at least one that has any."""
+    chosen: list[Example] = []
+    for example in examples:
+        tokens -= example.sequence.loss_tokens
+        if example.sequence.loss_tokens == 0 or (chosen and tokens < 0):
+            break
+        chosen.append(example)
+    return chosen
 
 
 def _states(tensors: Mapping[str, torch.Tensor], index: int) -> TextStates | None:

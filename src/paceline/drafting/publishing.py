@@ -78,9 +78,8 @@ class HeadPublisher:
         now = quality(self.head)
         restore(self.head, before.weights)
         then = quality(self.head)
-        if (
-            then <= now + TOLERANCE
-        ):  # the policy has become harder to draft for, the head has not become worse
+        if then <= now + TOLERANCE:
+            # The policy has become harder to draft for, the head has not become worse.
             restore(self.head, present)
             self.before = None
             return False
