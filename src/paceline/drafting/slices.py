@@ -124,12 +124,12 @@ class SlicedLearning:
         device = self.policy.device
         batch = pack([passage.sequence for passage in passages], device)
         states = [(passage, passage.example.states) for passage in passages]
-        hidden_RE = torch.cat([s.hidden_RE[p.start : p.stop] for p, s in states])
+        hidden = [s.hidden_RE[p.start : p.stop].to(device, non_blocking=True) for p, s in states]
         captured = [
-            torch.cat([s.captured_TE[layer][: _text(p)] for p, s in states]).to(device, non_blocking=True)
+            _texts_on(device, [(s.captured_TE[layer], _text(p)) for p, s in states])
             for layer in range(len(self.trainer.head.config.captured_layers))
         ]
-        return batch, hidden_RE.to(device, non_blocking=True), captured
+        return batch, torch.cat(hidden), captured
 
     @torch.no_grad()
     def _compute_states(self, examples: Sequence[Example]) -> None:
@@ -152,6 +152,18 @@ class SlicedLearning:
         for key, example in chosen.items():
             example.states = found[key]
         self.rebuilt += len(chosen)
+
+
+def _texts_on(device: torch.device, texts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Returns the first so many states of each text, one after the other; each is sent to the device once."""
+    needed: dict[int, int] = {}
+    for states_TE, count in texts:
+        needed[id(states_TE)] = max(count, needed.get(id(states_TE), 0))
+    sent: dict[int, torch.Tensor] = {}
+    for states_TE, _ in texts:
+        if id(states_TE) not in sent:
+            sent[id(states_TE)] = states_TE[: needed[id(states_TE)]].to(device, non_blocking=True)
+    return torch.cat([sent[id(states_TE)][:count] for states_TE, count in texts])
 
 
 def _text(passage: Passage) -> int:

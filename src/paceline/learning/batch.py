@@ -9,9 +9,11 @@ within a micro-batch. In the names of tensors here and in all of `learning/`, R 
 whole micro-batch, T all of its tokens, and B sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from paceline.policy.attention import PackedAttention
@@ -137,44 +139,40 @@ def micro_batches(
 
 def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
     """Packs sequences into one micro-batch, in their order."""
-    predictors: list[int] = []
-    sequence_ids: list[int] = []
-    penalties: list[float] = []
-    start = 0
-    for index, sequence in enumerate(sequences):
-        assert sequence.prompt_length > 0, "the first response token would be predicted by another sequence"
-        responses = len(sequence.tokens) - sequence.prompt_length
-        first = start + sequence.prompt_length - 1
-        predictors.extend(range(first, first + responses))
-        sequence_ids.extend([index] * responses)
-        penalties.extend(sequence.penalties or [0.0] * responses)
-        start += len(sequence.tokens)
+    assert all(s.prompt_length > 0 for s in sequences), "another sequence would predict the first token"
+    lengths = [len(s.tokens) for s in sequences]
+    responses = [length - s.prompt_length for length, s in zip(lengths, sequences, strict=True)]
+    ends = list(accumulate(lengths))
+    predictors = [np.arange(end - 1 - count, end - 1) for end, count in zip(ends, responses, strict=True)]
 
-    def tensor(values: list, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    # By way of numpy, which takes a third of the time for as many numbers of Python.
+    def joined(parts: Iterable, dtype: type = np.float64) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts])).to(device)
 
-    tokens_T = torch.tensor([token for s in sequences for token in s.tokens], device=device)
-    rollout_logprobs_R = tensor([x for s in sequences for x in s.rollout_logprobs])
+    def each(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+    tokens_T = joined((s.tokens for s in sequences), np.int64)
+    predictors_R = joined(predictors, np.int64)
+    sequence_R = joined([np.repeat(np.arange(len(sequences)), responses)], np.int64)
+    rollout_logprobs_R = joined(s.rollout_logprobs for s in sequences)
+    penalties_R = joined(s.penalties or np.zeros(n) for s, n in zip(sequences, responses, strict=True))
     computed = any(s.learner_logprobs for s in sequences)
     distinct = told_versions(sequences)
-    predictors_R = torch.tensor(predictors, device=device)
-    sequence_R = torch.tensor(sequence_ids, device=device)
     return MicroBatch(
         tokens_T=tokens_T,
-        attention=PackedAttention([len(s.tokens) for s in sequences], device),
+        attention=PackedAttention(lengths, device),
         predictors_R=predictors_R,
         targets_R=tokens_T[predictors_R + 1],
-        mask_R=tensor([m for s in sequences for m in s.loss_mask], torch.bool),
+        mask_R=joined((s.loss_mask for s in sequences), np.bool_),
         rollout_logprobs_R=rollout_logprobs_R,
-        learner_logprobs_R=tensor([x for s in sequences for x in s.learner_logprobs]) if computed else None,
+        learner_logprobs_R=joined(s.learner_logprobs for s in sequences) if computed else None,
         old_logprobs_R=rollout_logprobs_R,
-        advantages_R=tensor([s.advantage for s in sequences])[sequence_R] - tensor(penalties),
-        temperatures_R=tensor([s.temperature for s in sequences])[sequence_R],
+        advantages_R=each([s.advantage for s in sequences])[sequence_R] - penalties_R,
+        temperatures_R=each([s.temperature for s in sequences])[sequence_R],
         sequence_R=sequence_R,
-        response_lengths=tuple(len(s.tokens) - s.prompt_length for s in sequences),
-        replay=packed_replay([s.routing for s in sequences], [len(s.tokens) for s in sequences], device),
+        response_lengths=tuple(responses),
+        replay=packed_replay([s.routing for s in sequences], lengths, device),
         versions=distinct,
-        versions_R=tensor([v for s in sequences for v in s.versions], torch.int64)
-        if len(distinct) > 1
-        else None,
+        versions_R=joined((s.versions for s in sequences), np.int64) if len(distinct) > 1 else None,
     )
