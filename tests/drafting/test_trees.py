@@ -9,7 +9,7 @@ import torch
 from paceline.config import ConfigError, load_config
 from paceline.drafting.base import Drafter
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.growth import CANDIDATES
+from paceline.drafting.growth import CANDIDATES, TreeShape
 from paceline.drafting.history import HistoryDrafter
 from paceline.engine import step_tokens, tree_path
 from paceline.engine.engine import Engine, EngineSettings
@@ -111,16 +111,17 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
     assert bits(done) == bits(plain)
 
 
-def test_flat_trees_give_the_same_bits(folders):  # noqa: F811
+@pytest.mark.parametrize("deepest", [TreeShape.SHALLOWEST, TreeShape.LIMIT])
+def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     _, plain = run(folders["qwen3"], requests)
     drafter = make_drafter("eagle", folders["qwen3"])
-    drafter.deepest = 2
+    drafter.deepest = deepest
     grown, grow = [], drafter.grow
     drafter.grow = lambda *arguments: grown.append(grow(*arguments)) or grown[-1]
     _, done = tree_run(folders["qwen3"], requests, drafter, 15)
     assert bits(done) == bits(plain)
-    assert {growth.shape.depth for growth in grown} == {2}
+    assert {growth.shape.depth for growth in grown} == {deepest}
 
 
 @pytest.mark.parametrize(

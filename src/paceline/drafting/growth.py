@@ -51,8 +51,10 @@ class TreeShape:
 
     # Nodes of one depth that are run at most, in any shape.
     WIDEST: ClassVar[int] = MAX_WIDTH
-    # A pass of the drafter costs as much at any depth, and few trees reach the last ones.
+    # A pass of the drafter costs as much at any depth, and few trees reach the last ones,
     DEEPEST: ClassVar[int] = 7
+    # unless the drafter is known to be right that often.
+    LIMIT: ClassVar[int] = 12
     # Depths that have as many candidates as any tree has nodes.
     SHALLOWEST: ClassVar[int] = 2
 
@@ -85,17 +87,17 @@ class TreeShape:
 def depth_that_pays(accepted_at: Sequence[float]) -> int:
     """Returns how deep a head's trees should be, of whose chains these shares were accepted up to each place.
 
-    The depth with the most tokens for its time; beyond what was measured the last rate goes on. None given:
-    the deepest.
+    The depth with the most tokens for its time; beyond what was measured the last rate goes on. Where
+    nothing is known it is TreeShape.DEEPEST.
     """
     if len(accepted_at) < 2:
         return TreeShape.DEEPEST
     *_, before, last = accepted_at
     rate = min(1.0, last / before) if before > 0 else 0.0
-    more = (last * rate**places for places in range(1, TreeShape.DEEPEST))
-    reached = [*accepted_at, *more][: TreeShape.DEEPEST]
+    more = (last * rate**places for places in range(1, TreeShape.LIMIT))
+    reached = [*accepted_at, *more][: TreeShape.LIMIT]
     return max(
-        range(TreeShape.SHALLOWEST, TreeShape.DEEPEST + 1),
+        range(TreeShape.SHALLOWEST, TreeShape.LIMIT + 1),
         key=lambda depth: (1 + sum(reached[:depth])) / (1 + PASS_COST * depth),
     )
 

@@ -28,7 +28,7 @@ GAP_BOUNDARIES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5)
 GAPS = len(GAP_BOUNDARIES) + 1
 # Nodes that a row may run at a time, and how long a path of them may be.
 MAX_WIDTH = 4
-MAX_DEPTH = 8
+MAX_DEPTH = 16
 
 _ROOT = tl.constexpr(ROOT)
 _GAP_BOUNDARIES = tl.constexpr(GAP_BOUNDARIES)
