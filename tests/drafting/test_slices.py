@@ -288,3 +288,19 @@ def test_a_slice_given_up_midway_leaves_no_trace(policy):
         _, found, again = learn(stop_at)
         assert again == reports, stop_at
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), stop_at
+
+
+def test_on_a_gpu_short_passages_fill_a_slice(policy):
+    """A step of few rows takes as long as a full slice there; on a CPU it has `batch` passages."""
+    texts = [example(text(5, 8, seed=seed)) for seed in range(40)]
+    short = [p for e in texts for p in passages(e, 64)]
+    learning = learning_of(policy, batch=4)
+    learning.plan(short)
+    assert [len(part.passages) for part in learning.work] == [4] * 10
+    learning.policy = Decoder(policy.config, device="meta")
+    learning.slice_rows = 8 * 12
+    learning.plan(short)
+    assert [len(part.passages) for part in learning.work] == [12, 12, 12, 4]
+    assert all(part.ends_step for part in learning.work)
+    learning.plan([p for e in [example(text(5, 600))] for p in passages(e, 64)])
+    assert sum(part.ends_step for part in learning.work) == 3, "long ones keep to `batch`"

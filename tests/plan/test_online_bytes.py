@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.config import load_config
-from paceline.drafting import online, slices
+from paceline.drafting import online, slices, training
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.examples import Example, passages
@@ -29,6 +29,7 @@ SHAPE = SMALL_SHAPES["qwen3"]
 def overrides(tmp_path, monkeypatch):
     monkeypatch.setattr(slices, "SLICE_TOKENS", {"cpu": 192, "meta": 192})
     monkeypatch.setattr(slices, "SLICE_ROWS", {"cpu": 48, "meta": 48})
+    monkeypatch.setattr(training, "STEPS_AT_ONCE", {"cpu": 1, "meta": 1})
     policy = Decoder(SHAPE).initialise(0)
     save_eagle(EagleHead(config_for(SHAPE, (0, 1))).initialise(policy, 0), tmp_path / "eagle")
     speculation = {

@@ -26,7 +26,11 @@ class OnlineDrafterConfig(Section):
         description="response tokens to learn from per step, drawn from the longest responses of this step "
         "and the previous one; with cluster.replicas, of each replica that trains",
     )
-    batch: int = Field(16, ge=1, description="passages of responses per optimiser step")
+    batch: int = Field(
+        16,
+        ge=1,
+        description="passages of responses per optimiser step; more on a GPU where they are short",
+    )
     unroll: int = Field(
         5, ge=1, le=15, description="how many tokens of a draft are trained; 1: only the first"
     )

@@ -18,8 +18,8 @@ draft's own steps so far.
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from paceline.policy.attention import PackedAttention, deterministic_flash
 
@@ -74,15 +74,16 @@ class FlashPrefix:
     def __init__(
         self, lengths: Sequence[int], num_rows: Sequence[int], step: int, device: torch.device
     ) -> None:
-        kept = [max(0, length - 2 - step) for length in lengths]
-        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).tolist()
-        keys = [torch.arange(start, start + n) for start, n in zip(starts, kept, strict=False)]
-        self.keys_K = torch.cat(keys).to(device)
-        entries = [
-            torch.arange(length - 2 - n, length - 2) for length, n in zip(lengths, num_rows, strict=True)
-        ]
-        self.sees_R1 = (torch.cat(entries) >= step).to(device).unsqueeze(-1)
-        self.shape = [_boundaries(num_rows, device), _boundaries(kept, device), max(num_rows), max(kept)]
+        # In numpy: a step of every draft makes these, and tensors of a few numbers take longer.
+        lengths_B, rows_B = np.array(lengths), np.array(num_rows)
+        kept_B = np.maximum(lengths_B - 2 - step, 0)
+        starts_B = np.cumsum(lengths_B) - lengths_B
+        ends_B = lengths_B - 2
+        self.keys_K = torch.from_numpy(_ranges(starts_B, starts_B + kept_B)).to(device)
+        entries_R = _ranges(ends_B - rows_B, ends_B)
+        self.sees_R1 = torch.from_numpy(entries_R >= step).to(device).unsqueeze(-1)
+        bounds = [torch.from_numpy(_boundaries(counts_B)).to(device) for counts_B in (rows_B, kept_B)]
+        self.shape = [*bounds, int(rows_B.max()), int(kept_B.max())]
         self.random: tuple[torch.Tensor, ...] = ()  # states of a generator that is not used
 
     def forward(
@@ -126,8 +127,12 @@ class FlashPrefix:
         return grad_q_RHD, grad_k, grad_v
 
 
-def _boundaries(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+def _ranges(starts_B: np.ndarray, stops_B: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.arange(start, stop) for start, stop in zip(starts_B, stops_B, strict=True)])
+
+
+def _boundaries(counts_B: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts_B))).astype(np.int32)
 
 
 class BlockedPrefix:

@@ -1,8 +1,8 @@
 """A head's optimiser steps in slices: each a few milliseconds of work, and learning can end after any.
 
-    passages ──▶ optimiser steps of `batch` passages ──▶ slices of at most `slice_rows` tokens
-                                                          │ one at a time, by whoever has time
-                     gradients add up over slices ◀───────┘ the last slice of a step updates the head
+    passages ──▶ optimiser steps, `batch` of them or more ──▶ slices of at most `slice_rows` tokens
+                                                                │ one at a time, by whoever has time
+                           gradients add up over slices ◀───────┘ the last slice of a step updates the head
 
 Stopped between two slices nothing is lost: the next one goes on where the last one ended. Where that takes
 too long, a slice may also be given up midway; then it is made again.
@@ -69,9 +69,27 @@ class SlicedLearning:
             if rest[-1].ends_step:
                 break
         self.work = deque(rest)
-        for start in range(0, len(passages), self.batch):
-            parts = self.cut(passages[start : start + self.batch])
+        for step in self._steps(passages):
+            parts = self.cut(step)
             self.work.extend(Slice(part, part is parts[-1]) for part in parts)
+
+    def _steps(self, passages: Sequence[Passage]) -> list[list[Passage]]:
+        """Returns the passages of each optimiser step: `batch`, and on a GPU as many more as fit one slice.
+
+        A slice that is not full would take as long there.
+        """
+        fills = self.policy.device.type != "cpu"
+        steps: list[list[Passage]] = []
+        rows = tokens = 0
+        for passage in passages:
+            size, text = passage.stop - passage.start, _text(passage)
+            rows, tokens = rows + size, tokens + text
+            has_room = fills and rows <= self.slice_rows and tokens <= self.token_budget
+            if not steps or (len(steps[-1]) >= self.batch and not has_room):
+                steps.append([])
+                rows, tokens = size, text
+            steps[-1].append(passage)
+        return steps
 
     def cut(self, passages: Sequence[Passage]) -> list[list[Passage]]:
         """Cuts passages, longest text first, into slices that fit, padded to the first where texts are."""

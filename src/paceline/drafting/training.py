@@ -28,6 +28,9 @@ from paceline.policy.decoder import Capture, Decoder
 
 # Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
+# Steps of drafts whose logits are compared together, by device: launches take longer on a GPU than what they
+# compute; on a CPU whoever needs the time gets it after each.
+STEPS_AT_ONCE = {"cpu": 1, "cuda": 16, "meta": 16}
 # Tokens of a micro-batch, by device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 # Steps over which the learning rate rises at most.
@@ -121,26 +124,39 @@ class HeadTrainer:
             check()
             x_RE.register_hook(lambda gradient: check())
             states.append(x_RE)
-        # Logits fill the memory, so each chunk of rows goes back as far as the states before the next one.
-        leaves = [x_RE.detach().requires_grad_() for x_RE in states]
+        # Logits fill the memory, so each chunk goes back as far as the states before the next one.
+        states_URE = torch.stack([x_RE.detach() for x_RE in states])
+        gradients_URE = torch.empty_like(states_URE)
         # The unused are computed for nothing: they are few, and counting them would wait for the device.
-        used_UR = [drafted_tokens(batch, step) for step in range(len(states))]
-        sums = [torch.zeros(3, device=batch.tokens_T.device) for _ in states]
-        for rows in _row_chunks(len(hidden_RE), rows_per_chunk(self.policy)):
+        used_UR = drafted_in_steps(batch, len(states))
+        steps_U = torch.arange(len(states), dtype=torch.float64, device=used_UR.device)
+        decays_U = self.settings.step_decay**steps_U
+        at_once, num_rows = self._chunk_shape(len(states))
+        sums_U3 = torch.zeros_like(self.sums_U3, dtype=torch.float64)
+        for rows in _chunks(len(hidden_RE), num_rows):
             temperatures_R = batch.temperatures_R[rows]
             teacher_RD = teacher_probabilities(self.policy, self.head, hidden_RE[rows], temperatures_R)
-            for step, (leaf_RE, used_R) in enumerate(zip(leaves, used_UR, strict=True)):
-                compared = compare(self.head, leaf_RE[rows], teacher_RD, temperatures_R)
-                used = used_R[rows]
-                cross_entropy, teacher_entropy, overlap = (
-                    torch.where(used, values_R, 0.0).sum() for values_R in compared
+            for steps in _chunks(len(states), at_once):
+                leaves_URE = states_URE[steps, rows].requires_grad_()
+                compared = compare(self.head, leaves_URE, teacher_RD, temperatures_R)
+                cross_entropy_U, teacher_entropy_U, overlap_U = (
+                    torch.where(used_UR[steps, rows], values_UR, 0.0).sum(-1) for values_UR in compared
                 )
-                (self.settings.step_decay**step * cross_entropy).backward()
+                (decays_U[steps] * cross_entropy_U).sum().backward()
                 check()
-                divergence = cross_entropy.detach() - teacher_entropy
-                sums[step] = sums[step] + torch.stack((used.sum().to(overlap.dtype), divergence, overlap))
-        torch.autograd.backward(states, [leaf_RE.grad for leaf_RE in leaves])
-        self.sums_U3 = self.sums_U3 + torch.stack(sums)
+                gradients_URE[steps, rows] = leaves_URE.grad
+                divergence_U = cross_entropy_U.detach() - teacher_entropy_U
+                counts_U = used_UR[steps, rows].sum(-1)
+                sums_U3[steps] += torch.stack((counts_U, divergence_U, overlap_U), dim=-1)
+        torch.autograd.backward(states, list(gradients_URE.unbind()))
+        self.sums_U3 = self.sums_U3 + sums_U3
+
+    def _chunk_shape(self, steps: int) -> tuple[int, int]:
+        """Returns of how many steps of drafts, and of how many rows, logits are held at once."""
+        device = self.policy.device.type
+        at_once = min(steps, STEPS_AT_ONCE[device])
+        elements = max(self.policy.config.vocab_size, at_once * self.head.config.draft_vocab)
+        return at_once, max(1, CHUNK_ELEMENTS[device] // elements)
 
     def try_rows(
         self,
@@ -201,18 +217,24 @@ class HeadTrainer:
         self.accumulated = False  # whether gradients wait for `update`
 
 
-def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
-    """Returns which response tokens a draft can reach in its step `step`, as a mask `[R]`.
+def drafted_in_steps(batch: MicroBatch, steps: int) -> torch.Tensor:
+    """Returns which response tokens a draft can reach in each of its steps, as a mask `[U, R]`.
 
-    Such a token and the `step` tokens before it are sampled ones.
+    Such a token and those before it, one for each step before, are sampled ones.
     """
-    index_R = torch.arange(len(batch.mask_R), device=batch.mask_R.device)
     # The start needs an entry, which takes two tokens.
-    reached_R = batch.mask_R & (batch.attention.positions_T[batch.predictors_R] > step)
-    for back in range(1, step + 1):
-        same_R = (index_R >= back) & (batch.sequence_R == batch.sequence_R.roll(back))
-        reached_R = reached_R & same_R & batch.mask_R.roll(back)
-    return reached_R
+    reached_R = batch.mask_R & (batch.attention.positions_T[batch.predictors_R] > 0)
+    continues_R = batch.mask_R & (batch.sequence_R == batch.sequence_R.roll(1))
+    continues_R[:1] = False
+    reached = [reached_R]
+    for _ in range(1, steps):
+        reached.append(continues_R & reached[-1].roll(1))
+    return torch.stack(reached)
+
+
+def drafted_tokens(batch: MicroBatch, step: int) -> torch.Tensor:
+    """Returns which response tokens a draft can reach in its step `step`, as a mask `[R]`."""
+    return drafted_in_steps(batch, step + 1)[-1]
 
 
 def rows_per_chunk(policy: Decoder) -> int:
@@ -220,7 +242,7 @@ def rows_per_chunk(policy: Decoder) -> int:
     return max(1, CHUNK_ELEMENTS[policy.device.type] // policy.config.vocab_size)
 
 
-def _row_chunks(count: int, size: int) -> list[slice]:
+def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -236,12 +258,13 @@ def teacher_probabilities(
 def compare(
     head: EagleHead, x_RE: torch.Tensor, p_RD: torch.Tensor, temperatures_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap, `[R]` each.
+    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap of each state.
 
-    `p_RD` are the policy's probabilities; within the draft vocabulary they teach as a distribution.
+    States are `[R, E]`, or `[U, R, E]` of several steps with one teacher. `p_RD` are the policy's
+    probabilities; within the draft vocabulary they teach as a distribution.
     """
     teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
-    logits_RD = head.logits(x_RE)
+    logits_RD = head.logits(x_RE.flatten(0, -2)).unflatten(0, x_RE.shape[:-1])
     logq_RD = (logits_RD / temperatures_R[:, None].to(logits_RD.dtype)).log_softmax(-1)
     with torch.no_grad():
         entropy_R = -torch.xlogy(teacher_RD, teacher_RD).sum(-1)
