@@ -1,5 +1,6 @@
 """A head that learns while the policy does: that it helps, in whose time, and that nothing else changes."""
 
+import copy
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.examples import TOKEN_BYTES
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
-from paceline.drafting.online import OnlineDrafter, longest_texts
+from paceline.drafting.online import WARMUP_UPDATES, OnlineDrafter, longest_texts
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
@@ -212,6 +213,30 @@ def test_what_is_published_is_the_mean_of_the_newest_weights(moved):
     assert torch.equal(drafter.average.mean["fc.weight"], masters["fc.weight"]), "a new start"
 
 
+def test_a_head_that_warms_up_does_not_draft(moved):
+    """Not for the run, and not for one that goes on from its state."""
+    policy, head = moved
+    start = {name: p.detach().clone() for name, p in head.named_parameters()}
+    groups = groups_of(policy, 4)
+    first = online(policy, head, unroll=1, batch=32)
+    for step in range(1, WARMUP_UPDATES):
+        assert follow(first, step, groups)["drafter/updates"] == 1
+        assert first.warms_up and first.publisher.current.version == 0
+        assert all(torch.equal(weight, start[name]) for name, weight in first.weights().items())
+    second = online(policy, copy.deepcopy(head), unroll=1, batch=32)
+    second.head.fc.weight.data.zero_()
+    load_online_state(second, {name: tensor.clone() for name, tensor in online_state(first).items()})
+    assert second.warms_up
+    for name, weight in second.publisher.current.weights.items():
+        assert torch.equal(weight, start[name]), name
+    for drafter in (first, second):
+        follow(drafter, WARMUP_UPDATES, groups)
+        assert not drafter.warms_up and drafter.publisher.current.version == WARMUP_UPDATES
+    assert not torch.equal(first.publisher.current.weights["fc.weight"], start["fc.weight"])
+    for name, weight in second.publisher.current.weights.items():
+        assert torch.equal(weight, first.publisher.current.weights[name]), name
+
+
 def test_auto_rests_where_a_debt_would_last_for_longer_than_a_trial(moved):
     """One slice that took a thousand times what a step grants, and no idle time since."""
     policy, head = moved
@@ -249,6 +274,7 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
 
 def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
     """A clock on which each of two comparisons takes a second."""
+    monkeypatch.setattr(online_module, "WARMUP_UPDATES", 1)
     policy, head = moved
     drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
     drafter.observe(0.9, 5000)

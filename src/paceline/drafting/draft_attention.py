@@ -79,10 +79,9 @@ class FlashPrefix:
         kept_B = np.maximum(lengths_B - 2 - step, 0)
         starts_B = np.cumsum(lengths_B) - lengths_B
         ends_B = lengths_B - 2
-        self.keys_K = torch.from_numpy(_ranges(starts_B, starts_B + kept_B)).to(device)
-        entries_R = _ranges(ends_B - rows_B, ends_B)
-        self.sees_R1 = torch.from_numpy(entries_R >= step).to(device).unsqueeze(-1)
-        bounds = [torch.from_numpy(_boundaries(counts_B)).to(device) for counts_B in (rows_B, kept_B)]
+        self.keys_K = _sent(_ranges(starts_B, starts_B + kept_B), device)
+        self.sees_R1 = _sent(_ranges(ends_B - rows_B, ends_B) >= step, device).unsqueeze(-1)
+        bounds = [_sent(_boundaries(counts_B), device) for counts_B in (rows_B, kept_B)]
         self.shape = [*bounds, int(rows_B.max()), int(kept_B.max())]
         self.random: tuple[torch.Tensor, ...] = ()  # states of a generator that is not used
 
@@ -125,6 +124,12 @@ class FlashPrefix:
         grad_q_RHD = torch.where(self.sees_R1.unsqueeze(-1), grads[0], 0.0)
         grad_k, grad_v = (torch.zeros_like(k_THD).index_copy(0, self.keys_K, grad) for grad in grads[1:])
         return grad_q_RHD, grad_k, grad_v
+
+
+def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns them on the device; a GPU goes on meanwhile, where a copy of pageable memory waits for it."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _ranges(starts_B: np.ndarray, stops_B: np.ndarray) -> np.ndarray:

@@ -37,7 +37,8 @@ from paceline.types import Completion, Group
 
 # Passages along which two versions of a head are compared.
 COMPARED_PASSAGES = 8
-# Updates over which the learning rate rises. There may be one a step: until the moments say something.
+# Updates over which the learning rate rises. There may be one a step: until the moments say something. What
+# is there before has drafted worse than what it came from, so it is not published.
 WARMUP_UPDATES = 4
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
@@ -107,6 +108,11 @@ class OnlineDrafter(HeadFollower):
         """Whether `follow` will learn."""
         return self.due
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the head has learned too little to draft."""
+        return 0 < self.average.updates < WARMUP_UPDATES
+
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
@@ -134,7 +140,7 @@ class OnlineDrafter(HeadFollower):
             if within_budget and self._is_out_of_reach(self.config.budget * step_seconds, owed):
                 self._rest()
         self.buffer.shrink()
-        if self._reports:
+        if self._reports and not self.warms_up:
             self.publish(step)
         self._tokens = self._tokens_of(self._learned_tokens)
         return self.take_metrics() | {
@@ -332,9 +338,14 @@ class OnlineDrafter(HeadFollower):
         self.average.restart(self.trainer.optimiser.masters())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the mean of the newest weights in the head's type, on the host."""
+        """Returns the mean of the newest weights in the head's type, on the host.
+
+        While it warms up, those that draft.
+        """
         if self.head.fc.weight.is_meta:
             return {}
+        if self.warms_up:
+            return dict(self.publisher.current.weights)
         dtype = self.head.fc.weight.dtype
         return {name: mean.to("cpu", dtype, copy=True) for name, mean in self.average.mean.items()}
 

@@ -32,6 +32,8 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
             "averaged": online.average.updates,
         }
         own |= {f"average.{name}": mean for name, mean in online.average.mean.items()}
+        if online.warms_up:
+            own |= {f"published.{name}": tensor for name, tensor in online.weights().items()}
         own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
     own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
@@ -42,7 +44,7 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     own = _below(tensors, PREFIX)
     counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
     head, average = _below(own, "head."), _below(own, "average.")
-    online.take_head(average or head, int(counters["version"]))
+    online.take_head(_below(own, "published.") or average or head, int(counters["version"]))
     online.due = bool(counters["due"])
     online.drift = _drift(_below(counters, "drift."))
     online.auto = _auto(_below(counters, "auto."))
