@@ -52,6 +52,7 @@ one() { # MODE SEED
     >"$OUT/$name.log" 2>&1 || { tail -5 "$OUT/$name.log"; return 1; }
 }
 
+failed=0
 if [ -n "${TOGETHER:-}" ]; then
   for mode in $MODES; do
     runs=()
@@ -59,7 +60,7 @@ if [ -n "${TOGETHER:-}" ]; then
       one "$mode" "$seed" &
       runs+=($!)
     done
-    for run in "${runs[@]}"; do wait "$run"; done
+    for run in "${runs[@]}"; do wait "$run" || failed=1; done # the others go on, and no mode beside them
   done
 else
   for seed in $SEEDS; do
@@ -67,3 +68,4 @@ else
   done
 fi
 $PYTHON "$HERE/modes_table.py" "$OUT/runs" "$OUT"
+exit "$failed"

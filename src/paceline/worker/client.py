@@ -83,10 +83,11 @@ class WorkerBackend(Backend):
         self.pacing: dict | None = None  # what all replicas have learnt, for a worker that takes over
         self._owns_memory = owner is None
         self._catching_up = False  # a new worker reads the weights
+        self._threads: list[threading.Thread] = []
         self.weights: Weights = memory or SharedWeights()
         self.worker = place(launch, self.weights)
         self._begin(self.worker)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._begin_thread(self._watch)
 
     # -- the contract (backend.py) ----------------------------------------------------------------
 
@@ -162,6 +163,10 @@ class WorkerBackend(Backend):
                 self.worker.connection.send(Message("close"))
                 self.worker.wait(self.patience.close)
         self.worker.end()
+        # A thread that is still there when the interpreter ends is stopped wherever it is.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self.patience.close)
         if self._owns_memory:
             self.weights.close()
 
@@ -253,9 +258,14 @@ class WorkerBackend(Backend):
             self.weights.begin_reading()
             self._catching_up = True
             messages = self._restored_messages()
-        threading.Thread(target=self._read, args=(worker,), daemon=True).start()
+        self._begin_thread(self._read, worker)
         for message in (*messages, Message("ping", call=self._greeting)):
             self._send(worker, message)
+
+    def _begin_thread(self, run: Callable[..., None], *arguments: Worker) -> None:
+        thread = threading.Thread(target=run, args=arguments, daemon=True)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
 
     def _be_ready(self, worker: Worker) -> None:
         """Opens for calls: the worker has the weights, so they may be written anew.
@@ -385,8 +395,8 @@ class WorkerBackend(Backend):
     def _watch(self) -> None:
         """Pings the worker, and kills one that does not answer: its reader then replaces it."""
         while not self.closed and self.failure is None:
-            time.sleep(self.patience.beat)
             with self.changed:
+                self.changed.wait_for(lambda: self.closed, self.patience.beat)
                 worker, starting = self.worker, self._starting
                 silent = time.monotonic() - self._last_answer
             if starting or self.closed:
