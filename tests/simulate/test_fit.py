@@ -69,11 +69,14 @@ def test_curves_are_recovered_from_points_they_made():
     )
     for point in (*gemms, *attention, *rest, *experts):
         assert predict_kernel(fitted, point) == pytest.approx(point.seconds, rel=0.01), point
+    many = fit_experts(experts[2:], gemm)
+    assert many.launch_seconds == gemm.launch_seconds, "large batches hide it"
+    assert many.bandwidth == pytest.approx(kernels.experts.bandwidth, rel=0.05)
 
 
 def test_the_shipped_profile_is_the_fit_of_the_shipped_points():
     again = fit_hardware("h200", POINTS, H200.data_sheet, H200.links, H200.training)
-    for part in ("gemm_bf16", "gemm_fp8", "attention", "other"):
+    for part in ("gemm_bf16", "gemm_fp8", "attention", "other", "experts"):
         for field, value in dataclasses.asdict(getattr(H200.kernels, part)).items():
             assert getattr(getattr(again.kernels, part), field) == pytest.approx(value, rel=1e-3), (
                 part,
@@ -112,4 +115,4 @@ def test_a_profile_from_points_keeps_what_kernels_cannot_tell():
     bf16_only = dataclasses.replace(POINTS, gemms=tuple(p for p in POINTS.gemms if p.precision == "bf16"))
     profile = profile_from("again", bf16_only)
     assert profile.data_sheet == H200.data_sheet and profile.kernels.gemm_fp8 == H200.kernels.gemm_fp8
-    assert {report.part for report in fit_report(profile, bf16_only)} == {"products", "attention"}
+    assert {report.part for report in fit_report(profile, bf16_only)} == {"products", "attention", "experts"}

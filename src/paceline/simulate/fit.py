@@ -204,12 +204,14 @@ def _fit_prefill(points: list[AttentionPoint], curve: AttentionCurve, verify: bo
 
 
 def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
-    """Fits launch, bandwidth and rate, starting from the dense product's."""
+    """Fits launch, bandwidth and rate, starting from the dense product's.
 
-    def make(x: np.ndarray) -> ExpertCurve:
-        return ExpertCurve(x[0], x[1], x[2])
-
-    return _fit(points, make, predict_experts, [gemm.launch_seconds, gemm.bandwidth, gemm.flops])
+    The launch stays that one where no point has fewer tokens than experts: reading weights hides it.
+    """
+    start = [gemm.bandwidth, gemm.flops]
+    if any(p.rows * p.experts_per_token < p.experts for p in points):
+        return _fit(points, lambda x: ExpertCurve(*x), predict_experts, [gemm.launch_seconds, *start])
+    return _fit(points, lambda x: ExpertCurve(gemm.launch_seconds, *x), predict_experts, start)
 
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:
