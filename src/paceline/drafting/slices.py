@@ -25,8 +25,9 @@ from paceline.policy.states import TextCapture, TextPlace, TextStates
 PASSAGE_ROWS = {"cpu": 64, "cuda": 256, "meta": 256}
 # Response tokens of a slice. On a GPU a few rows take as long as these: the time is that of launches.
 SLICE_ROWS = {"cpu": 64, "cuda": 4096, "meta": 4096}
-# Tokens of a slice with all the text before them and padding; a longer text is a slice of its own.
-SLICE_TOKENS = {"cpu": 2048, "cuda": 32768, "meta": 32768}
+# Tokens of a slice with all the text before them and padding; a longer text is a slice of its own. On a GPU
+# so many that an optimiser step of passages out of long texts is one slice.
+SLICE_TOKENS = {"cpu": 2048, "cuda": 49152, "meta": 49152}
 # The hidden size up to which these are meant: with a larger one a token takes more time and memory.
 SLICE_HIDDEN = 2048
 
