@@ -10,7 +10,9 @@ A named shape with dummy weights, temperature 1, no stop token, no logprobs aske
 always). One engine serves everything, with a KV pool of `--kv-tokens`: more than the decode steps and the
 long-tailed rollout ever use, too little for the rollout at 32k context, which must preempt. A step is (time
 for n + 1 new tokens - time for 1) / n. FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128
-activations), as a checkpoint of that kind would be served. Starting takes minutes, and kernels are still
+activations), as a checkpoint of that kind would be served; vLLM's dummy ones have scales of both signs and
+weights that round to zero, with which tokens of a mixture of experts may all choose the same experts, so both
+are filled anew. Starting takes minutes, and kernels are still
 compiled while the first requests run, so what is measured runs once before (but for the rollout at 32k
 context). With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once
 and then be measured one by one.
@@ -19,6 +21,7 @@ and then be measured one by one.
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -124,6 +127,26 @@ def spread(values: list[float]) -> dict[str, float]:
     return dict(median=statistics.median(values), low=min(values), high=max(values))
 
 
+def fill_weights(worker) -> int:
+    """Gives FP8 weights and their scales values that a checkpoint might have; returns how many it did.
+
+    Called in vLLM's own process.
+    """
+    import torch
+
+    filled = 0
+    for name, parameter in worker.model_runner.model.named_parameters():
+        if "weight_scale" in name:
+            parameter.data.fill_(0.01)
+        elif parameter.dtype == torch.float8_e4m3fn:
+            for part in parameter.data.flatten(0, -2).split(1 << 16):
+                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
+        else:
+            continue
+        filled += 1
+    return filled
+
+
 class Peer:
     """One vLLM engine."""
 
@@ -169,6 +192,16 @@ class Peer:
                 **(dict(compilation_config=dict(cudagraph_capture_sizes=graphs)) if graphs else {}),
             )
             self.start_seconds = time.perf_counter() - start
+        if precision != "bf16":
+            self.filled = self.llm.collective_rpc(fill_weights)
+
+    def is_finite(self) -> bool:
+        """Returns whether what it samples has logprobs that are numbers."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
+        [output] = self.llm.generate([dict(prompt_token_ids=[5, 7, 9])], params, use_tqdm=False)
+        return math.isfinite(output.outputs[0].cumulative_logprob)
 
     def seconds(self, lengths: list[int], prompt_tokens: int) -> float:
         """Returns how long it takes to give each request exactly its length."""
@@ -332,6 +365,7 @@ def measure(peer: Peer, workload: Workload, table: str, options: argparse.Namesp
 def main() -> None:
     """Starts vLLM, measures the tables that were asked for and writes them as they come."""
     options = parse_options()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `fill_weights` goes to its process as it is
     import torch
     import vllm
 
@@ -358,6 +392,7 @@ def main() -> None:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
     note("start_seconds", peer.start_seconds)
+    note("finite", peer.is_finite())
     warm_up(peer, workload, tables)
     note("warm", True)
     while options.gate is not None and not options.gate.exists():
