@@ -295,12 +295,12 @@ def test_the_engine_records_only_while_the_head_is_due(moved):
     recording, groups = Recorded(), groups_of(policy, 4)
     drafter = online(policy, head, when="auto", unroll=1, batch=2)
     run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
-    shares = [0.9] * 8 + [0.9] * 4 + [0.7]
+    shares = [0.9] * 9 + [0.9] * 4 + [0.7]
     for step, share in enumerate(shares, 1):
         drafter.observe(share, 5000)
         drafter.expect(groups)
         metrics = run_drafter.follow(step, 1e6)
-    assert recording.wanted == [True] * 8 + [False] * 5 + [True], "a trial that brings nothing, rest, drift"
+    assert recording.wanted == [True] * 9 + [False] * 5 + [True], "a trial that brings nothing, rest, drift"
     assert metrics["drafter/updates"] > 0 and metrics["drafter/rebuilt"] > 0, "of the texts that it has"
     rested = RunDrafter(online(policy, head, when="drift"), recording, load_config(None, SMALL), warn=print)
     assert recording.wanted[-1] is False
@@ -324,6 +324,23 @@ def test_states_of_a_part_of_a_response_do_not_stand_for_all_of_it(moved):
     metrics = drafter.follow(1, part)
     assert metrics["drafter/texts"] == metrics["drafter/rebuilt"] == 2
     assert metrics["drafter/texts_with_states"] == 0 and metrics["drafter/updates"] == 1
+
+
+@pytest.mark.parametrize(
+    "overrides, known",
+    [
+        (["shape=chain", "pacing=fixed", "tokens=3"], (0.9, 0.5, 0.2)),
+        (["shape=tree", "pacing=fixed", "tokens=3"], ()),
+        (["shape=chain", "pacing=adaptive"], ()),
+    ],
+)
+def test_a_card_says_what_was_accepted_by_place_only_of_chains(moved, overrides, known):
+    """Trees, and rows that share, count by number of the node."""
+    policy, head = moved
+    config = load_config(None, [*SMALL, *(f"rollout.speculation.{key}" for key in overrides)])
+    run_drafter = RunDrafter(online(policy, head), Recorded(), config, warn=print)
+    measured = run_drafter._measured(1, DraftStats(10, 30, 16, [9, 5, 2], 10, 9))
+    assert measured.accepted_at == known and measured.first_accepted == 0.9
 
 
 @pytest.mark.parametrize("when", ["drift", "auto", "always"])

@@ -47,9 +47,9 @@ def test_what_learning_does_not_bring_back_is_let_go():
 
 
 def test_auto_tries_and_rests_where_a_frozen_head_is_enough():
-    """Two trials, of which the second is no better than the first."""
+    """Two trials from the first update on, of which the second is no better than the first."""
     said = learns(AutoMonitor(), [0.85] * 40, 5000)
-    assert said == [True] * (2 * TRIAL_ROLLOUTS - 1) + [False] * (40 - 2 * TRIAL_ROLLOUTS + 1)
+    assert said == [True] * (2 * TRIAL_ROLLOUTS) + [False] * (40 - 2 * TRIAL_ROLLOUTS)
 
 
 def test_auto_goes_on_while_acceptance_rises_and_begins_again_after_a_fall():
@@ -68,6 +68,15 @@ def test_auto_concludes_nothing_from_a_trial_without_an_update():
     late = AutoMonitor()
     learns(late, [0.5] * TRIAL_ROLLOUTS + [0.4] * TRIAL_ROLLOUTS, 5000, updates=False)
     assert learns(late, [0.45] * TRIAL_ROLLOUTS, 5000)[-1], "more than when nothing was learned last"
+
+
+@pytest.mark.parametrize("first", range(1, 2 * TRIAL_ROLLOUTS + 1))
+def test_auto_tries_what_it_learned_whenever_the_first_update_comes(first):
+    """A head that is better from the first update on, which may come late in a trial."""
+    auto = AutoMonitor()
+    assert all(learns(auto, [0.6] * first, 5000, updates=False))
+    auto.note_update()
+    assert all(learns(auto, [0.64 + 0.01 * i for i in range(20)], 5000)), "it rises all the time"
 
 
 def test_time_is_granted_by_steps_saved_up_and_paid_back():

@@ -23,7 +23,7 @@ class MeasuredAcceptance:
     drafts: int
     accept_length: float  # tokens per draft, the policy's own included
     first_accepted: float  # the share of drafts whose first token was accepted
-    accepted_at: tuple[float, ...] = ()  # by place, the share of drafts accepted so far
+    accepted_at: tuple[float, ...] = ()  # by place, the share of drafts accepted so far; empty: not known
 
     def __str__(self) -> str:
         return (

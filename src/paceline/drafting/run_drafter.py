@@ -135,6 +135,9 @@ class RunDrafter:
         return work
 
     def _measured(self, step: int, drafts: Drafts) -> MeasuredAcceptance:
+        speculation = self.config.rollout.speculation
+        # Trees, and rows that share tokens, count by number of the node: that says nothing of its depth.
+        by_place = speculation.shape == "chain" and speculation.pacing == "fixed"
         return MeasuredAcceptance(
             self.config.policy.path,
             self.config.task.name,
@@ -143,7 +146,7 @@ class RunDrafter:
             drafts.drafts,
             drafts.accept_length,
             drafts.first_accepted,
-            tuple(drafts.accepted_shares),
+            tuple(drafts.accepted_shares) if by_place else (),
         )
 
     def _compare(self, came: MeasuredAcceptance) -> None:

@@ -81,14 +81,15 @@ class SlicedLearning:
         """
         fills = self.policy.device.type != "cpu"
         steps: list[list[Passage]] = []
-        rows = tokens = 0
+        rows = tokens = longest = 0
         for passage in passages:
             size, text = passage.stop - passage.start, _text(passage)
-            rows, tokens = rows + size, tokens + text
-            has_room = fills and rows <= self.slice_rows and tokens <= self.token_budget
+            rows, tokens, longest = rows + size, tokens + text, max(longest, text)
+            held = longest * (len(steps[-1]) + 1) if steps and self.pads else tokens
+            has_room = fills and rows <= self.slice_rows and held <= self.token_budget
             if not steps or (len(steps[-1]) >= self.batch and not has_room):
                 steps.append([])
-                rows, tokens = size, text
+                rows, tokens, longest = size, text, text
             steps[-1].append(passage)
         return steps
 

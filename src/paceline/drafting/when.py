@@ -80,7 +80,12 @@ class AutoMonitor:
     updates: int = 0  # of the head, in the trial at hand
 
     def note_update(self) -> None:
-        """Takes in that the head was replaced by one that has learned."""
+        """Takes in that the head was replaced by one that has learned.
+
+        With the first one the trial begins: what drafted before has learned nothing in it.
+        """
+        if not self.updates:
+            self._count_anew()
         self.updates += 1
 
     def update(self, share: float, drafts: int) -> bool:

@@ -43,6 +43,7 @@ from paceline.simulate.predict import (
 
 CUBLAS_ROWS = 65  # the native engine's own kernel below, cuBLAS from here on (kernels/linear.py)
 VERIFY_QUERIES = 4  # attention to more queries than this shows an arithmetic rate
+FEW_TOKENS, MANY_TOKENS = 1, 64  # of an expert: below, its launch shows; from here on, its arithmetic
 MANY_POINTS = 8  # with fewer, a row's cost cannot be told from its keys'
 
 Fitted = TypeVar("Fitted")
@@ -206,12 +207,22 @@ def _fit_prefill(points: list[AttentionPoint], curve: AttentionCurve, verify: bo
 def fit_experts(points: list[ExpertPoint], gemm: GemmCurve) -> ExpertCurve:
     """Fits launch, bandwidth and rate, starting from the dense product's.
 
-    The launch stays that one where no point has fewer tokens than experts: reading weights hides it.
+    The launch stays that one where no expert lacks tokens, and the rate where none has many: reading weights
+    hides both.
     """
-    start = [gemm.bandwidth, gemm.flops]
-    if any(p.rows * p.experts_per_token < p.experts for p in points):
-        return _fit(points, lambda x: ExpertCurve(*x), predict_experts, [gemm.launch_seconds, *start])
-    return _fit(points, lambda x: ExpertCurve(gemm.launch_seconds, *x), predict_experts, start)
+    loads = [p.rows * p.experts_per_token / p.experts for p in points]
+    fits_launch, fits_rate = min(loads) < FEW_TOKENS, max(loads) >= MANY_TOKENS
+
+    def make(x: np.ndarray) -> ExpertCurve:
+        launch = x[-1] if fits_launch else gemm.launch_seconds
+        return ExpertCurve(launch, x[0], x[1] if fits_rate else gemm.flops)
+
+    start = [
+        gemm.bandwidth,
+        *([gemm.flops] if fits_rate else []),
+        *([gemm.launch_seconds] if fits_launch else []),
+    ]
+    return _fit(points, make, predict_experts, start)
 
 
 def fit_rest(points: list[RestPoint], start: OtherCurve) -> OtherCurve:

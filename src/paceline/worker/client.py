@@ -165,7 +165,7 @@ class WorkerBackend(Backend):
         self.worker.end()
         # A thread that is still there when the interpreter ends is stopped wherever it is.
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread not in (threading.current_thread(), self._starter if starting else None):
                 thread.join(self.patience.close)
         if self._owns_memory:
             self.weights.close()
@@ -264,8 +264,9 @@ class WorkerBackend(Backend):
 
     def _begin_thread(self, run: Callable[..., None], *arguments: Worker) -> None:
         thread = threading.Thread(target=run, args=arguments, daemon=True)
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
+        with self.changed:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _be_ready(self, worker: Worker) -> None:
         """Opens for calls: the worker has the weights, so they may be written anew.

@@ -120,8 +120,8 @@ def _where_it_holds(cost: StepCost) -> str:
         "met within 10%. **Where it does not**: with few requests each draft token wakes further experts "
         f"(4 rows choose {_active_experts(4):.0f} of 128 in a plain step and {_active_experts(32):.0f} when "
         f"8 tokens a row are verified), so k = 7 gives {speedup(cost, 4, 7):.2f}x at 4 rows; with many, "
-        f"verification is arithmetic: {speedup(cost, 2048, 7):.2f}x at 2,048, where the rate of experts is "
-        "that of at most 256 tokens, the most that was timed, and so a lower bound. A rollout passes through "
+        f"verification is arithmetic: {speedup(cost, 2048, 7):.2f}x at 2,048, where experts are taken to "
+        "compute as fast as dense products (more than 256 tokens were not timed). A rollout passes through "
         "all of these, from full batch to tail. Experts over 64 GPUs make the low end flat (dashed)."
     )
 
