@@ -295,12 +295,12 @@ def test_the_engine_records_only_while_the_head_is_due(moved):
     recording, groups = Recorded(), groups_of(policy, 4)
     drafter = online(policy, head, when="auto", unroll=1, batch=2)
     run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
-    shares = [0.9] * 9 + [0.9] * 4 + [0.7]
+    shares = [0.9] * 10 + [0.9] * 4 + [0.7]  # the second step has the fourth update
     for step, share in enumerate(shares, 1):
         drafter.observe(share, 5000)
         drafter.expect(groups)
         metrics = run_drafter.follow(step, 1e6)
-    assert recording.wanted == [True] * 9 + [False] * 5 + [True], "a trial that brings nothing, rest, drift"
+    assert recording.wanted == [True] * 10 + [False] * 5 + [True], "a trial that brings nothing, rest, drift"
     assert metrics["drafter/updates"] > 0 and metrics["drafter/rebuilt"] > 0, "of the texts that it has"
     rested = RunDrafter(online(policy, head, when="drift"), recording, load_config(None, SMALL), warn=print)
     assert recording.wanted[-1] is False

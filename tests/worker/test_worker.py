@@ -284,3 +284,15 @@ def test_the_course_of_requests_survives_the_protocol():
     moments = (("waiting", 0.5, -1), ("decode", 0.75, 3))
     stats.note_request(RequestTrace("a", moments, 4, 2, FinishReason.STOP))
     assert read_stats(json.loads(json.dumps(stats_record(stats)))) == stats
+
+
+def test_no_thread_outlives_a_client(start):
+    """One that does is stopped wherever it is when the interpreter ends."""
+    before = set(threading.enumerate())
+    backend = start(patience=replace(PATIENT, beat=60.0))
+    backend.update_weights(1)
+    backend.submit([request("r", 3)])
+    assert list(backend.completions())
+    assert set(threading.enumerate()) - before
+    backend.close()
+    assert not set(threading.enumerate()) - before
