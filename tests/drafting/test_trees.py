@@ -111,7 +111,9 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
     assert bits(done) == bits(plain)
 
 
-@pytest.mark.parametrize("deepest", [TreeShape.SHALLOWEST, TreeShape.LIMIT])
+@pytest.mark.parametrize(
+    "deepest", [pytest.param(TreeShape.SHALLOWEST, marks=pytest.mark.slow), TreeShape.LIMIT]
+)
 def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
     _, plain = run(folders["qwen3"], requests)
