@@ -12,10 +12,9 @@ long-tailed rollout ever use, too little for the rollout at 32k context, which m
 for n + 1 new tokens - time for 1) / n. FP8 is vLLM's block format (128 x 128 weights, dynamic 1 x 128
 activations), as a checkpoint of that kind would be served; vLLM's dummy ones have scales of both signs and
 weights that round to zero, with which tokens of a mixture of experts may all choose the same experts, so both
-are filled anew. Starting takes minutes, and kernels are still
-compiled while the first requests run, so what is measured runs once before (but for the rollout at 32k
-context). With `--gate FILE` the measurements wait for that file: several peers can start and warm up at once
-and then be measured one by one.
+are filled anew. Starting takes minutes, and kernels are still compiled while the first requests run, so what
+is measured runs once before (but for the rollout at 32k context). With `--gate FILE` the measurements wait
+for that file: several peers can start and warm up at once and then be measured one by one.
 """
 
 import argparse
@@ -193,7 +192,7 @@ class Peer:
             )
             self.start_seconds = time.perf_counter() - start
         if precision != "bf16":
-            self.filled = self.llm.collective_rpc(fill_weights)
+            assert all(self.llm.collective_rpc(fill_weights)), "no FP8 weights were found"
 
     def is_finite(self) -> bool:
         """Returns whether what it samples has logprobs that are numbers."""

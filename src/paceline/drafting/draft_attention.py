@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from paceline.policy.attention import PackedAttention, deterministic_flash
+from paceline.policy.states import to_device
 
 # Scores that a block of queries holds at once, where there is no flash kernel: 64 MiB in float32.
 BLOCK_SCORES = 1 << 24
@@ -79,9 +80,9 @@ class FlashPrefix:
         kept_B = np.maximum(lengths_B - 2 - step, 0)
         starts_B = np.cumsum(lengths_B) - lengths_B
         ends_B = lengths_B - 2
-        self.keys_K = _sent(_ranges(starts_B, starts_B + kept_B), device)
-        self.sees_R1 = _sent(_ranges(ends_B - rows_B, ends_B) >= step, device).unsqueeze(-1)
-        bounds = [_sent(_boundaries(counts_B), device) for counts_B in (rows_B, kept_B)]
+        self.keys_K = to_device(_ranges(starts_B, starts_B + kept_B), device)
+        self.sees_R1 = to_device(_ranges(ends_B - rows_B, ends_B) >= step, device).unsqueeze(-1)
+        bounds = [to_device(_boundaries(counts_B), device) for counts_B in (rows_B, kept_B)]
         self.shape = [*bounds, int(rows_B.max()), int(kept_B.max())]
         self.random: tuple[torch.Tensor, ...] = ()  # states of a generator that is not used
 
@@ -126,18 +127,13 @@ class FlashPrefix:
         return grad_q_RHD, grad_k, grad_v
 
 
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns them on the device; a GPU goes on meanwhile, where a copy of pageable memory waits for it."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+def _ranges(starts_B: np.ndarray, stops_B: np.ndarray) -> torch.Tensor:
+    parts = [np.arange(start, stop) for start, stop in zip(starts_B, stops_B, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
-def _ranges(starts_B: np.ndarray, stops_B: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(start, stop) for start, stop in zip(starts_B, stops_B, strict=True)])
-
-
-def _boundaries(counts_B: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(counts_B))).astype(np.int32)
+def _boundaries(counts_B: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts_B))).astype(np.int32))
 
 
 class BlockedPrefix:

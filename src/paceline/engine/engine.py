@@ -27,7 +27,7 @@ from paceline.engine.priorities import priorities
 from paceline.engine.refusal import Limits, refusal
 from paceline.engine.request_state import RequestState
 from paceline.engine.reservation import RESERVED_STEPS, Reservation
-from paceline.engine.rows import NewRow, to_device
+from paceline.engine.rows import NewRow
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.settings import EngineSettings
 from paceline.engine.start_timing import time_steps
@@ -35,6 +35,7 @@ from paceline.engine.step_timer import StepTimer
 from paceline.pacing.strategy import PLAIN, Decision, Pacer
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.policy.decoder import Decoder
+from paceline.policy.states import to_device
 from paceline.stats import RolloutStats
 from paceline.types import Completion, FinishReason, Request
 

@@ -17,9 +17,9 @@ import torch
 
 from paceline.drafting.base import Drafter, TargetPrefill
 from paceline.engine.request_state import RequestState
-from paceline.engine.rows import to_device
 from paceline.paged.cache import BLOCK_SIZE
 from paceline.paged.forward import PagedForward
+from paceline.policy.states import to_device
 
 
 @dataclass(eq=False)

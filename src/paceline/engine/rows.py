@@ -12,6 +12,7 @@ import torch
 
 from paceline.kernels.row_step import RowTensors
 from paceline.paged.cache import blocks_for
+from paceline.policy.states import to_device
 from paceline.types import SamplingParams
 
 # Tokens of one row that one step may look at.
@@ -112,9 +113,3 @@ class Rows:
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self.device)
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies to the device through pinned memory."""
-    # Pinned, the copy is ordered by the stream and the host does not wait for it.
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

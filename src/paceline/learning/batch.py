@@ -145,7 +145,7 @@ def pack(sequences: Sequence[TrainingSequence], device: torch.device) -> MicroBa
     ends = list(accumulate(lengths))
     predictors = [np.arange(end - 1 - count, end - 1) for end, count in zip(ends, responses, strict=True)]
 
-    # By way of numpy, which takes a third of the time for as many numbers of Python.
+    # By way of numpy: tensors of Python's numbers take five times as long.
     def joined(parts: Iterable, dtype: type = np.float64) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts])).to(device)
 

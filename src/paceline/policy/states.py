@@ -69,3 +69,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies to the device; to a GPU through pinned memory, so that the host does not wait for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
