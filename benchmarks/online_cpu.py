@@ -117,9 +117,8 @@ def states(out: Path, steps: int) -> None:
 def _overlap(online: OnlineDrafter, chosen: list) -> float:
     """The mean overlap of a head's first drafted tokens with the policy."""
     learning = online.learning
-    return statistics.mean(
-        compare_rows(online.policy, online.head, *learning.inputs([passage])) for passage in chosen
-    )
+    sums = [compare_rows(online.policy, online.head, *learning.inputs([passage])) for passage in chosen]
+    return sum(total for total, _ in sums) / sum(tokens for _, tokens in sums)
 
 
 def fresh(out: Path, steps: int) -> None:

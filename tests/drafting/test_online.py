@@ -12,10 +12,11 @@ from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting import online as online_module
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
-from paceline.drafting.examples import TOKEN_BYTES
+from paceline.drafting.examples import TOKEN_BYTES, longest_texts
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
-from paceline.drafting.online import WARMUP_UPDATES, OnlineDrafter, longest_texts
+from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
+from paceline.drafting.publishing import FIRST_COMPARED, HOPELESS, Probation
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
@@ -124,12 +125,29 @@ def test_drift_decides(moved):
     assert updates == [0, 1, 1, 0, 0], "as the last rollout in which it drafted said"
 
 
+def let_slices_take(seconds: float, drafter: OnlineDrafter, monkeypatch) -> list[float]:
+    """Replaces the clock by one that only slices move on; returns what it shows."""
+    clock = [0.0]
+
+    def slow(function):
+        def run(*arguments) -> None:
+            function(*arguments)
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    drafter.trainer.accumulate_rows = slow(drafter.trainer.accumulate_rows)
+    drafter.learning._compute_states = slow(drafter.learning._compute_states)
+    return clock
+
+
 def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, monkeypatch):
     """A clock on which every slice takes a second: 1% of steps of 250 s is 2.5 slices each."""
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    drafter.probation = Probation(proven=True)  # comparisons take time, too
+    let_slices_take(1.0, drafter, monkeypatch)
     groups = groups_of(policy, 40)
     spent = [follow(drafter, step, groups, 250.0)["time/drafter_displaced"] for step in range(1, 9)]
     assert 8 * 2.5 - 1 <= sum(spent) <= 8 * 2.5 + 1, spent
@@ -149,11 +167,10 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
     policy, head = moved
     said: list[str] = []
     groups = groups_of(policy, 60)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     config = OnlineDrafterConfig(when="auto", unroll=1, batch=16, budget=0.01)
     for seconds, rests in ((50.0, True), (250.0, False)):
         drafter = OnlineDrafter(policy, head, config, seed=0, warn=said.append)
+        let_slices_take(1.0, drafter, monkeypatch)
         spent = [follow(drafter, step, groups, seconds)["time/drafter_displaced"] for step in range(1, 9)]
         assert drafter.due is not rests
         assert sum(spent) == 3 if rests else sum(spent) > 16, spent
@@ -194,6 +211,7 @@ def states_of(drafter: OnlineDrafter, text) -> TextStates:
 def test_what_is_published_is_the_mean_of_the_newest_weights(moved):
     policy, head = moved
     drafter, groups = online(policy, head, unroll=1, batch=1), groups_of(policy, 8)
+    drafter.probation = Probation(proven=True)
     masters = drafter.trainer.optimiser.masters()
     seen = []
     update = drafter.average.update
@@ -213,28 +231,68 @@ def test_what_is_published_is_the_mean_of_the_newest_weights(moved):
     assert torch.equal(drafter.average.mean["fc.weight"], masters["fc.weight"]), "a new start"
 
 
-def test_a_head_that_warms_up_does_not_draft(moved):
-    """Not for the run, and not for one that goes on from its state."""
+def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
+    """Compared after 4 updates and, as it is worse, after 8; in a run that goes on from its state, too."""
     policy, head = moved
     start = {name: p.detach().clone() for name, p in head.named_parameters()}
     groups = groups_of(policy, 4)
     first = online(policy, head, unroll=1, batch=32)
-    for step in range(1, WARMUP_UPDATES):
+    first.quality = iter_quality(0.6, 0.7)
+    for step in range(1, 8):
         assert follow(first, step, groups)["drafter/updates"] == 1
-        assert first.warms_up and first.publisher.current.version == 0
+        assert not first.probation.proven and first.publisher.current.version == 0
+        assert (first.probation.next_at == FIRST_COMPARED) == (step < FIRST_COMPARED)
         assert all(torch.equal(weight, start[name]) for name, weight in first.weights().items())
     second = online(policy, copy.deepcopy(head), unroll=1, batch=32)
     second.head.fc.weight.data.zero_()
     load_online_state(second, {name: tensor.clone() for name, tensor in online_state(first).items()})
-    assert second.warms_up
+    assert second.probation == first.probation == Probation(False, 8)
     for name, weight in second.publisher.current.weights.items():
         assert torch.equal(weight, start[name]), name
     for drafter in (first, second):
-        follow(drafter, WARMUP_UPDATES, groups)
-        assert not drafter.warms_up and drafter.publisher.current.version == WARMUP_UPDATES
+        drafter.quality = iter_quality(0.7, 0.7)
+        follow(drafter, 8, groups)
+        assert drafter.probation.proven and drafter.publisher.current.version == 8
+        follow(drafter, 9, groups)
+        assert drafter.publisher.current.version == 9, "and is not compared again"
     assert not torch.equal(first.publisher.current.weights["fc.weight"], start["fc.weight"])
     for name, weight in second.publisher.current.weights.items():
         assert torch.equal(weight, first.publisher.current.weights[name]), name
+
+
+def iter_quality(*values: float):
+    """Returns a `quality` that gives these answers, and no more."""
+    answers = iter(values)
+    return lambda head: next(answers)
+
+
+def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
+    policy, head = moved
+    drafter, groups = online(policy, head, unroll=1, batch=32), groups_of(policy, 4)
+    follow(drafter, 1, groups)
+    before = {name: p.detach().clone() for name, p in drafter.head.named_parameters()}
+    ruined = {name: torch.zeros_like(p) for name, p in before.items()}
+    assert drafter._judge(before) == drafter.quality(drafter.head) > drafter._judge(ruined) + 0.2
+    assert all(torch.equal(p, before[name]) for name, p in drafter.head.named_parameters())
+    masters = drafter.trainer.optimiser.masters()
+    assert all(torch.equal(masters[name], weight) for name, weight in before.items())
+
+
+def test_auto_gives_up_a_head_that_only_becomes_worse(moved):
+    """It goes on from what drafts, and rests until that has drifted; `always` goes on."""
+    policy, head = moved
+    groups = groups_of(policy, 4)
+    for when in ("auto", "always"):
+        drafter = online(policy, head, when=when, unroll=1, batch=32)
+        drafter._judge = lambda weights: float(weights is drafter.publisher.current.weights)
+        updates = sum(follow(drafter, step, groups, 1e6)["drafter/updates"] for step in range(1, 20))
+        assert updates == (HOPELESS if when == "auto" else 19)
+        assert drafter.publisher.current.version == 0 and drafter.due == (when == "always")
+        if when == "auto":
+            assert all(torch.equal(p, head.get_parameter(n)) for n, p in drafter.head.named_parameters())
+            for share in (0.8, 0.8, 0.5):
+                drafter.observe(share, 5000)
+            assert drafter.due and drafter.probation == Probation()
 
 
 def test_auto_rests_where_a_debt_would_last_for_longer_than_a_trial(moved):
@@ -274,14 +332,14 @@ def test_auto_asks_for_the_states_that_it_has_time_for(moved, monkeypatch):
 
 def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
     """A clock on which each of two comparisons takes a second."""
-    monkeypatch.setattr(online_module, "WARMUP_UPDATES", 1)
     policy, head = moved
     drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
+    drafter.probation = Probation(proven=True)
     drafter.observe(0.9, 5000)
     follow(drafter, 1, groups, 1e6)
     drafter.observe(0.5, 5000)
-    clock = iter(range(10**6))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    clock = let_slices_take(0.0, drafter, monkeypatch)
+    drafter.quality = lambda head: clock.__setitem__(0, clock[0] + 1.0) or 0.5
     drafter.due = False
     credit = drafter.budget.credit
     assert drafter.publisher.suspect
@@ -468,15 +526,29 @@ def final_policy(run) -> dict[str, torch.Tensor]:
     }
 
 
+def spoiled_head(folder: Path) -> Path:
+    """Writes the built-in head with noise in its matrices: one that a few updates make better."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle("builtin-eagle", policy, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.6 * parameter.data.std() * noise
+    save_eagle(head, folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["always", "auto"])
 def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
     """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
-    plain_run = run(tmp_path, "plain", "run.steps=3")
+    keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
+    plain_run = run(tmp_path, "plain", *keys)
     online_keys = [
-        f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=1e-2")
+        f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=3e-3")
     ]
-    follows_run = run(tmp_path, "follows", "run.steps=3", *online_keys)
+    follows_run = run(tmp_path, "follows", *keys, *online_keys)
     plain, follows = learned(plain_run), learned(follows_run)
     own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
     for before, after in zip(plain, follows, strict=True):
@@ -581,8 +653,8 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys
             "online.budget = 0.1 does not apply.*Use when=auto",
         ),
         (
-            ["rollout.speculation.online.lr=1e-3"],
-            "online.lr = 0.001 does not apply: rollout.speculation.online.when = 'never'",
+            ["rollout.speculation.online.lr=2e-3"],
+            "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'",
         ),
     ],
 )
@@ -623,5 +695,8 @@ def test_a_head_learns_where_the_graphs_read_it():
     old = engine()
     before = accepted(old)
     config = OnlineDrafterConfig(when="always", lr=1e-2, unroll=2, batch=2)
-    follow(OnlineDrafter(policy, head, config, 0, print, drafting=old), 1, groups_of(policy, 16))
+    drafter = OnlineDrafter(policy, head, config, 0, print, drafting=old)
+    drafter.probation = Probation(proven=True)  # however it drafts
+    follow(drafter, 1, groups_of(policy, 16))
+    assert drafter.publisher.current.version == 1
     assert accepted(old) == accepted(engine()) != before

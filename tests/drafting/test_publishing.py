@@ -2,12 +2,14 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from paceline.config import load_config
+from paceline.drafting import saving
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
@@ -113,8 +115,8 @@ class Quality:
     def __init__(self, by_scale: dict[float, float]) -> None:
         self.by_scale = by_scale
 
-    def __call__(self, head) -> float:
-        return self.by_scale[round(float(head.norm.weight.mean() / self.unit), 3)]
+    def __call__(self, weights) -> float:
+        return self.by_scale[round(float(weights["norm.weight"].mean()) / self.unit, 3)]
 
 
 @pytest.mark.parametrize("before, now, rolls_back", [(0.8, 0.6, True), (0.6, 0.6, False), (0.5, 0.6, False)])
@@ -124,7 +126,7 @@ def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now
     trained = copy.deepcopy(head)
     publisher = HeadPublisher(trained, engine_of(policy, head), said.append)
     quality = Quality({1.0: before, 2.0: now})
-    quality.unit = float(head.norm.weight.mean())
+    quality.unit = float(head.norm.weight.detach().mean())
     publisher.observe(0.80, 5000)
     with torch.no_grad():
         trained.norm.weight *= 2
@@ -135,8 +137,10 @@ def test_a_head_that_got_worse_is_rolled_back_and_said(policy, head, before, now
     assert publisher.suspect
     assert publisher.settle(2, quality) == rolls_back
     scale = 1.0 if rolls_back else 2.0
-    assert float(trained.norm.weight.mean()) == pytest.approx(scale * quality.unit)
-    assert float(head.norm.weight.mean()) == pytest.approx(scale * quality.unit), "and where it drafts"
+    assert float(trained.norm.weight.detach().mean()) == pytest.approx(scale * quality.unit)
+    assert float(head.norm.weight.detach().mean()) == pytest.approx(scale * quality.unit), (
+        "and where it drafts"
+    )
     assert bool(said) == rolls_back == bool(publisher.rollbacks)
     if rolls_back:
         assert "version 1 drafts worse than that of version 0" in said[0] and "rolled back" in said[0]
@@ -185,9 +189,29 @@ def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_p
         head.fc.weight.zero_()
     release.set()
     saver.flush()
-    assert saver.due and saver.load(1)["online.x"].tolist() == [1.0] * 3
+    assert saver.load(1)["online.x"].tolist() == [1.0] * 3
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     assert torch.equal(load_eagle(str(tmp_path / "drafter"), policy, torch.float32).fc.weight, before)
+
+
+def test_a_head_that_takes_long_to_copy_is_saved_less_often(tmp_path, head, monkeypatch):
+    """A save that the run waits a second for comes every 500 seconds at most; a fast one every minute."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    saver = DrafterSaver(tmp_path, print)
+    for seconds, pause in ((0.0, 60.0), (1.0, 500.0)):
+
+        def slow(tensor, seconds=seconds):
+            clock[0] += seconds
+            return tensor.clone()
+
+        monkeypatch.setattr(saving, "to_host", slow)
+        saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
+        saver.flush()
+        clock[0] += pause - 1
+        assert not saver.due
+        clock[0] += 1
+        assert saver.due
 
 
 def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, head):

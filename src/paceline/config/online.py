@@ -19,7 +19,7 @@ class OnlineDrafterConfig(Section):
         "drift: when its acceptance has fallen; always: after every step; "
         "auto: while its acceptance rises or has fallen, in time that nobody needs and within `budget`",
     )
-    lr: float = Field(3e-4, gt=0, description="learning rate of the eagle head")
+    lr: float = Field(1e-3, gt=0, description="learning rate of the eagle head")
     tokens: int = Field(
         8192,
         ge=1,

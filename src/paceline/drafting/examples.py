@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.learning.batch import TrainingSequence
+from paceline.learning.batch import TrainingSequence, training_sequence
 from paceline.policy.states import TextStates
+from paceline.types import Completion, Group
 
 # Steps whose responses are kept: this one and the one before.
 STEPS_KEPT = 2
@@ -153,6 +154,26 @@ def _states(tensors: Mapping[str, torch.Tensor], index: int) -> TextStates | Non
     while (name := f"{prefix}captured.{len(captured)}") in tensors:
         captured.append(tensors[name])
     return TextStates(tensors[f"{prefix}hidden"], tuple(captured))
+
+
+def longest_texts(
+    groups: Sequence[Group], tokens: int, at_most: int = 0, room: int = 0
+) -> list[TrainingSequence]:
+    """Returns the longest responses that make up `tokens`, at least one; the others are not looked at.
+
+    Up to `at_most` tokens of responses where all of it, with prompts, is within `room`.
+    """
+    chosen: list[Completion] = []
+    for completion in sorted(
+        (sample.completion for group in groups for sample in group.samples), key=lambda c: -len(c.tokens)
+    ):
+        room -= len(completion.request.prompt) + len(completion.tokens)
+        if not completion.tokens or (tokens <= 0 and (at_most <= 0 or room < 0)):
+            break
+        tokens -= len(completion.tokens)
+        at_most -= len(completion.tokens)
+        chosen.append(completion)
+    return [training_sequence(completion) for completion in chosen]
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,13 @@ class HeadFollower(ABC):
         self.publish(version)
 
     def publish(self, version: int) -> None:
-        """Hands the head over as it is now."""
-        self.publisher.publish(version, self.weights())
+        """Hands over what the head has learned."""
+        self.publisher.publish(version, self.learned_weights())
         self.auto.note_update()
+
+    def learned_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights that learning came to, where the head is; nobody else will change them."""
+        return {name: p.detach().clone() for name, p in self.head.named_parameters()}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns copies of the weights that are worth drafting with, on the host."""

@@ -23,23 +23,27 @@ from torch import nn
 from paceline.config import Config, ConfigError, OnlineDrafterConfig
 from paceline.drafting.averaging import WeightAverage
 from paceline.drafting.eagle_head import EagleHead
-from paceline.drafting.examples import STEPS_KEPT, TOKEN_BYTES, Example, ExampleBuffer, passages
+from paceline.drafting.examples import (
+    STEPS_KEPT,
+    TOKEN_BYTES,
+    Example,
+    ExampleBuffer,
+    longest_texts,
+    passages,
+)
 from paceline.drafting.follower import HeadFollower
-from paceline.drafting.publishing import Drafting, restore
+from paceline.drafting.publishing import Drafting, Probation, restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
 from paceline.drafting.when import REACH, TimeBudget
-from paceline.learning.batch import TrainingSequence, training_sequence
+from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
-from paceline.policy.states import TextStates
-from paceline.types import Completion, Group
+from paceline.policy.states import TextStates, to_host
+from paceline.types import Group
 
 # Passages along which two versions of a head are compared.
 COMPARED_PASSAGES = 8
-# Updates over which the learning rate rises. There may be one a step: until the moments say something. What
-# is there before has drafted worse than what it came from, so it is not published.
-WARMUP_UPDATES = 4
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 4
@@ -72,10 +76,11 @@ class OnlineDrafter(HeadFollower):
             schedule="constant",
             unroll=config.unroll,
             batch_sequences=config.batch,
-            warmup=WARMUP_UPDATES,
+            warmup=0,  # there may be one update a step
         )
         self.trainer = HeadTrainer(policy, self.head, training)
         self.average = WeightAverage(self.trainer.optimiser.masters())
+        self.probation = Probation()
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
         self.tap = StateTap(self.head.config.captured_layers)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
@@ -108,11 +113,6 @@ class OnlineDrafter(HeadFollower):
         """Whether `follow` will learn."""
         return self.due
 
-    @property
-    def warms_up(self) -> bool:
-        """Whether the head has learned too little to draft."""
-        return 0 < self.average.updates < WARMUP_UPDATES
-
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
     ) -> dict[str, float]:
@@ -121,6 +121,7 @@ class OnlineDrafter(HeadFollower):
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
         """
+        began, counted, due = time.perf_counter(), self.spent.displaced, self.due
         found = self.tap.take()
         examples = [
             Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))
@@ -132,21 +133,40 @@ class OnlineDrafter(HeadFollower):
         if self.publisher.settle(step, self._judge):
             self._restart()
         elif self.due:
-            self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
-            self.budget.grant(step_seconds)
-            owed = -self.budget.credit
-            within_budget = self.config.when == "auto"
-            self._learn(lambda: within_budget and self.budget.credit <= 0, idle=False)
-            if within_budget and self._is_out_of_reach(self.config.budget * step_seconds, owed):
-                self._rest()
+            self._learn_in_turn(step, step_seconds)
         self.buffer.shrink()
-        if self._reports and not self.warms_up:
+        if self._reports and self._passes():
             self.publish(step)
         self._tokens = self._tokens_of(self._learned_tokens)
+        # Slices and comparisons have counted themselves.
+        self._displace(time.perf_counter() - began - (self.spent.displaced - counted), owed=due)
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
+
+    def _learn_in_turn(self, step: int, step_seconds: float) -> None:
+        """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
+        self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
+        self.budget.grant(step_seconds)
+        owed = -self.budget.credit
+        within_budget = self.config.when == "auto"
+        for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
+            pass
+        if within_budget and self._is_out_of_reach(self.config.budget * step_seconds, owed):
+            self._tell_of_reach()
+            self._rest()
+
+    def _passes(self) -> bool:
+        """Returns whether what was learned may draft; `auto` gives up what does not become good enough."""
+        updates = self.average.updates
+        if self.probation.passes(updates, self.average.mean, self.publisher.current.weights, self._judge):
+            return True
+        if self.config.when == "auto" and self.probation.is_hopeless(updates):
+            restore(self.head, self.publisher.current.weights)
+            self._restart()
+            self._rest()
+        return False
 
     def _is_out_of_reach(self, granted: float, owed: float) -> bool:
         """Returns whether no update would come about within REACH steps that grant so many seconds each.
@@ -168,6 +188,8 @@ class OnlineDrafter(HeadFollower):
         self.learning.abandon()
         self.auto.rest()
         self.due = False
+
+    def _tell_of_reach(self) -> None:
         if not self._told_of_reach:
             self._told_of_reach = True
             self.warn(
@@ -227,10 +249,6 @@ class OnlineDrafter(HeadFollower):
             tokens -= passage.stop - passage.start
         self.learning.plan(kept)
 
-    def _learn(self, should_stop: Callable[[], bool], idle: bool) -> None:
-        for _ in self.slices(should_stop, idle):
-            pass
-
     def slices(self, should_stop: Callable[[], bool], idle: bool) -> Iterator[HeadStep | None]:
         """Does the planned work slice by slice; yields what an optimiser step saw after the one that made it.
 
@@ -262,8 +280,8 @@ class OnlineDrafter(HeadFollower):
         if idle:
             self.spent.idle += seconds
         elif first:
-            # It sets libraries up: reported, but no debt that the next slices would have to wait for.
-            self.spent.displaced += seconds
+            # It sets libraries up: no debt that the next slices would have to wait for.
+            self._displace(seconds, owed=False)
         else:
             self._displace(seconds)
         if report is not None:
@@ -271,9 +289,11 @@ class OnlineDrafter(HeadFollower):
             self.average.update(self.trainer.optimiser.masters())
             self._learned_tokens += int(report.tokens)
 
-    def _displace(self, seconds: float) -> None:
+    def _displace(self, seconds: float, owed: bool = True) -> None:
+        """Counts time that others needed; `owed`: the budget is to pay for it."""
         self.spent.displaced += seconds
-        self.budget.spend(seconds)
+        if owed:
+            self.budget.spend(seconds)
 
     def _halve_budget(self) -> None:
         """A drafter that learns less costs time; a run that ends costs everything."""
@@ -291,15 +311,19 @@ class OnlineDrafter(HeadFollower):
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` new passages."""
         newest = [e for e in self.buffer if e.states is not None]
         chosen = [p for e in newest for p in passages(e, self.learning.passage_rows)][:count]
-        # One at a time: logits of the whole vocabulary are held of each.
-        overlaps = [compare_rows(self.policy, head, *self.learning.inputs([passage])) for passage in chosen]
-        return statistics.mean(overlaps) if overlaps else 0.0
+        sums = [
+            compare_rows(self.policy, head, *self.learning.inputs(part)) for part in self.learning.cut(chosen)
+        ]
+        return sum(total for total, _ in sums) / max(1, sum(tokens for _, tokens in sums))
 
-    def _judge(self, head: EagleHead) -> float:
-        """Returns a head's `quality`, at the expense of the time to learn in."""
-        start = time.perf_counter()
-        overlap = self.quality(head)
-        self._displace(time.perf_counter() - start)
+    def _judge(self, weights: Mapping[str, torch.Tensor]) -> float:
+        """Returns the `quality` of a head of these weights, at the expense of the time to learn in."""
+        began = time.perf_counter()
+        present = super().learned_weights()
+        restore(self.head, weights)
+        overlap = self.quality(self.head)
+        restore(self.head, present)
+        self._displace(time.perf_counter() - began)
         return overlap
 
     def take_metrics(self) -> dict[str, float]:
@@ -333,21 +357,27 @@ class OnlineDrafter(HeadFollower):
         self.publish(version)
 
     def _restart(self) -> None:
-        self._reports = []  # of weights that are gone
         self.trainer.restart()
         self.average.restart(self.trainer.optimiser.masters())
+        self.probation = Probation()
+
+    def learned_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the mean of the newest weights in the head's type, where the head is."""
+        dtype = self.head.fc.weight.dtype
+        return {name: mean.to(dtype, copy=True) for name, mean in self.average.mean.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the mean of the newest weights in the head's type, on the host.
-
-        While it warms up, those that draft.
-        """
-        if self.head.fc.weight.is_meta:
+        """Returns what has been learned, on the host; what drafts as long as that is better."""
+        device = self.head.fc.weight.device
+        if device.type == "meta":
             return {}
-        if self.warms_up:
-            return dict(self.publisher.current.weights)
-        dtype = self.head.fc.weight.dtype
-        return {name: mean.to("cpu", dtype, copy=True) for name, mean in self.average.mean.items()}
+        if self.probation.proven:
+            copies = {name: to_host(tensor) for name, tensor in self.learned_weights().items()}
+        else:
+            copies = dict(self.publisher.current.weights)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return copies
 
 
 def make_online(
@@ -379,23 +409,3 @@ def _whole(states: TextStates | None, text: TrainingSequence) -> TextStates | No
     The engine takes what was sampled in an earlier step, or turn, for a part of the prompt.
     """
     return states if states is not None and len(states.hidden_RE) == len(text.loss_mask) else None
-
-
-def longest_texts(
-    groups: Sequence[Group], tokens: int, at_most: int = 0, room: int = 0
-) -> list[TrainingSequence]:
-    """Returns the longest responses that make up `tokens`, at least one; the others are not looked at.
-
-    Up to `at_most` tokens of responses where all of it, with prompts, is within `room`.
-    """
-    chosen: list[Completion] = []
-    for completion in sorted(
-        (sample.completion for group in groups for sample in group.samples), key=lambda c: -len(c.tokens)
-    ):
-        room -= len(completion.request.prompt) + len(completion.tokens)
-        if not completion.tokens or (tokens <= 0 and (at_most <= 0 or room < 0)):
-            break
-        tokens -= len(completion.tokens)
-        at_most -= len(completion.tokens)
-        chosen.append(completion)
-    return [training_sequence(completion) for completion in chosen]

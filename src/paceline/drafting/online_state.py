@@ -7,6 +7,7 @@ import torch
 
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.publishing import Probation
 from paceline.drafting.when import AutoMonitor, DriftMonitor
 
 PREFIX = "online."
@@ -30,9 +31,10 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
             "slice_rows": online.learning.slice_rows,
             "token_budget": online.learning.token_budget,
             "averaged": online.average.updates,
+            **_flat(asdict(online.probation), "probation."),
         }
         own |= {f"average.{name}": mean for name, mean in online.average.mean.items()}
-        if online.warms_up:
+        if not online.probation.proven:
             own |= {f"published.{name}": tensor for name, tensor in online.weights().items()}
         own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
     own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
@@ -59,7 +61,12 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
         online.trainer.optimiser.load_masters(head)
         online.learning.slice_rows = int(counters["slice_rows"])
         online.learning.token_budget = int(counters["token_budget"])
-    online.trainer.optimiser.load_state(own, int(counters["steps"]))
+    online.probation = _probation(_below(counters, "probation."), proven="published.head.weight" not in own)
+    optimiser = online.trainer.optimiser
+    if optimiser.state().keys() <= own.keys():
+        optimiser.load_state(own, int(counters["steps"]))
+    else:
+        online.warn("the eagle head was trained by another optimiser: this one begins anew")
     online.buffer.load_state(own)
 
 
@@ -80,6 +87,13 @@ def _flat(counters: Mapping, prefix: str) -> dict[str, float]:
 
 def _below(tensors: Mapping, prefix: str) -> dict:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _probation(counters: Mapping[str, float], proven: bool) -> Probation:
+    """Returns what was saved; `proven`: what an earlier layout implies."""
+    if not counters:
+        return Probation(proven)
+    return Probation(bool(counters["proven"]), int(counters["next_at"]))
 
 
 def _drift(counters: Mapping[str, float]) -> DriftMonitor:

@@ -4,8 +4,10 @@
             ▲                                        │ its acceptance in the next rollout
             └──── weights of the version before ◀────┘ clearly lower, and on the same texts, too
 
-The trainer never writes where proposals are computed. A fall in acceptance may be the policy's doing, so
-before a head is taken back both versions are compared along the newest responses.
+The trainer never writes where proposals are computed. A head that begins to learn drafts only when it is as
+good as the one that does, along the newest responses: a few updates make a good head worse. Later ones are
+watched. A fall in acceptance may be the policy's doing, so before a head is taken back both versions are
+compared in the same way.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +18,15 @@ import torch
 
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.when import SIGMAS, TOLERANCE, deviation
+from paceline.policy.states import to_host
+
+# How well a head of these weights drafts along the newest texts.
+Quality = Callable[[Mapping[str, torch.Tensor]], float]
+# Updates after which a head that began to learn is compared with the one that drafts; where it is worse,
+# after twice as many again.
+FIRST_COMPARED = 4
+# Updates after which it is no use to go on, for who counts the time.
+HOPELESS = 16
 
 
 class Drafting(Protocol):
@@ -26,11 +37,31 @@ class Drafting(Protocol):
 
 
 @dataclass
+class Probation:
+    """Whether a head that learns may draft, by the updates that it has seen."""
+
+    proven: bool = False
+    next_at: int = FIRST_COMPARED
+
+    def passes(self, updates: int, learned: Mapping, drafting: Mapping, quality: Quality) -> bool:
+        """Returns whether `learned` may draft; compares it with `drafting` where that is not known yet."""
+        if not self.proven and updates >= self.next_at:
+            self.proven = quality(learned) >= quality(drafting)
+            while self.next_at <= updates:
+                self.next_at *= 2
+        return self.proven
+
+    def is_hopeless(self, updates: int) -> bool:
+        """Returns whether it has learned for so long that more of it would not help."""
+        return not self.proven and updates >= HOPELESS
+
+
+@dataclass
 class Published:
     """A version of the head, and how it did."""
 
     version: int
-    weights: dict[str, torch.Tensor]  # on the host
+    weights: dict[str, torch.Tensor]  # on the host; of a GPU's, complete when its stream has got there
     share: float = 0.0  # of drafts whose first token was accepted, in its last rollout
     drafts: int = 0
 
@@ -48,13 +79,13 @@ class HeadPublisher:
         self.suspect = False
         self.rollbacks = 0
 
-    def publish(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        """Hands these weights over, which nobody else will change."""
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Hands these weights over, from wherever they are."""
         # What has not drafted yet is no measure for the next.
         if self.current.drafts:
             self.before = self.current
-        self.current = Published(version, weights)
-        self._send()
+        self.current = Published(version, {name: to_host(tensor) for name, tensor in weights.items()})
+        self._send(weights)
 
     def observe(self, share: float, drafts: int) -> None:
         """Takes in how the newest version did; one that did clearly worse than the last is suspect."""
@@ -64,39 +95,30 @@ class HeadPublisher:
             TOLERANCE, SIGMAS * deviation(before.share, before.drafts, share, drafts)
         )
 
-    def settle(self, version: int, quality: Callable[[EagleHead], float]) -> bool:
-        """Rolls a suspect head back if the one before is clearly better in `quality`; returns whether it was.
-
-        `quality` says how well a head drafts along the newest texts.
-        """
+    def settle(self, version: int, quality: Quality) -> bool:
+        """Rolls a suspect head back if the one before is clearly better; returns whether it was."""
         if not self.suspect or self.before is None:
             return False
         self.suspect = False
         before, worse = self.before, self.current
-        present = snapshot(self.head)  # not what was published: it may have learned since
-        restore(self.head, worse.weights)
-        now = quality(self.head)
-        restore(self.head, before.weights)
-        then = quality(self.head)
+        now, then = quality(worse.weights), quality(before.weights)
+        self.before = None
         if then <= now + TOLERANCE:
-            # The policy has become harder to draft for, the head has not become worse.
-            restore(self.head, present)
-            self.before = None
-            return False
+            return False  # the policy has become harder to draft for, the head has not become worse
         self.rollbacks += 1
         self.warn(
             f"the eagle head of version {worse.version} drafts worse than that of version {before.version} "
             f"(first token accepted {worse.share:.1%} after {before.share:.1%}; along the newest responses "
             f"overlap {now:.3f} against {then:.3f}): rolled back"
         )
+        restore(self.head, before.weights)
         self.current = Published(version, before.weights)
-        self.before = None
-        self._send()
+        self._send(before.weights)
         return True
 
-    def _send(self) -> None:
+    def _send(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self.drafting is not None:
-            self.drafting.publish_drafter(self.current.version, self.current.weights)
+            self.drafting.publish_drafter(self.current.version, weights)
 
 
 def snapshot(head: EagleHead) -> dict[str, torch.Tensor]:

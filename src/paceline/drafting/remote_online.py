@@ -21,7 +21,7 @@ from paceline.config import Config, OnlineDrafterConfig
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import make_online
-from paceline.drafting.publishing import Drafting, restore, snapshot
+from paceline.drafting.publishing import Drafting, restore
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 from paceline.types import Group
@@ -98,7 +98,7 @@ class RemoteOnlineDrafter(HeadFollower):
         """
         began = time.perf_counter()
         learned = self.trainers.take(self.config.budget * step_seconds) or Learned()
-        rolled_back = self.publisher.settle(step, lambda head: self.trainers.quality(snapshot(head)))
+        rolled_back = self.publisher.settle(step, self.trainers.quality)
         if learned.weights and not rolled_back:  # what began from a worse head goes with it
             restore(self.head, learned.weights)
             self.publish(step)

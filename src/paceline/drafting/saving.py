@@ -24,12 +24,15 @@ from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.policy.model_files import save_tensors
+from paceline.policy.states import to_host
 
 TRAINING_FOLDER = "drafter_training"
 HEAD_FOLDER = "drafter"
 FILE = re.compile(r"step_(\d+)\.safetensors", re.ASCII)
-# Seconds between saves that no checkpoint asks for.
+# Seconds between saves that no checkpoint asks for,
 SAVE_SECONDS = 60.0
+# and the share of a run's time that they may make it wait for: a large head is saved less often.
+SAVE_SHARE = 0.002
 
 
 class DrafterSaver:
@@ -44,6 +47,7 @@ class DrafterSaver:
         self.first = read_acceptance(self.head_folder, "first")
         self.last = read_acceptance(self.head_folder)
         self._saved_at = time.monotonic()
+        self._waited = 0.0  # seconds that the run waited for the last save
         self._writer: threading.Thread | None = None
 
     def note(self, measured: MeasuredAcceptance) -> None:
@@ -55,18 +59,22 @@ class DrafterSaver:
     def due(self) -> bool:
         """Whether it is time to save, and the last save is written."""
         writing = self._writer is not None and self._writer.is_alive()
-        return not writing and time.monotonic() - self._saved_at >= self.every_seconds
+        pause = max(self.every_seconds, self._waited / SAVE_SHARE)
+        return not writing and time.monotonic() - self._saved_at >= pause
 
     def save(
         self, step: int, head: EagleHead, state: Mapping[str, torch.Tensor], keep: Iterable[int]
     ) -> None:
         """Copies everything to the host and lets it be written; of older saves those in `keep` stay."""
         self.flush()
-        if head.fc.weight.is_cuda:  # copies of states to the host are complete then
-            torch.cuda.current_stream(head.fc.weight.device).synchronize()
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+        began = time.monotonic()
+        devices = {tensor.device for tensor in state.values() if tensor.is_cuda}
+        _wait_for(devices)  # for copies of states to the host
+        tensors = {name: to_host(tensor) for name, tensor in state.items()}
         own = copy.deepcopy(head).to("cpu")
+        _wait_for(devices)
         self._saved_at = time.monotonic()
+        self._waited = self._saved_at - began
         arguments = step, own, tensors, {*keep, step}, self.first, self.last
         self._writer = threading.Thread(target=self._write, args=arguments, name="drafter-saver")
         self._writer.start()
@@ -122,3 +130,8 @@ class DrafterSaver:
             return []
         found = (FILE.fullmatch(path.name) for path in self.training_folder.iterdir())
         return sorted(int(match.group(1)) for match in found if match)
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()

@@ -23,7 +23,9 @@ from paceline.config import LearningConfig
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.unroll import unroll
 from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
+from paceline.learning.muon import MuonState
 from paceline.learning.optimiser import MasterAdamW
+from paceline.learning.optimiser_state import ParameterState
 from paceline.policy.decoder import Capture, Decoder
 
 # Logits per chunk, by device: 64 MiB of float32, and 512 MiB where small launches cost more.
@@ -33,6 +35,10 @@ CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27, "meta": 1 << 27}
 STEPS_AT_ONCE = {"cpu": 1, "cuda": 16, "meta": 16}
 # Tokens of a micro-batch, by device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+# The head's parameter over the vocabulary, whose rows are tokens: no matrix that Muon is meant for.
+VOCABULARY = "head.weight"
+# Learning rate of the layer's matrices, to that of all else.
+MATRIX_RATE = 3.0
 # Steps over which the learning rate rises at most.
 MAX_WARMUP_STEPS = 20
 
@@ -85,6 +91,16 @@ class HeadStep:
     tokens: float = 0.0  # that a draft's first step learned from
 
 
+class HeadOptimiser(MasterAdamW):
+    """Muon for the matrices of a head's layer, AdamW for its vocabulary and its norms."""
+
+    def make_state(self, name: str, parameter: torch.Tensor) -> ParameterState:
+        """Returns what is kept of a parameter, at zero steps."""
+        if parameter.ndim == 2 and name != VOCABULARY:
+            return MuonState(parameter, MATRIX_RATE)
+        return super().make_state(name, parameter)
+
+
 class _Stopped(Exception):
     """Ends a pass that somebody else needs the time of."""
 
@@ -96,7 +112,7 @@ class HeadTrainer:
         self.policy = policy
         self.head = head
         self.settings = settings
-        self.optimiser = MasterAdamW(head.named_parameters(), settings.optimiser(), settings.steps)
+        self.optimiser = HeadOptimiser(head.named_parameters(), settings.optimiser(), settings.steps)
         self._clear()
 
     def accumulate(self, batch: MicroBatch, hidden_TE: torch.Tensor, captured: list[torch.Tensor]) -> None:
@@ -207,7 +223,7 @@ class HeadTrainer:
     def restart(self) -> None:
         """Begins anew with the head as it is now: its weights were replaced, its moments mean nothing."""
         self.discard()
-        self.optimiser = MasterAdamW(
+        self.optimiser = HeadOptimiser(
             self.head.named_parameters(), self.settings.optimiser(), self.settings.steps
         )
 
@@ -275,13 +291,20 @@ def compare(
 @torch.no_grad()
 def compare_rows(
     policy: Decoder, head: EagleHead, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
-) -> float:
-    """Returns the mean overlap of drafts' first tokens with the policy, over a batch's sampled tokens."""
+) -> tuple[float, int]:
+    """Returns the overlap of drafts' first tokens with the policy, summed over a batch's sampled tokens.
+
+    And how many these are.
+    """
     x_RE = next(unroll(head, captured, policy.embedding.weight, batch, 1))
-    teacher_RD = teacher_probabilities(policy, head, hidden_RE, batch.temperatures_R)
-    overlap_R = compare(head, x_RE, teacher_RD, batch.temperatures_R)[2]
     used_R = drafted_tokens(batch, 0)
-    return float(overlap_R[used_R].mean()) if used_R.any() else 0.0
+    total = torch.zeros((), dtype=torch.float64, device=x_RE.device)
+    for rows in _chunks(len(hidden_RE), rows_per_chunk(policy)):
+        temperatures_R = batch.temperatures_R[rows]
+        teacher_RD = teacher_probabilities(policy, head, hidden_RE[rows], temperatures_R)
+        overlap_R = compare(head, x_RE[rows], teacher_RD, temperatures_R)[2]
+        total += torch.where(used_R[rows], overlap_R, 0.0).sum()
+    return float(total), int(used_R.sum())
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 from paceline.config import LearningConfig
 from paceline.kernels.adamw import AdamWStep
-from paceline.learning.optimiser_state import make_state
+from paceline.learning.optimiser_state import ParameterState, make_state
 from paceline.learning.ranks import ONE_RANK, Ranks
 
 # Marks a step in a profile.
@@ -43,8 +43,12 @@ class MasterAdamW:
         self.ranks = ranks
         with torch.no_grad():
             self.local = [ranks.local(p) for _, p in self.named]
-        self.states = [make_state(config.optimiser_state, p) for p in self.local]
+        self.states = [self.make_state(name, p) for (name, _), p in zip(self.named, self.local, strict=True)]
         self.steps = 0
+
+    def make_state(self, name: str, parameter: torch.Tensor) -> ParameterState:
+        """Returns what is kept of a parameter, at zero steps."""
+        return make_state(self.config.optimiser_state, parameter)
 
     @property
     def learning_rate(self) -> float:
