@@ -4,26 +4,29 @@ import pytest
 import torch
 
 from paceline.drafting import draft_attention
-from paceline.drafting.draft_attention import BlockedPrefix, FlashPrefix, PrefixAndDiagonal
+from paceline.drafting.draft_attention import BlockedPrefix, PrefixAndDiagonal, flash_prefixes
 from paceline.policy.attention import PackedAttention
 
 # Prompt and response tokens of packed sequences: a lone token before the response, a long one, a short one.
 SEQUENCES = [(1, 6), (40, 300), (2, 3), (7, 129), (3, 1)]
-HEADS, HEAD_DIM = 3, 64
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 
 def draw(step: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     """Returns q, the prefix's k and v, own k and own v, the last gradient, all random."""
     generator = torch.Generator().manual_seed(step)
     tokens, rows = (sum(sizes) for sizes in zip(*[(p + r, r) for p, r in SEQUENCES], strict=True))
-    shapes = [(rows,), (tokens,), (tokens,), (step, rows), (step, rows), (rows,)]
-    return [torch.randn(*shape, HEADS, HEAD_DIM, generator=generator).to(device, dtype) for shape in shapes]
+    few, all_heads = (KV_HEADS, HEAD_DIM), (HEADS, HEAD_DIM)
+    shapes = [(rows, *all_heads), (tokens, *few), (tokens, *few)]
+    shapes += [(step, rows, *few), (step, rows, *few), (rows, *all_heads)]
+    return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
     """Returns the result and all gradients, from one softmax per query in float64."""
     q, k, v, own_k, own_v, grad = (t.detach().double().cpu() for t in tensors)
     leaves = [t.requires_grad_() for t in (q, k, v, own_k, own_v)]
+    k, v, own_k, own_v = (t.repeat_interleave(HEADS // KV_HEADS, -2) for t in leaves[1:])
     out, row, start = [], 0, 0
     for prompt, response in SEQUENCES:
         for place in range(response):
@@ -37,7 +40,7 @@ def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
         start += prompt + response
     result = torch.stack(out)
     result.backward(grad)
-    return [result.detach(), *(leaf.grad for leaf in leaves)]
+    return [result.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
 
 def computed(prefix, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -69,13 +72,68 @@ def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
 def test_the_flash_kernel_equals_one_softmax(step):
     tensors = draw(step, torch.bfloat16, "cuda")
     tokens, rows = packed("cuda")
-    prefix = FlashPrefix(tokens.lengths, rows.lengths, step, torch.device("cuda"))
+    prefix = flash_prefixes(tokens.lengths, rows.lengths, 6, torch.device("cuda"))[step]
     for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
         if not theirs.numel():  # step 0 has no keys of its own
             continue
         assert ours.isfinite().all()
         error = (ours.double().cpu() - theirs).norm() / theirs.norm()
         assert error < 0.01, error
+
+
+class PlainFlash:
+    """What the flash kernels compute: causal attention of packed sequences, aligned to their ends."""
+
+    def parts(self, q, k, query_bounds, key_bounds, scale):
+        for start, stop, first, last in zip(
+            query_bounds[:-1], query_bounds[1:], key_bounds[:-1], key_bounds[1:], strict=True
+        ):
+            queries, keys = slice(int(start), int(stop)), slice(int(first), int(last))
+            wide = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            places = torch.arange(stop - start)[:, None] + (last - first) - (stop - start)
+            hidden = torch.arange(last - first)[None] > places
+            scores = torch.einsum("qhd,khd->hqk", q[queries], wide) * scale
+            yield queries, keys, scores.masked_fill(hidden, -torch.inf)
+
+    def forward(self, q, k, v, query_bounds, key_bounds, max_q, max_k, dropout, causal, mask, *, scale):
+        assert causal and max_q == query_bounds.diff().max() and max_k == key_bounds.diff().max()
+        out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], len(q)), torch.nan, dtype=q.dtype)
+        for queries, keys, scores in self.parts(q, k, query_bounds, key_bounds, scale):
+            wide = v[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), wide)
+            lse[:, queries] = scores.logsumexp(-1).masked_fill((scores == -torch.inf).all(-1), torch.inf)
+        return out, lse, None, None, None
+
+    def backward(
+        self, grad, q, k, v, out, lse, query_bounds, key_bounds, max_q, max_k, dropout, causal, *rest, scale
+    ):
+        groups = (k.shape[1], -1)
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys, scores in self.parts(q, k, query_bounds, key_bounds, scale):
+            weights = (scores - lse[:, queries, None]).exp()
+            wide_k, wide_v = (x[keys].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            own = (grad[queries] * out[queries]).sum(-1).t()[..., None]
+            slopes = weights * (torch.einsum("qhd,khd->hqk", grad[queries], wide_v) - own) * scale
+            grad_q[queries] = torch.einsum("hqk,khd->qhd", slopes, wide_k)
+            for total, part in (
+                (grad_k, torch.einsum("hqk,qhd->khd", slopes, q[queries])),
+                (grad_v, torch.einsum("hqk,qhd->khd", weights, grad[queries])),
+            ):
+                total[keys] = part.unflatten(1, groups).sum(2)
+        return grad_q, grad_k, grad_v
+
+
+@pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 5)), 3])
+def test_what_the_flash_kernel_is_given_makes_one_softmax(step, monkeypatch):
+    """On a CPU, with plain products in the kernel's place: its bounds, and queries of zeros."""
+    plain = PlainFlash()
+    monkeypatch.setattr(draft_attention, "flash_forward", plain.forward)
+    monkeypatch.setattr(draft_attention, "flash_backward", plain.backward)
+    tensors = draw(step, torch.float64, "cpu")
+    tokens, rows = packed("cpu")
+    prefix = flash_prefixes(tokens.lengths, rows.lengths, 6, torch.device("cpu"))[step]
+    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 @pytest.mark.gpu
@@ -89,6 +147,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     own = torch.randn(2, step, length, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    prefix = FlashPrefix(lengths, [length], step, device)
+    prefix = flash_prefixes(lengths, [length], step + 1, device)[step]
     PrefixAndDiagonal.apply(prefix, q, k, v, own[0], own[1]).float().sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 1e9

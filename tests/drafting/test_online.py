@@ -235,7 +235,7 @@ def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
     """Compared after 4 updates and, as it is worse, after 8; in a run that goes on from its state, too."""
     policy, head = moved
     start = {name: p.detach().clone() for name, p in head.named_parameters()}
-    groups = groups_of(policy, 4)
+    groups = groups_of(policy, 1)
     first = online(policy, head, unroll=1, batch=32)
     first.quality = iter_quality(0.6, 0.7)
     for step in range(1, 8):
@@ -278,21 +278,21 @@ def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
     assert all(torch.equal(masters[name], weight) for name, weight in before.items())
 
 
-def test_auto_gives_up_a_head_that_only_becomes_worse(moved):
+@pytest.mark.parametrize("when", ["auto", pytest.param("always", marks=pytest.mark.slow)])
+def test_auto_gives_up_a_head_that_only_becomes_worse(moved, when):
     """It goes on from what drafts, and rests until that has drifted; `always` goes on."""
     policy, head = moved
-    groups = groups_of(policy, 4)
-    for when in ("auto", "always"):
-        drafter = online(policy, head, when=when, unroll=1, batch=32)
-        drafter._judge = lambda weights: float(weights is drafter.publisher.current.weights)
-        updates = sum(follow(drafter, step, groups, 1e6)["drafter/updates"] for step in range(1, 20))
-        assert updates == (HOPELESS if when == "auto" else 19)
-        assert drafter.publisher.current.version == 0 and drafter.due == (when == "always")
-        if when == "auto":
-            assert all(torch.equal(p, head.get_parameter(n)) for n, p in drafter.head.named_parameters())
-            for share in (0.8, 0.8, 0.5):
-                drafter.observe(share, 5000)
-            assert drafter.due and drafter.probation == Probation()
+    groups = groups_of(policy, 1)
+    drafter = online(policy, head, when=when, unroll=1, batch=32)
+    drafter._judge = lambda weights: float(weights is drafter.publisher.current.weights)
+    updates = sum(follow(drafter, step, groups, 1e6)["drafter/updates"] for step in range(1, 20))
+    assert updates == (HOPELESS if when == "auto" else 19)
+    assert drafter.publisher.current.version == 0 and drafter.due == (when == "always")
+    if when == "auto":
+        assert all(torch.equal(p, head.get_parameter(n)) for n, p in drafter.head.named_parameters())
+        for share in (0.8, 0.8, 0.5):
+            drafter.observe(share, 5000)
+        assert drafter.due and drafter.probation == Probation()
 
 
 def test_auto_rests_where_a_debt_would_last_for_longer_than_a_trial(moved):

@@ -53,7 +53,8 @@ def test_a_recipe_that_has_lost_a_section_is_refused(run, section):
 
 
 def test_a_recipe_that_was_edited_is_refused(run):
-    run.config_path.write_text(run.config_path.read_text().replace("lr: 0.001", "lr: 0.5"))
+    # The learner's, not that of the head that drafts, which lies deeper.
+    run.config_path.write_text(run.config_path.read_text().replace("\n  lr: 0.001", "\n  lr: 0.5"))
     with pytest.raises(ConfigError, match=r"learning.lr: 0.001 -> 0.5") as refused:
         resume(run)
     restore(str(refused.value), run)

@@ -11,11 +11,12 @@ backward pass hands that kernel the result and the log-sum-exp of the whole, whi
 know about the keys that it does not see (as ring attention does, arXiv 2310.01889). Elsewhere the prefix is
 computed a block of queries at a time, and computed again in the backward pass.
 
-In names, R runs over the queries of all sequences, K over the keys that the prefix keeps of them, S over the
-draft's own steps so far.
+In names, R runs over the queries of all sequences, P over those with others between, S over the draft's own
+steps so far; queries have H heads, keys and values K of them, each for G of the queries'.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,10 @@ from paceline.policy.states import to_device
 # Scores that a block of queries holds at once, where there is no flash kernel: 64 MiB in float32.
 BLOCK_SCORES = 1 << 24
 
+# The variable-length flash kernels, with grouped heads.
+flash_forward = torch.ops.aten._flash_attention_forward
+flash_backward = torch.ops.aten._flash_attention_backward
+
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -34,7 +39,7 @@ class Prefix(Protocol):
     """Attention of one step's queries to the keys of step 0 that they see."""
 
     def forward(
-        self, q_RHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+        self, q_RHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the result `[R, H, D]`, and the log-sum-exp of the scores `[R, H]`: -inf without keys."""
         ...
@@ -43,8 +48,8 @@ class Prefix(Protocol):
         self,
         grad_RHD: torch.Tensor,
         q_RHD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
         out_RHD: torch.Tensor,
         lse_RH: torch.Tensor,
     ) -> Gradients:
@@ -52,13 +57,13 @@ class Prefix(Protocol):
         ...
 
 
-def make_prefix(
-    tokens: PackedAttention, rows: PackedAttention, positions_R: torch.Tensor, step: int, dtype: torch.dtype
-) -> Prefix:
-    """Returns the prefix attention of a step; `rows` packs the queries and `tokens` the keys."""
+def make_prefixes(
+    tokens: PackedAttention, rows: PackedAttention, positions_R: torch.Tensor, steps: int, dtype: torch.dtype
+) -> Sequence[Prefix]:
+    """Returns the prefix attention of each step; `rows` packs the queries and `tokens` the keys."""
     if has_flash(positions_R.device.type, dtype):
-        return FlashPrefix(tokens.lengths, rows.lengths, step, positions_R.device)
-    return BlockedPrefix(tokens, rows, positions_R, step)
+        return flash_prefixes(tokens.lengths, rows.lengths, steps, positions_R.device)
+    return [BlockedPrefix(tokens, rows, positions_R, step) for step in range(steps)]
 
 
 def has_flash(device: str, dtype: torch.dtype) -> bool:
@@ -66,74 +71,106 @@ def has_flash(device: str, dtype: torch.dtype) -> bool:
     return device != "cpu" and dtype in (torch.bfloat16, torch.float16)
 
 
+@dataclass
 class FlashPrefix:
     """The variable-length flash kernel, whose causal mask is aligned to the ends of queries and keys.
 
-    The last query of a sequence of n tokens is at entry n - 3, so it sees the keys up to n - 3 - step.
+    The last query of a sequence of n tokens is at entry n - 3, so it sees the keys up to n - 3 - step. With 2
+    + step queries of zeros behind its own a sequence has this mask, and its keys stay where they are.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], num_rows: Sequence[int], step: int, device: torch.device
-    ) -> None:
-        # In numpy: a step of every draft makes these, and tensors of a few numbers take longer.
-        lengths_B, rows_B = np.array(lengths), np.array(num_rows)
-        kept_B = np.maximum(lengths_B - 2 - step, 0)
-        starts_B = np.cumsum(lengths_B) - lengths_B
-        ends_B = lengths_B - 2
-        self.keys_K = to_device(_ranges(starts_B, starts_B + kept_B), device)
-        self.sees_R1 = to_device(_ranges(ends_B - rows_B, ends_B) >= step, device).unsqueeze(-1)
-        bounds = [to_device(_boundaries(counts_B), device) for counts_B in (rows_B, kept_B)]
-        self.shape = [*bounds, int(rows_B.max()), int(kept_B.max())]
-        self.random: tuple[torch.Tensor, ...] = ()  # states of a generator that is not used
+    places_R: torch.Tensor  # of the queries, among those with zeros
+    sees_R1: torch.Tensor  # whether there is a key
+    query_bounds: torch.Tensor
+    key_bounds: torch.Tensor
+    num_places: int
+    longest: tuple[int, int]  # of queries and of keys
+    random: tuple[torch.Tensor, ...] = ()  # states of a generator that is not used
 
     def forward(
-        self, q_RHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+        self, q_RHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Prefix`."""
-        k_KHD, v_KHD = k_THD[self.keys_K], v_THD[self.keys_K]
-        out_RHD, lse_HR, *random, _ = torch.ops.aten._flash_attention_forward(
-            q_RHD, k_KHD, v_KHD, *self.shape, 0.0, True, False, scale=q_RHD.shape[-1] ** -0.5
+        out_PHD, lse_HP, *random, _ = flash_forward(
+            self._spread(q_RHD),
+            k_TKD,
+            v_TKD,
+            self.query_bounds,
+            self.key_bounds,
+            *self.longest,
+            0.0,
+            True,
+            False,
+            scale=q_RHD.shape[-1] ** -0.5,
         )
         self.random = tuple(random)
         sees_R11 = self.sees_R1.unsqueeze(-1)
-        return torch.where(sees_R11, out_RHD, 0.0), torch.where(self.sees_R1, lse_HR.t(), -torch.inf)
+        lse_RH = torch.where(self.sees_R1, lse_HP.t()[self.places_R], -torch.inf)
+        return torch.where(sees_R11, out_PHD[self.places_R], 0.0), lse_RH
 
     def backward(
         self,
         grad_RHD: torch.Tensor,
         q_RHD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
         out_RHD: torch.Tensor,
         lse_RH: torch.Tensor,
     ) -> Gradients:
-        """See `Prefix`."""
+        """See `Prefix`. What was added has no gradient, so it gives none."""
         with deterministic_flash(True):
-            grads = torch.ops.aten._flash_attention_backward(
-                grad_RHD.contiguous(),
-                q_RHD,
-                k_THD[self.keys_K],
-                v_THD[self.keys_K],
-                out_RHD,
-                lse_RH.t().contiguous(),
-                *self.shape,
+            grad_q_PHD, grad_k_TKD, grad_v_TKD = flash_backward(
+                self._spread(grad_RHD),
+                self._spread(q_RHD),
+                k_TKD,
+                v_TKD,
+                self._spread(out_RHD),
+                self._spread(lse_RH).t().contiguous(),
+                self.query_bounds,
+                self.key_bounds,
+                *self.longest,
                 0.0,
                 True,
                 *self.random,
                 scale=q_RHD.shape[-1] ** -0.5,
             )
-        grad_q_RHD = torch.where(self.sees_R1.unsqueeze(-1), grads[0], 0.0)
-        grad_k, grad_v = (torch.zeros_like(k_THD).index_copy(0, self.keys_K, grad) for grad in grads[1:])
-        return grad_q_RHD, grad_k, grad_v
+        grad_q_RHD = torch.where(self.sees_R1.unsqueeze(-1), grad_q_PHD[self.places_R], 0.0)
+        return grad_q_RHD, grad_k_TKD, grad_v_TKD
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns queries, or what belongs to them, with zeros between."""
+        return rows.new_zeros(self.num_places, *rows.shape[1:]).index_copy_(0, self.places_R, rows)
 
 
-def _ranges(starts_B: np.ndarray, stops_B: np.ndarray) -> torch.Tensor:
-    parts = [np.arange(start, stop) for start, stop in zip(starts_B, stops_B, strict=True)]
-    return torch.from_numpy(np.concatenate(parts))
+def flash_prefixes(
+    lengths: Sequence[int], num_rows: Sequence[int], steps: int, device: torch.device
+) -> list[FlashPrefix]:
+    """Returns the prefix of each step, for sequences of so many tokens with queries at their ends."""
+    # In numpy, and one copy for all steps: tensors of a few numbers take longer than what they are for.
+    lengths_B, rows_B = np.array(lengths), np.array(num_rows)
+    sequences_R = np.repeat(np.arange(len(rows_B)), rows_B)
+    entries_R = np.concatenate([np.arange(n - 2 - r, n - 2) for n, r in zip(lengths, num_rows, strict=True)])
+    added = 2 + np.arange(steps)  # queries of zeros, by step
+    places_UR = np.arange(len(sequences_R)) + added[:, None] * sequences_R
+    places = to_device(torch.from_numpy(places_UR), device).unbind()
+    sees = to_device(torch.from_numpy(entries_R >= np.arange(steps)[:, None]), device).unsqueeze(-1).unbind()
+    bounds = [_boundaries(lengths_B), *(_boundaries(rows_B + more) for more in added)]
+    keys, *queries = to_device(torch.from_numpy(np.stack(bounds)), device).unbind()
+    return [
+        FlashPrefix(
+            places[step],
+            sees[step],
+            queries[step],
+            keys,
+            num_places=int(rows_B.sum() + more * len(rows_B)),
+            longest=(int(rows_B.max() + more), int(lengths_B.max())),
+        )
+        for step, more in enumerate(added)
+    ]
 
 
-def _boundaries(counts_B: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(counts_B))).astype(np.int32))
+def _boundaries(counts_B: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts_B))).astype(np.int32)
 
 
 class BlockedPrefix:
@@ -149,10 +186,10 @@ class BlockedPrefix:
         self.keys_L = torch.arange(tokens.longest, device=positions_R.device)
 
     def forward(
-        self, q_RHD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor
+        self, q_RHD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Prefix`."""
-        k_BHLD, v_BHLD = self.tokens.pad(k_THD), self.tokens.pad(v_THD)
+        k_BHLD, v_BHLD = (self.tokens.pad(_for_heads(x_TKD, q_RHD)) for x_TKD in (k_TKD, v_TKD))
         outs, sums = [], []
         for rows, q_BHQD in self._blocks(self.rows.pad(q_RHD)):
             scores_BHQL = self._scores(rows, q_BHQD, k_BHLD)
@@ -166,13 +203,13 @@ class BlockedPrefix:
         self,
         grad_RHD: torch.Tensor,
         q_RHD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
         out_RHD: torch.Tensor,
         lse_RH: torch.Tensor,
     ) -> Gradients:
         """See `Prefix`."""
-        k_BHLD, v_BHLD = self.tokens.pad(k_THD), self.tokens.pad(v_THD)
+        k_BHLD, v_BHLD = (self.tokens.pad(_for_heads(x_TKD, q_RHD)) for x_TKD in (k_TKD, v_TKD))
         grad_BHLD, lse_BHL1 = self.rows.pad(grad_RHD), self.rows.pad(lse_RH.unsqueeze(-1))
         own_BHL1 = self.rows.pad((grad_RHD * out_RHD).sum(-1, keepdim=True).to(lse_RH.dtype))
         grads_q = []
@@ -186,11 +223,11 @@ class BlockedPrefix:
             grad_scores = (weights_BHQL * (grad_weights - own_BHL1[:, :, rows]) * scale).to(q_RHD.dtype)
             grads_q.append(grad_scores @ k_BHLD)
             grad_k_BHLD += grad_scores.transpose(-1, -2) @ q_BHQD
-        return (
-            self.rows.unpad(torch.cat(grads_q, 2)),
-            self.tokens.unpad(grad_k_BHLD),
-            self.tokens.unpad(grad_v_BHLD),
+        grad_k_TKD, grad_v_TKD = (
+            self.tokens.unpad(grad_BHLD).unflatten(1, (k_TKD.shape[1], -1)).sum(2)
+            for grad_BHLD in (grad_k_BHLD, grad_v_BHLD)
         )
+        return self.rows.unpad(torch.cat(grads_q, 2)), grad_k_TKD, grad_v_TKD
 
     def _blocks(self, q_BHLD: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
         size = max(1, BLOCK_SCORES // (q_BHLD.shape[0] * q_BHLD.shape[1] * self.tokens.longest))
@@ -212,34 +249,52 @@ class PrefixAndDiagonal(torch.autograd.Function):
         ctx,
         prefix: Prefix,
         q_RHD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        own_k_SRHD: torch.Tensor,
-        own_v_SRHD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        own_k_SRKD: torch.Tensor,
+        own_v_SRKD: torch.Tensor,
     ) -> torch.Tensor:
         """Returns the result `[R, H, D]`."""
-        prefix_RHD, prefix_lse_RH = prefix.forward(q_RHD, k_THD, v_THD)
-        own_SRH = (q_RHD * own_k_SRHD).sum(-1).to(prefix_lse_RH.dtype) * q_RHD.shape[-1] ** -0.5
+        ctx.prefix = prefix
+        prefix_RHD, prefix_lse_RH = prefix.forward(q_RHD, k_TKD, v_TKD)
+        if not len(own_k_SRKD):
+            lse_RH = prefix_lse_RH.masked_fill(prefix_lse_RH == -torch.inf, 0.0)
+            ctx.save_for_backward(q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, lse_RH, prefix_RHD, lse_RH)
+            return prefix_RHD
+        groups = (k_TKD.shape[1], -1)
+        q_RKGD = q_RHD.unflatten(1, groups)
+        own_SRKG = (q_RKGD * own_k_SRKD.unsqueeze(3)).sum(-1)
+        own_SRH = own_SRKG.flatten(2).to(prefix_lse_RH.dtype) * q_RHD.shape[-1] ** -0.5
         lse_RH = torch.logaddexp(prefix_lse_RH, own_SRH.logsumexp(0))
         # Without any key the result is zero, not 0 / 0.
         lse_RH = lse_RH.masked_fill(lse_RH == -torch.inf, 0.0)
         own_weights_SRH = (own_SRH - lse_RH).exp()
         share_RH1 = (prefix_lse_RH - lse_RH).exp().unsqueeze(-1)
-        own_RHD = (own_weights_SRH.unsqueeze(-1) * own_v_SRHD).sum(0)
+        own_weights_SRKG1 = own_weights_SRH.unflatten(2, groups).unsqueeze(-1)
+        own_RHD = (own_weights_SRKG1 * own_v_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
         out_RHD = (share_RH1 * prefix_RHD + own_RHD).to(q_RHD.dtype)
-        ctx.prefix = prefix
-        ctx.save_for_backward(q_RHD, k_THD, v_THD, own_k_SRHD, own_v_SRHD, own_weights_SRH, out_RHD, lse_RH)
+        ctx.save_for_backward(q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, own_weights_SRH, out_RHD, lse_RH)
         return out_RHD
 
     @staticmethod
     def backward(ctx, grad_RHD: torch.Tensor):
         """Returns the gradients of q, the prefix's k and v, and the own ones."""
-        q_RHD, k_THD, v_THD, own_k_SRHD, own_v_SRHD, own_weights_SRH, out_RHD, lse_RH = ctx.saved_tensors
-        grad_q, grad_k, grad_v = ctx.prefix.backward(grad_RHD, q_RHD, k_THD, v_THD, out_RHD, lse_RH)
+        q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, own_weights_SRH, out_RHD, lse_RH = ctx.saved_tensors
+        grad_q, grad_k, grad_v = ctx.prefix.backward(grad_RHD, q_RHD, k_TKD, v_TKD, out_RHD, lse_RH)
+        if not len(own_k_SRKD):
+            return None, grad_q, grad_k, grad_v, own_k_SRKD, own_v_SRKD  # there are none
+        groups = (k_TKD.shape[1], -1)
+        q_RKGD, grad_RKGD = q_RHD.unflatten(1, groups), grad_RHD.unflatten(1, groups)
         whole_RH = (grad_RHD * out_RHD).sum(-1).to(lse_RH.dtype)
-        grad_weights_SRH = (grad_RHD * own_v_SRHD).sum(-1).to(lse_RH.dtype)
+        grad_weights_SRH = (grad_RKGD * own_v_SRKD.unsqueeze(3)).sum(-1).flatten(2).to(lse_RH.dtype)
         grad_scores_SRH = own_weights_SRH * (grad_weights_SRH - whole_RH) * q_RHD.shape[-1] ** -0.5
-        scores_SRH1 = grad_scores_SRH.to(q_RHD.dtype).unsqueeze(-1)
-        grad_q = grad_q + (scores_SRH1 * own_k_SRHD).sum(0)
-        grad_own_v = own_weights_SRH.to(q_RHD.dtype).unsqueeze(-1) * grad_RHD
-        return None, grad_q, grad_k, grad_v, scores_SRH1 * q_RHD, grad_own_v
+        scores_SRKG1 = grad_scores_SRH.to(q_RHD.dtype).unflatten(2, groups).unsqueeze(-1)
+        weights_SRKG1 = own_weights_SRH.to(q_RHD.dtype).unflatten(2, groups).unsqueeze(-1)
+        grad_q = grad_q + (scores_SRKG1 * own_k_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
+        grad_own_k, grad_own_v = (scores_SRKG1 * q_RKGD).sum(3), (weights_SRKG1 * grad_RKGD).sum(3)
+        return None, grad_q, grad_k, grad_v, grad_own_k, grad_own_v
+
+
+def _for_heads(x_TKD: torch.Tensor, q_RHD: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values for each of the queries' heads."""
+    return x_TKD.repeat_interleave(q_RHD.shape[1] // x_TKD.shape[1], 1)

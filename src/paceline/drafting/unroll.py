@@ -18,12 +18,12 @@ take from before their sequence is meaningless; `training.drafted_tokens` says w
 valid row looks at one that is not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from paceline.drafting.draft_attention import PrefixAndDiagonal, make_prefix
+from paceline.drafting.draft_attention import Prefix, PrefixAndDiagonal, make_prefixes
 from paceline.drafting.eagle_head import EagleHead
 from paceline.learning.batch import MicroBatch
 from paceline.policy.attention import PackedAttention
@@ -41,7 +41,7 @@ def unroll(
     entries_R = (batch.predictors_R - 1).clamp(min=0)
     following_RE = following_TE[entries_R]
     positions_R = positions_T[entries_R]
-    attend = DraftAttention(batch, entries_R)
+    attend = DraftAttention(batch, entries_R, steps)
     x_RE = head(head.features(captured), following_TE, positions_T, attend, entries_R)
     yield x_RE
     for _ in range(1, steps):
@@ -52,40 +52,42 @@ def unroll(
 class DraftAttention:
     """An `attend` for the head, called once per step, in order; it answers for the entries R alone."""
 
-    def __init__(self, batch: MicroBatch, entries_R: torch.Tensor) -> None:
-        self.tokens = batch.attention
+    def __init__(self, batch: MicroBatch, entries_R: torch.Tensor, steps: int) -> None:
+        self.batch = batch
         self.entries_R = entries_R
-        self.positions_R = batch.attention.positions_T[entries_R]
-        self.rows = PackedAttention(list(batch.response_lengths), entries_R.device)
-        self.true_keys_THD: torch.Tensor | None = None
-        self.true_values_THD: torch.Tensor | None = None
+        self.steps = steps
+        self.prefixes: Sequence[Prefix] = ()
+        self.true_keys_TKD: torch.Tensor | None = None
+        self.true_values_TKD: torch.Tensor | None = None
         self.own_keys: list[torch.Tensor] = []
         self.own_values: list[torch.Tensor] = []
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Returns the attention of this step's queries, and keeps the keys and values for the next ones."""
-        repeats = q.shape[1] // k.shape[1]
-        wide_k, wide_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        if self.true_keys_THD is None:
-            self.true_keys_THD, self.true_values_THD = wide_k, wide_v
+        if self.true_keys_TKD is None:
+            self.true_keys_TKD, self.true_values_TKD = k, v
+            self.prefixes = self._make_prefixes(q.dtype)
             q = q[self.entries_R]
         else:
-            self.own_keys.append(wide_k)
-            self.own_values.append(wide_v)
-        step = len(self.own_keys)
-        prefix = make_prefix(self.tokens, self.rows, self.positions_R, step, q.dtype)
+            self.own_keys.append(k)
+            self.own_values.append(v)
         return PrefixAndDiagonal.apply(
-            prefix,
+            self.prefixes[len(self.own_keys)],
             q,
-            self.true_keys_THD,
-            self.true_values_THD,
-            _diagonals(self.own_keys, q),
-            _diagonals(self.own_values, q),
+            self.true_keys_TKD,
+            self.true_values_TKD,
+            _diagonals(self.own_keys, k),
+            _diagonals(self.own_values, v),
         )
 
+    def _make_prefixes(self, dtype: torch.dtype) -> Sequence[Prefix]:
+        tokens = self.batch.attention
+        rows = PackedAttention(list(self.batch.response_lengths), self.entries_R.device)
+        return make_prefixes(tokens, rows, tokens.positions_T[self.entries_R], self.steps, dtype)
 
-def _diagonals(own: list[torch.Tensor], q_RHD: torch.Tensor) -> torch.Tensor:
-    """Returns what each query sees of every own step, `[S, R, H, D]`: one entry each, found by shifting."""
+
+def _diagonals(own: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Returns what each query sees of every own step, `[S, R, K, D]`: one entry each, found by shifting."""
     if not own:
-        return q_RHD.new_empty(0, *q_RHD.shape)
+        return like.new_empty(0, *like.shape)
     return torch.stack([rows.roll(len(own) - i, 0) for i, rows in enumerate(own, start=1)])
