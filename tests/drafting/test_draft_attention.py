@@ -8,7 +8,7 @@ from paceline.drafting.draft_attention import BlockedPrefix, PrefixAndDiagonal, 
 from paceline.policy.attention import PackedAttention
 
 # Prompt and response tokens of packed sequences: a lone token before the response, a long one, a short one.
-SEQUENCES = [(1, 6), (40, 300), (2, 3), (7, 129), (3, 1)]
+SEQUENCES = [(1, 6), (40, 130), (2, 3), (7, 69), (3, 1)]
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 

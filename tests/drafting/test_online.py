@@ -477,7 +477,7 @@ def test_its_state_is_all_there_is(dtype):
     head = load_eagle("builtin-eagle", policy, dtype)
     first, second = (online(policy, head, when="drift", unroll=2, batch=4) for _ in range(2))
     # A CPU multiplies bf16 slowly.
-    groups = groups_of(policy, 12 if dtype == torch.float32 else 2)
+    groups = groups_of(policy, 6 if dtype == torch.float32 else 2)
     first.observe(0.9, 5000)
     first.observe(0.8, 5000)
     first.learning.slice_rows //= 2
