@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 
 from paceline.config import load_config
-from paceline.drafting import saving
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
@@ -189,7 +188,7 @@ def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_p
         head.fc.weight.zero_()
     release.set()
     saver.flush()
-    assert saver.load(1)["online.x"].tolist() == [1.0] * 3
+    assert saver.due and saver.load(1)["online.x"].tolist() == [1.0] * 3
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     assert torch.equal(load_eagle(str(tmp_path / "drafter"), policy, torch.float32).fc.weight, before)
 
@@ -200,14 +199,9 @@ def test_a_head_that_takes_long_to_copy_is_saved_less_often(tmp_path, head, monk
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     saver = DrafterSaver(tmp_path, print)
     for seconds, pause in ((0.0, 60.0), (1.0, 500.0)):
-
-        def slow(tensor, seconds=seconds):
-            clock[0] += seconds
-            return tensor.clone()
-
-        monkeypatch.setattr(saving, "to_host", slow)
         saver.save(1, head, {"online.x": torch.ones(3)}, keep=[])
         saver.flush()
+        saver.waited = seconds
         clock[0] += pause - 1
         assert not saver.due
         clock[0] += 1

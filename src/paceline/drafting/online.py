@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, comp
 from paceline.drafting.when import REACH, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
-from paceline.policy.states import TextStates, to_host
+from paceline.policy.states import TextStates
 from paceline.types import Group
 
 # Passages along which two versions of a head are compared.
@@ -68,7 +69,9 @@ class OnlineDrafter(HeadFollower):
         seed: int,
         warn: Callable[[str], None],
         drafting: Drafting | None = None,
+        warmup: int = 0,
     ) -> None:
+        """`warmup`: updates over which the learning rate rises; there may be one a step."""
         super().__init__(policy, head, config, warn, drafting)
         self.seed = seed
         training = HeadTraining(
@@ -76,7 +79,7 @@ class OnlineDrafter(HeadFollower):
             schedule="constant",
             unroll=config.unroll,
             batch_sequences=config.batch,
-            warmup=0,  # there may be one update a step
+            warmup=warmup,
         )
         self.trainer = HeadTrainer(policy, self.head, training)
         self.average = WeightAverage(self.trainer.optimiser.masters())
@@ -110,8 +113,8 @@ class OnlineDrafter(HeadFollower):
 
     @property
     def needs_memory(self) -> bool:
-        """Whether `follow` will learn."""
-        return self.due
+        """Whether `follow` will learn, or compare heads."""
+        return self.due or self.publisher.suspect
 
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
@@ -130,12 +133,16 @@ class OnlineDrafter(HeadFollower):
         with_states = sum(example.states is not None for example in examples)
         self._texts = []
         self.buffer.add(step, examples)
+        if self.config.when == "auto":
+            self.budget.grant(step_seconds)
         if self.publisher.settle(step, self._judge):
             self._restart()
-        elif self.due:
-            self._learn_in_turn(step, step_seconds)
+        else:
+            self._prove()  # by texts that it has not learned from
+            if self.due:
+                self._learn_in_turn(step, step_seconds)
         self.buffer.shrink()
-        if self._reports and self._passes():
+        if self._reports and self.probation.proven:
             self.publish(step)
         self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.
@@ -148,7 +155,6 @@ class OnlineDrafter(HeadFollower):
     def _learn_in_turn(self, step: int, step_seconds: float) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
         self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
-        self.budget.grant(step_seconds)
         owed = -self.budget.credit
         within_budget = self.config.when == "auto"
         for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
@@ -157,16 +163,16 @@ class OnlineDrafter(HeadFollower):
             self._tell_of_reach()
             self._rest()
 
-    def _passes(self) -> bool:
-        """Returns whether what was learned may draft; `auto` gives up what does not become good enough."""
-        updates = self.average.updates
-        if self.probation.passes(updates, self.average.mean, self.publisher.current.weights, self._judge):
-            return True
+    def _prove(self) -> None:
+        """Looks whether what was learned may draft; what does not become good enough is given up."""
+        updates, drafting = self.average.updates, self.publisher.current.weights
+        if self.probation.passes(updates, self.average.mean, drafting, self._judge) or not updates:
+            return
         if self.config.when == "auto" and self.probation.is_hopeless(updates):
-            restore(self.head, self.publisher.current.weights)
-            self._restart()
             self._rest()
-        return False
+        if not self.due:
+            restore(self.head, drafting)
+            self._restart()
 
     def _is_out_of_reach(self, granted: float, owed: float) -> bool:
         """Returns whether no update would come about within REACH steps that grant so many seconds each.
@@ -307,21 +313,32 @@ class OnlineDrafter(HeadFollower):
         )
 
     @torch.no_grad()
-    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float:
-        """Returns the mean overlap of drafts' first tokens with the policy, in `count` new passages."""
-        newest = [e for e in self.buffer if e.states is not None]
-        chosen = [p for e in newest for p in passages(e, self.learning.passage_rows)][:count]
-        sums = [
-            compare_rows(self.policy, head, *self.learning.inputs(part)) for part in self.learning.cut(chosen)
-        ]
-        return sum(total for total, _ in sums) / max(1, sum(tokens for _, tokens in sums))
+    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
+        """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
 
-    def _judge(self, weights: Mapping[str, torch.Tensor]) -> float:
-        """Returns the `quality` of a head of these weights, at the expense of the time to learn in."""
+        They are of the newest step whose texts have states; None where no text has.
+        """
+        ready = [e for e in self.buffer if e.states is not None]
+        newest = max((e.step for e in ready), default=0)
+        chosen = [p for e in ready if e.step == newest for p in passages(e, self.learning.passage_rows)]
+        sums = [
+            compare_rows(self.policy, head, *self.learning.inputs(part))
+            for part in self.learning.cut(chosen[:count])
+        ]
+        tokens = sum(tokens for _, tokens in sums)
+        return sum(total for total, _ in sums) / tokens if tokens else None
+
+    def _judge(self, weights: Mapping[str, torch.Tensor]) -> float | None:
+        """Returns the `quality` of a head of these weights, at the expense of the time to learn in.
+
+        None where there is no memory for it, too.
+        """
         began = time.perf_counter()
+        overlap = None
         present = super().learned_weights()
         restore(self.head, weights)
-        overlap = self.quality(self.head)
+        with suppress(torch.OutOfMemoryError):
+            overlap = self.quality(self.head)
         restore(self.head, present)
         self._displace(time.perf_counter() - began)
         return overlap
@@ -372,12 +389,10 @@ class OnlineDrafter(HeadFollower):
         if device.type == "meta":
             return {}
         if self.probation.proven:
-            copies = {name: to_host(tensor) for name, tensor in self.learned_weights().items()}
-        else:
-            copies = dict(self.publisher.current.weights)
-        if device.type == "cuda":
+            return {name: tensor.to("cpu", copy=True) for name, tensor in self.learned_weights().items()}
+        if device.type == "cuda":  # what was published is complete then
             torch.cuda.current_stream(device).synchronize()
-        return copies
+        return dict(self.publisher.current.weights)
 
 
 def make_online(

@@ -61,13 +61,16 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
         online.trainer.optimiser.load_masters(head)
         online.learning.slice_rows = int(counters["slice_rows"])
         online.learning.token_budget = int(counters["token_budget"])
-    online.probation = _probation(_below(counters, "probation."), proven="published.head.weight" not in own)
+    online.buffer.load_state(own)
     optimiser = online.trainer.optimiser
     if optimiser.state().keys() <= own.keys():
         optimiser.load_state(own, int(counters["steps"]))
+        saved = _below(counters, "probation.")
+        online.probation = Probation(bool(saved["proven"]), int(saved["next_at"]))
     else:
         online.warn("the eagle head was trained by another optimiser: this one begins anew")
-    online.buffer.load_state(own)
+        optimiser.load_masters(head | _below(own, "master."))
+        online.average.restart(optimiser.masters())
 
 
 def load_early_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -87,13 +90,6 @@ def _flat(counters: Mapping, prefix: str) -> dict[str, float]:
 
 def _below(tensors: Mapping, prefix: str) -> dict:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _probation(counters: Mapping[str, float], proven: bool) -> Probation:
-    """Returns what was saved; `proven`: what an earlier layout implies."""
-    if not counters:
-        return Probation(proven)
-    return Probation(bool(counters["proven"]), int(counters["next_at"]))
 
 
 def _drift(counters: Mapping[str, float]) -> DriftMonitor:

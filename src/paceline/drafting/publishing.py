@@ -20,12 +20,12 @@ from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.when import SIGMAS, TOLERANCE, deviation
 from paceline.policy.states import to_host
 
-# How well a head of these weights drafts along the newest texts.
-Quality = Callable[[Mapping[str, torch.Tensor]], float]
+# How well a head of these weights drafts along the newest texts; None: there is nothing to tell it by.
+Quality = Callable[[Mapping[str, torch.Tensor]], float | None]
 # Updates after which a head that began to learn is compared with the one that drafts; where it is worse,
-# after twice as many again.
+# after as many again, but no more than
 FIRST_COMPARED = 4
-# Updates after which it is no use to go on, for who counts the time.
+# these, after which it is no use to go on for who counts the time.
 HOPELESS = 16
 
 
@@ -46,9 +46,10 @@ class Probation:
     def passes(self, updates: int, learned: Mapping, drafting: Mapping, quality: Quality) -> bool:
         """Returns whether `learned` may draft; compares it with `drafting` where that is not known yet."""
         if not self.proven and updates >= self.next_at:
-            self.proven = quality(learned) >= quality(drafting)
-            while self.next_at <= updates:
-                self.next_at *= 2
+            ours, theirs = quality(learned), quality(drafting)
+            if ours is not None and theirs is not None:
+                self.proven = ours >= theirs
+                self.next_at = updates + min(updates, HOPELESS)
         return self.proven
 
     def is_hopeless(self, updates: int) -> bool:
@@ -103,7 +104,7 @@ class HeadPublisher:
         before, worse = self.before, self.current
         now, then = quality(worse.weights), quality(before.weights)
         self.before = None
-        if then <= now + TOLERANCE:
+        if now is None or then is None or then <= now + TOLERANCE:
             return False  # the policy has become harder to draft for, the head has not become worse
         self.rollbacks += 1
         self.warn(

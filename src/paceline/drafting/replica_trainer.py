@@ -24,6 +24,9 @@ from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 
+# Updates over which the learning rate rises: what a term comes to drafts without being compared.
+WARMUP_UPDATES = 4
+
 
 class ReplicaTrainer:
     """Trains a copy of the head that drafts in this process; never that one itself."""
@@ -39,7 +42,7 @@ class ReplicaTrainer:
         """Lets `recording`, the engine's speculation, keep states; before anything is generated."""
         own = config.rollout.speculation.online
         own = own.model_copy(update={"buffer_gb": own.buffer_gb / config.cluster.replicas})
-        self.online = OnlineDrafter(policy, head, own, config.run.seed, warn)
+        self.online = OnlineDrafter(policy, head, own, config.run.seed, warn, warmup=WARMUP_UPDATES)
         self.online.learning.gives_up = True
         self.temperature = config.rollout.temperature or 1.0  # as `training_sequence` has it
         self.recording = recording

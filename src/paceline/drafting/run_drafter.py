@@ -3,6 +3,7 @@
 `online.py` learns; this file connects it with the generator, the run's folder and the records.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -113,7 +114,9 @@ class RunDrafter:
         """Saves what a run needs to go on from this step; older saves stay for the steps in `kept`."""
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
+        began = time.monotonic()
         self.saver.save(step, self.online.head_to_keep(), online_state(self.online), kept)
+        self.saver.waited = time.monotonic() - began
 
     def close(self) -> None:
         """Waits until everything is written."""

@@ -24,7 +24,6 @@ from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.policy.model_files import save_tensors
-from paceline.policy.states import to_host
 
 TRAINING_FOLDER = "drafter_training"
 HEAD_FOLDER = "drafter"
@@ -47,7 +46,7 @@ class DrafterSaver:
         self.first = read_acceptance(self.head_folder, "first")
         self.last = read_acceptance(self.head_folder)
         self._saved_at = time.monotonic()
-        self._waited = 0.0  # seconds that the run waited for the last save
+        self.waited = 0.0  # seconds that the run waited for the last save
         self._writer: threading.Thread | None = None
 
     def note(self, measured: MeasuredAcceptance) -> None:
@@ -59,7 +58,7 @@ class DrafterSaver:
     def due(self) -> bool:
         """Whether it is time to save, and the last save is written."""
         writing = self._writer is not None and self._writer.is_alive()
-        pause = max(self.every_seconds, self._waited / SAVE_SHARE)
+        pause = max(self.every_seconds, self.waited / SAVE_SHARE)
         return not writing and time.monotonic() - self._saved_at >= pause
 
     def save(
@@ -67,14 +66,10 @@ class DrafterSaver:
     ) -> None:
         """Copies everything to the host and lets it be written; of older saves those in `keep` stay."""
         self.flush()
-        began = time.monotonic()
-        devices = {tensor.device for tensor in state.values() if tensor.is_cuda}
-        _wait_for(devices)  # for copies of states to the host
-        tensors = {name: to_host(tensor) for name, tensor in state.items()}
+        _wait_for({tensor.device for tensor in state.values() if tensor.is_cuda})  # for copies to the host
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
         own = copy.deepcopy(head).to("cpu")
-        _wait_for(devices)
         self._saved_at = time.monotonic()
-        self._waited = self._saved_at - began
         arguments = step, own, tensors, {*keep, step}, self.first, self.last
         self._writer = threading.Thread(target=self._write, args=arguments, name="drafter-saver")
         self._writer.start()
