@@ -185,9 +185,9 @@ def test_the_late_part_of_a_response_teaches_what_the_beginning_cannot(policy):
         for _ in range(60):
             drain(learning, (chosen * 2)[:8])
         learning._compute_states([unseen])
-        overlaps[name] = sum(
-            compare_rows(policy, learning.trainer.head, *learning.inputs([p])) for p in late
-        ) / len(late)
+        total, tokens = compare_rows(policy, learning.trainer.head, *learning.inputs(late))
+        assert tokens == sum(p.stop - p.start for p in late)
+        overlaps[name] = total / tokens
     assert overlaps["whole"] > overlaps["cut"] + 0.05, overlaps
 
 
