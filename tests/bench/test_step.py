@@ -376,12 +376,9 @@ def test_mistakes_are_named_before_anything_runs(tmp_path, launched, arguments, 
 # -- a policy at a larger one's cost --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "adapters",
-    [
-        pytest.param([], id="full", marks=pytest.mark.slow),
-        pytest.param(["policy.lora.rank=8"], id="lora"),
-    ],
+    "adapters", [pytest.param([], id="full"), pytest.param(["policy.lora.rank=8"], id="lora")]
 )
 def test_updates_reach_the_padding_of_a_widened_policy(adapters):
     """So figures of widened policies are about cost: from the first update on they are another function."""
