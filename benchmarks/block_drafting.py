@@ -17,7 +17,7 @@ them (`drafting/acceptance.py`): a draft counts up to its first disagreement.
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -102,7 +102,7 @@ class BlockHead(EagleHead):
         following_TE = F.embedding(batch.tokens_T.roll(-1), embedding_VE.detach())
         positions_T = batch.attention.positions_T
         entries_R = (batch.predictors_R - 1).clamp(min=0)
-        attend = DraftAttention(batch, entries_R)
+        attend = DraftAttention(batch, entries_R, steps)
         features_TE = self.features(captured)
         features_RE, following_RE = features_TE[entries_R], following_TE[entries_R]
         rope_R2 = self.rope_table[positions_T[entries_R]]
@@ -130,6 +130,26 @@ def unroll_either(
     if isinstance(head, BlockHead):
         return head.unroll(captured, embedding_VE, batch, steps)
     return unroll(head, captured, embedding_VE, batch, steps)
+
+
+class AutogradPass:
+    """A `HeadPass` of a head of either kind, whose gradients are torch's."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        captured: list[torch.Tensor],
+        embedding_VE: torch.Tensor,
+        batch: MicroBatch,
+        steps: int,
+        check: Callable[[], None],
+    ) -> None:
+        self.states = list(unroll_either(head, captured, embedding_VE, batch, steps))
+        self.states_URE = torch.stack([x_RE.detach() for x_RE in self.states])
+
+    def backward(self, d_URE: torch.Tensor) -> None:
+        """Adds the parameters' gradients, given those of the states."""
+        torch.autograd.backward(self.states, list(d_URE.unbind()))
 
 
 @torch.no_grad()
@@ -214,7 +234,7 @@ def main() -> None:
     print(f"{sum(s.loss_tokens for s in sequences)} tokens to learn from, {len(apart)} responses apart")
     lengths = "".join(f"{f'k={k}':>8}" for k in (1, 3, options.depth))
     print(f"{'':<12}{'size':>9}{'time':>10} {lengths}   by position: best 1 / {CANDIDATES}, %")
-    with mock.patch.object(training, "unroll", unroll_either), learning_threads(session.config):
+    with mock.patch.object(training, "HeadPass", AutogradPass), learning_threads(session.config):
         for name, head in heads.items():
             began = time.monotonic()
             initialise_head(head, policy, sequences, settings.seed)

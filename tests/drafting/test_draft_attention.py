@@ -27,6 +27,10 @@ def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
     q, k, v, own_k, own_v, grad = (t.detach().double().cpu() for t in tensors)
     leaves = [t.requires_grad_() for t in (q, k, v, own_k, own_v)]
     k, v, own_k, own_v = (t.repeat_interleave(HEADS // KV_HEADS, -2) for t in leaves[1:])
+    if step:  # the key that a row sees of an earlier step is an earlier row's
+        own_k, own_v = (
+            torch.stack([rows.roll(step - 1 - i, 0) for i, rows in enumerate(t)]) for t in (own_k, own_v)
+        )
     out, row, start = [], 0, 0
     for prompt, response in SEQUENCES:
         for place in range(response):

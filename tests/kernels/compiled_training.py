@@ -19,6 +19,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from paceline.kernels import (  # noqa: E402
     adamw,
     adamw_8bit,
+    draft_diagonal,
     logprob_rows,
     norm_training,
     rope_training,
@@ -28,9 +29,11 @@ from paceline.kernels import (  # noqa: E402
 FP32 = {
     "partial_ptr", "rope_ptr", "logits_ptr", "temperatures_ptr", "logprobs_ptr", "entropies_ptr",
     "master_ptr", "first_ptr", "second_ptr", "scale_ptr", "first_scales_ptr", "second_scales_ptr",
+    "prefix_lse_ptr", "lse_ptr", "d_k_ptr", "d_v_ptr",
 }  # fmt: skip
-FLOATS = {"epsilon", "step_size", "second_root", "first_share", "beta2", "second_share", "keep"}
+FLOATS = {"epsilon", "step_size", "second_root", "first_share", "beta2", "second_share", "keep", "scale"}
 HEADS = dict(NUM_HEADS=32, NUM_KV_HEADS=8, HEAD_DIM=128, HEADS=8, HALF=64)
+OWN = dict(S=4, KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_G=4, BLOCK_D=128)
 CASES = {
     "norm backward": (
         norm_training._norm_backward_kernel,
@@ -40,6 +43,8 @@ CASES = {
     "rotation": (rope_training._rotate_kernel, dict(QK_NORM=True, **HEADS), 2),
     "rotation backward": (rope_training._rotate_backward_kernel, dict(QK_NORM=True, **HEADS), 2),
     "SwiGLU backward": (swiglu_training._silu_multiply_backward_kernel, dict(BLOCK=1024), 4),
+    "a draft's own keys": (draft_diagonal._join_kernel, OWN, 1),
+    "a draft's own keys, backward": (draft_diagonal._join_backward_kernel, OWN, 1),
     "logprobs": (logprob_rows._logprob_rows_kernel, dict(DIFFERENCE=True, BLOCK=4096), 8),
     "AdamW, 8 bits": (
         adamw_8bit._adamw_8bit_kernel,

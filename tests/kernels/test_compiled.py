@@ -83,7 +83,7 @@ def test_kernels_of_rejection_compile_without_spilling(capability):
 @pytest.mark.parametrize("capability", [89, 90])
 def test_kernels_of_learning_compile_without_spilling(capability):
     results = printed_by("tests.kernels.compiled_training", str(capability))
-    assert len(results) == 14 and not any(results.values()), results
+    assert len(results) == 18 and not any(results.values()), results
 
 
 @pytest.mark.slow

@@ -5,6 +5,12 @@ import torch
 
 from paceline.kernels.adamw import AdamWStep, adamw_reference, adamw_triton
 from paceline.kernels.adamw_8bit import EightBit, _store_reference, adamw_8bit_reference, adamw_8bit_triton
+from paceline.kernels.draft_diagonal import (
+    join_diagonal_backward_reference,
+    join_diagonal_backward_triton,
+    join_diagonal_reference,
+    join_diagonal_triton,
+)
 from paceline.kernels.logprob_rows import logprob_rows_reference, logprob_rows_triton
 from paceline.kernels.norm import rms_norm_reference
 from paceline.kernels.norm_training import rms_norm_backward_reference, rms_norm_backward_triton
@@ -81,9 +87,29 @@ def test_swiglu_backward():
     d, gate_up = torch.randn(3, 1100), torch.randn(3, 2200)
     reference = silu_multiply_backward_reference(d, gate_up)
     assert_equal([silu_multiply_backward_triton(d, gate_up)], [reference])
+    assert_equal([silu_multiply_backward_triton(d, gate_up.clone(), in_place=True)], [reference])
     x = gate_up.double().requires_grad_()
     expected = torch.autograd.grad(silu_multiply_reference(x), x, d.double())
     assert_equal([silu_multiply_backward_reference(d.double(), gate_up.double())], expected, 1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(6, 2, 12), (4, 4, 16)])
+def test_joining_a_drafts_own_keys(steps, heads, kv_heads, dim):
+    """Some rows have no prefix; earlier steps' rows are seen in a circle, more steps than rows included."""
+    rows = 2 if steps == 3 and heads == kv_heads else 7
+    prefix, q, d, d_q = torch.randn(4, rows, heads, dim)
+    lse = torch.randn(rows, heads)
+    lse[:2], prefix[:2] = -torch.inf, 0.0
+    own_k, own_v, d_k, d_v = torch.randn(4, steps, rows, kv_heads, dim)
+    forward = (prefix, lse, q, own_k, own_v)
+    out, total = join_diagonal_triton(*forward)
+    assert_equal((out, total), join_diagonal_reference(*forward))
+    results = []
+    for run in (join_diagonal_backward_triton, join_diagonal_backward_reference):
+        results.append([x.clone() for x in (d_q, d_k, d_v)])
+        run(d, q, own_k, own_v, out, total, *results[-1])
+    assert_equal(*results, 1e-5)
 
 
 @pytest.mark.parametrize("width", [50, 5000])

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from paceline.kernels.draft_diagonal import join_diagonal, join_diagonal_backward
 from paceline.policy.attention import PackedAttention, deterministic_flash
 from paceline.policy.states import to_device
 
@@ -58,11 +59,16 @@ class Prefix(Protocol):
 
 
 def make_prefixes(
-    tokens: PackedAttention, rows: PackedAttention, positions_R: torch.Tensor, steps: int, dtype: torch.dtype
+    tokens: PackedAttention,
+    num_rows: Sequence[int],
+    positions_R: torch.Tensor,
+    steps: int,
+    dtype: torch.dtype,
 ) -> Sequence[Prefix]:
-    """Returns the prefix attention of each step; `rows` packs the queries and `tokens` the keys."""
+    """Returns the prefix attention of each step; `tokens` packs the keys, `num_rows` are their queries."""
     if has_flash(positions_R.device.type, dtype):
-        return flash_prefixes(tokens.lengths, rows.lengths, steps, positions_R.device)
+        return flash_prefixes(tokens.lengths, num_rows, steps, positions_R.device)
+    rows = PackedAttention(list(num_rows), positions_R.device)
     return [BlockedPrefix(tokens, rows, positions_R, step) for step in range(steps)]
 
 
@@ -105,7 +111,7 @@ class FlashPrefix:
         )
         self.random = tuple(random)
         sees_R11 = self.sees_R1.unsqueeze(-1)
-        lse_RH = torch.where(self.sees_R1, lse_HP.t()[self.places_R], -torch.inf)
+        lse_RH = torch.where(self.sees_R1, lse_HP.t()[self.places_R], -torch.inf).contiguous()
         return torch.where(sees_R11, out_PHD[self.places_R], 0.0), lse_RH
 
     def backward(
@@ -241,8 +247,27 @@ class BlockedPrefix:
         return scores_BHQL.masked_fill(hidden_B1QL, -torch.inf)
 
 
+def attend(
+    prefix: Prefix,
+    q_RHD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    own_k_SRKD: torch.Tensor,
+    own_v_SRKD: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the result `[R, H, D]` and the log-sum-exp `[R, H]` of a step's queries.
+
+    Own keys and values lie as their steps made them: the diagonal is taken out of them here. Without any key
+    the result is zero, and so is the log-sum-exp, which makes gradients of zero of it.
+    """
+    prefix_RHD, prefix_lse_RH = prefix.forward(q_RHD, k_TKD, v_TKD)
+    if not len(own_k_SRKD):
+        return prefix_RHD, prefix_lse_RH.masked_fill(prefix_lse_RH == -torch.inf, 0.0)
+    return join_diagonal(prefix_RHD, prefix_lse_RH, q_RHD, own_k_SRKD, own_v_SRKD)
+
+
 class PrefixAndDiagonal(torch.autograd.Function):
-    """Attention to a prefix and to the diagonal of own keys, joined."""
+    """`attend`, for whoever leaves gradients to torch."""
 
     @staticmethod
     def forward(
@@ -256,43 +281,22 @@ class PrefixAndDiagonal(torch.autograd.Function):
     ) -> torch.Tensor:
         """Returns the result `[R, H, D]`."""
         ctx.prefix = prefix
-        prefix_RHD, prefix_lse_RH = prefix.forward(q_RHD, k_TKD, v_TKD)
-        if not len(own_k_SRKD):
-            lse_RH = prefix_lse_RH.masked_fill(prefix_lse_RH == -torch.inf, 0.0)
-            ctx.save_for_backward(q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, lse_RH, prefix_RHD, lse_RH)
-            return prefix_RHD
-        groups = (k_TKD.shape[1], -1)
-        q_RKGD = q_RHD.unflatten(1, groups)
-        own_SRKG = (q_RKGD * own_k_SRKD.unsqueeze(3)).sum(-1)
-        own_SRH = own_SRKG.flatten(2).to(prefix_lse_RH.dtype) * q_RHD.shape[-1] ** -0.5
-        lse_RH = torch.logaddexp(prefix_lse_RH, own_SRH.logsumexp(0))
-        # Without any key the result is zero, not 0 / 0.
-        lse_RH = lse_RH.masked_fill(lse_RH == -torch.inf, 0.0)
-        own_weights_SRH = (own_SRH - lse_RH).exp()
-        share_RH1 = (prefix_lse_RH - lse_RH).exp().unsqueeze(-1)
-        own_weights_SRKG1 = own_weights_SRH.unflatten(2, groups).unsqueeze(-1)
-        own_RHD = (own_weights_SRKG1 * own_v_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
-        out_RHD = (share_RH1 * prefix_RHD + own_RHD).to(q_RHD.dtype)
-        ctx.save_for_backward(q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, own_weights_SRH, out_RHD, lse_RH)
+        out_RHD, lse_RH = attend(prefix, q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD)
+        ctx.save_for_backward(q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, out_RHD, lse_RH)
         return out_RHD
 
     @staticmethod
     def backward(ctx, grad_RHD: torch.Tensor):
         """Returns the gradients of q, the prefix's k and v, and the own ones."""
-        q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, own_weights_SRH, out_RHD, lse_RH = ctx.saved_tensors
+        q_RHD, k_TKD, v_TKD, own_k_SRKD, own_v_SRKD, out_RHD, lse_RH = ctx.saved_tensors
+        grad_RHD = grad_RHD.contiguous()
         grad_q, grad_k, grad_v = ctx.prefix.backward(grad_RHD, q_RHD, k_TKD, v_TKD, out_RHD, lse_RH)
-        if not len(own_k_SRKD):
-            return None, grad_q, grad_k, grad_v, own_k_SRKD, own_v_SRKD  # there are none
-        groups = (k_TKD.shape[1], -1)
-        q_RKGD, grad_RKGD = q_RHD.unflatten(1, groups), grad_RHD.unflatten(1, groups)
-        whole_RH = (grad_RHD * out_RHD).sum(-1).to(lse_RH.dtype)
-        grad_weights_SRH = (grad_RKGD * own_v_SRKD.unsqueeze(3)).sum(-1).flatten(2).to(lse_RH.dtype)
-        grad_scores_SRH = own_weights_SRH * (grad_weights_SRH - whole_RH) * q_RHD.shape[-1] ** -0.5
-        scores_SRKG1 = grad_scores_SRH.to(q_RHD.dtype).unflatten(2, groups).unsqueeze(-1)
-        weights_SRKG1 = own_weights_SRH.to(q_RHD.dtype).unflatten(2, groups).unsqueeze(-1)
-        grad_q = grad_q + (scores_SRKG1 * own_k_SRKD.unsqueeze(3)).sum(0).flatten(1, 2)
-        grad_own_k, grad_own_v = (scores_SRKG1 * q_RKGD).sum(3), (weights_SRKG1 * grad_RKGD).sum(3)
-        return None, grad_q, grad_k, grad_v, grad_own_k, grad_own_v
+        grads_own = [torch.zeros_like(own, dtype=lse_RH.dtype) for own in (own_k_SRKD, own_v_SRKD)]
+        if len(own_k_SRKD):
+            join_diagonal_backward(
+                grad_RHD, q_RHD, own_k_SRKD, own_v_SRKD, out_RHD, lse_RH, grad_q, *grads_own
+            )
+        return None, grad_q, grad_k, grad_v, *(grad.to(own_k_SRKD.dtype) for grad in grads_own)
 
 
 def _for_heads(x_TKD: torch.Tensor, q_RHD: torch.Tensor) -> torch.Tensor:

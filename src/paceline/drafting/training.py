@@ -20,7 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import LearningConfig
+from paceline.drafting.comparison import Comparison, teacher_probabilities
 from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.head_pass import HeadPass
 from paceline.drafting.unroll import unroll
 from paceline.learning.batch import MicroBatch, TrainingSequence, micro_batches
 from paceline.learning.muon import MuonState
@@ -135,36 +137,25 @@ class HeadTrainer:
         `check` is called every few launches, forward and backward; what it raises ends the pass midway.
         """
         self.accumulated = True
-        states = []
-        for x_RE in unroll(self.head, captured, self.policy.embedding.weight, batch, self.settings.unroll):
-            check()
-            x_RE.register_hook(lambda gradient: check())
-            states.append(x_RE)
-        # Logits fill the memory, so each chunk goes back as far as the states before the next one.
-        states_URE = torch.stack([x_RE.detach() for x_RE in states])
-        gradients_URE = torch.empty_like(states_URE)
+        steps = self.settings.unroll
+        run = HeadPass(self.head, captured, self.policy.embedding.weight, batch, steps, check)
+        gradients_URE = torch.empty_like(run.states_URE)
         # The unused are computed for nothing: they are few, and counting them would wait for the device.
-        used_UR = drafted_in_steps(batch, len(states))
-        steps_U = torch.arange(len(states), dtype=torch.float64, device=used_UR.device)
-        decays_U = self.settings.step_decay**steps_U
-        at_once, num_rows = self._chunk_shape(len(states))
+        used_UR = drafted_in_steps(batch, steps)
+        decays_U = self.settings.step_decay ** torch.arange(steps, dtype=torch.float64, device=used_UR.device)
+        weights_UR = decays_U[:, None] * used_UR
+        at_once, num_rows = self._chunk_shape(steps)
         sums_U3 = torch.zeros_like(self.sums_U3, dtype=torch.float64)
         for rows in _chunks(len(hidden_RE), num_rows):
             temperatures_R = batch.temperatures_R[rows]
             teacher_RD = teacher_probabilities(self.policy, self.head, hidden_RE[rows], temperatures_R)
-            for steps in _chunks(len(states), at_once):
-                leaves_URE = states_URE[steps, rows].requires_grad_()
-                compared = compare(self.head, leaves_URE, teacher_RD, temperatures_R)
-                cross_entropy_U, teacher_entropy_U, overlap_U = (
-                    torch.where(used_UR[steps, rows], values_UR, 0.0).sum(-1) for values_UR in compared
-                )
-                (decays_U[steps] * cross_entropy_U).sum().backward()
+            for part in _chunks(steps, at_once):
+                # Logits fill the memory, so each chunk goes back as far as the states before the next one.
+                compared = Comparison(self.head, run.states_URE[part, rows], teacher_RD, temperatures_R)
+                sums_U3[part] += compared.sums(used_UR[part, rows])
+                gradients_URE[part, rows] = compared.backward(weights_UR[part, rows])
                 check()
-                gradients_URE[steps, rows] = leaves_URE.grad
-                divergence_U = cross_entropy_U.detach() - teacher_entropy_U
-                counts_U = used_UR[steps, rows].sum(-1)
-                sums_U3[steps] += torch.stack((counts_U, divergence_U, overlap_U), dim=-1)
-        torch.autograd.backward(states, list(gradients_URE.unbind()))
+        run.backward(gradients_URE)
         self.sums_U3 = self.sums_U3 + sums_U3
 
     def _chunk_shape(self, steps: int) -> tuple[int, int]:
@@ -263,32 +254,6 @@ def _chunks(count: int, size: int) -> list[slice]:
 
 
 @torch.no_grad()
-def teacher_probabilities(
-    policy: Decoder, head: EagleHead, hidden_RE: torch.Tensor, temperatures_R: torch.Tensor
-) -> torch.Tensor:
-    """Returns the policy's probabilities of the draft vocabulary, `[R, D]`; their sum is at most 1."""
-    logits_RV = policy.logits(hidden_RE)
-    return (logits_RV / temperatures_R[:, None].to(logits_RV.dtype)).softmax(-1)[:, head.draft_to_target]
-
-
-def compare(
-    head: EagleHead, x_RE: torch.Tensor, p_RD: torch.Tensor, temperatures_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns cross-entropy (with gradient), the teacher's entropy and the overlap of each state.
-
-    States are `[R, E]`, or `[U, R, E]` of several steps with one teacher. `p_RD` are the policy's
-    probabilities; within the draft vocabulary they teach as a distribution.
-    """
-    teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
-    logits_RD = head.logits(x_RE.flatten(0, -2)).unflatten(0, x_RE.shape[:-1])
-    logq_RD = (logits_RD / temperatures_R[:, None].to(logits_RD.dtype)).log_softmax(-1)
-    with torch.no_grad():
-        entropy_R = -torch.xlogy(teacher_RD, teacher_RD).sum(-1)
-        overlap_R = torch.minimum(p_RD, logq_RD.exp()).sum(-1)
-    return -(teacher_RD * logq_RD).sum(-1), entropy_R, overlap_R
-
-
-@torch.no_grad()
 def compare_rows(
     policy: Decoder, head: EagleHead, batch: MicroBatch, hidden_RE: torch.Tensor, captured: list[torch.Tensor]
 ) -> tuple[float, int]:
@@ -302,8 +267,8 @@ def compare_rows(
     for rows in _chunks(len(hidden_RE), rows_per_chunk(policy)):
         temperatures_R = batch.temperatures_R[rows]
         teacher_RD = teacher_probabilities(policy, head, hidden_RE[rows], temperatures_R)
-        overlap_R = compare(head, x_RE[rows], teacher_RD, temperatures_R)[2]
-        total += torch.where(used_R[rows], overlap_R, 0.0).sum()
+        overlap_UR = Comparison(head, x_RE[None, rows], teacher_RD, temperatures_R).overlap()
+        total += torch.where(used_R[rows], overlap_UR, 0.0).sum()
     return float(total), int(used_R.sum())
 
 

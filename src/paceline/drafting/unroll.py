@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from paceline.drafting.draft_attention import Prefix, PrefixAndDiagonal, make_prefixes
 from paceline.drafting.eagle_head import EagleHead
 from paceline.learning.batch import MicroBatch
-from paceline.policy.attention import PackedAttention
 
 
 def unroll(
@@ -73,21 +72,17 @@ class DraftAttention:
             self.own_values.append(v)
         return PrefixAndDiagonal.apply(
             self.prefixes[len(self.own_keys)],
-            q,
+            q.contiguous(),
             self.true_keys_TKD,
             self.true_values_TKD,
-            _diagonals(self.own_keys, k),
-            _diagonals(self.own_values, v),
+            _stacked(self.own_keys, k),
+            _stacked(self.own_values, v),
         )
 
     def _make_prefixes(self, dtype: torch.dtype) -> Sequence[Prefix]:
-        tokens = self.batch.attention
-        rows = PackedAttention(list(self.batch.response_lengths), self.entries_R.device)
-        return make_prefixes(tokens, rows, tokens.positions_T[self.entries_R], self.steps, dtype)
+        tokens, num_rows = self.batch.attention, self.batch.response_lengths
+        return make_prefixes(tokens, num_rows, tokens.positions_T[self.entries_R], self.steps, dtype)
 
 
-def _diagonals(own: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Returns what each query sees of every own step, `[S, R, K, D]`: one entry each, found by shifting."""
-    if not own:
-        return like.new_empty(0, *like.shape)
-    return torch.stack([rows.roll(len(own) - i, 0) for i, rows in enumerate(own, start=1)])
+def _stacked(own: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.stack(own) if own else like.new_empty(0, *like.shape)

@@ -78,7 +78,8 @@ def rotate_qk_backward_reference(
             d_THD = flat.view_as(d_THD)
         gradients.append(d_THD.to(d_q_THD.dtype))
         weights.append(d_norm_D)
-    return torch.cat((*gradients, d_v_THD), 1).flatten(1), weights[0], weights[1]
+    gradients.append(d_v_THD.to(d_q_THD.dtype))
+    return torch.cat(gradients, 1).flatten(1), weights[0], weights[1]
 
 
 @triton.jit
@@ -329,7 +330,10 @@ def rotate_qk_backward(
     k_norm_D: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of qkv and of both norms, where there are any; all inputs are contiguous."""
+    """Returns the gradients of qkv, in q's type, and of both norms, where there are any.
+
+    All inputs are contiguous; those of k and v may be wider.
+    """
     on_gpu = d_q_THD.is_cuda or d_q_THD.is_meta
     run = rotate_qk_backward_triton if on_gpu else rotate_qk_backward_reference
     return run(d_q_THD, d_k_THD, d_v_THD, qkv_TN, rope_T2C, q_norm_D, k_norm_D, epsilon)

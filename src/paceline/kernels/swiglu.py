@@ -43,10 +43,11 @@ def _silu_multiply_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL:
     )
 
 
-def silu_multiply_triton(gate_up_M2F: torch.Tensor) -> torch.Tensor:
+def silu_multiply_triton(gate_up_M2F: torch.Tensor, out_MF: torch.Tensor | None = None) -> torch.Tensor:
     """Launches `silu_multiply`'s kernel."""
     num_rows, width = gate_up_M2F.shape[0], gate_up_M2F.shape[1] // 2
-    out_MF = torch.empty(num_rows, width, dtype=gate_up_M2F.dtype, device=gate_up_M2F.device)
+    if out_MF is None:
+        out_MF = torch.empty(num_rows, width, dtype=gate_up_M2F.dtype, device=gate_up_M2F.device)
     grid = (num_rows, cdiv(width, BLOCK))
     _silu_multiply_kernel[grid](gate_up_M2F, out_MF, width, BLOCK=BLOCK, **launch_options(num_warps=4))
     return out_MF
@@ -95,6 +96,9 @@ def silu_multiply_quantised(gate_up_M2F: torch.Tensor) -> QuantisedRows:
     return quantise_rows_reference(silu_multiply_reference(gate_up_M2F))
 
 
-def silu_multiply(gate_up_M2F: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up, `[M, F]`."""
-    return silu_multiply_triton(gate_up_M2F) if gate_up_M2F.is_cuda else silu_multiply_reference(gate_up_M2F)
+def silu_multiply(gate_up_M2F: torch.Tensor, out_MF: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns silu(gate) * up, `[M, F]`; in `out_MF` where that is given."""
+    if gate_up_M2F.is_cuda:
+        return silu_multiply_triton(gate_up_M2F, out_MF)
+    result_MF = silu_multiply_reference(gate_up_M2F)
+    return result_MF if out_MF is None else out_MF.copy_(result_MF)

@@ -35,10 +35,13 @@ def _silu_multiply_backward_kernel(d_ptr, gate_up_ptr, d_gate_up_ptr, width, BLO
     tl.store(d_gate_up_ptr + at + width, d_up.to(d_gate_up_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_multiply_backward_triton(d_MF: torch.Tensor, gate_up_M2F: torch.Tensor) -> torch.Tensor:
+def silu_multiply_backward_triton(
+    d_MF: torch.Tensor, gate_up_M2F: torch.Tensor, in_place: bool = False
+) -> torch.Tensor:
     """Launches `silu_multiply_backward`'s kernel."""
     num_rows, width = d_MF.shape
-    d_gate_up_M2F = torch.empty_like(gate_up_M2F)
+    # A program reads all that it writes over.
+    d_gate_up_M2F = gate_up_M2F if in_place else torch.empty_like(gate_up_M2F)
     if num_rows and not d_MF.is_meta:
         _silu_multiply_backward_kernel[(num_rows, cdiv(width, BLOCK))](
             d_MF, gate_up_M2F, d_gate_up_M2F, width, BLOCK=BLOCK, **plain_options(num_warps=4)
@@ -46,15 +49,22 @@ def silu_multiply_backward_triton(d_MF: torch.Tensor, gate_up_M2F: torch.Tensor)
     return d_gate_up_M2F
 
 
-def silu_multiply_forward(gate_up_M2F: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up, `[M, F]`; on the meta device only its memory."""
+def silu_multiply_forward(gate_up_M2F: torch.Tensor, out_MF: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns silu(gate) * up, `[M, F]`, in `out_MF` where given; on the meta device only its memory."""
     if gate_up_M2F.is_meta or not len(gate_up_M2F):
-        return gate_up_M2F.new_empty(len(gate_up_M2F), gate_up_M2F.shape[1] // 2)
-    return silu_multiply(gate_up_M2F)
+        shape = len(gate_up_M2F), gate_up_M2F.shape[1] // 2
+        return gate_up_M2F.new_empty(shape) if out_MF is None else out_MF
+    return silu_multiply(gate_up_M2F, out_MF)
 
 
-def silu_multiply_backward(d_MF: torch.Tensor, gate_up_M2F: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of the packed `[M, 2F]` gate and up projections; both inputs are contiguous."""
-    on_gpu = d_MF.is_cuda or d_MF.is_meta
-    run = silu_multiply_backward_triton if on_gpu else silu_multiply_backward_reference
-    return run(d_MF, gate_up_M2F)
+def silu_multiply_backward(
+    d_MF: torch.Tensor, gate_up_M2F: torch.Tensor, in_place: bool = False
+) -> torch.Tensor:
+    """Returns the gradient of the packed `[M, 2F]` gate and up projections; both inputs are contiguous.
+
+    `in_place`: it takes the place of the projections.
+    """
+    if d_MF.is_cuda or d_MF.is_meta:
+        return silu_multiply_backward_triton(d_MF, gate_up_M2F, in_place)
+    d_gate_up_M2F = silu_multiply_backward_reference(d_MF, gate_up_M2F)
+    return gate_up_M2F.copy_(d_gate_up_M2F) if in_place else d_gate_up_M2F
