@@ -1,9 +1,11 @@
 """What a slice of an eagle head's learning takes on a GPU, by rows and by length of passages.
 
-    python benchmarks/head_slices.py [SHAPE ...]      named shapes, such as smollm2-135m (the default) and 8b
+    python benchmarks/head_slices.py [--profile] [SHAPE ...]     such as smollm2-135m (the default) and 8b
 
 Random weights, states and texts of 1,700 to 3,400 tokens; of the policy only what the head looks at. Medians
-of five, each part waited for: making the batch and sending its states, the gradients, the update.
+of five, each part waited for: making the batch and sending its states, the gradients, the update. With
+`--profile` follows, for the first case, how long the GPU is busy with the gradients and the update, in how
+many launches, and with what.
 """
 
 import random
@@ -53,9 +55,22 @@ def timed(run: Callable, *arguments: object) -> tuple[float, Any]:
     return 1e3 * (time.perf_counter() - start), result
 
 
+def profile(run: Callable[[], object]) -> None:
+    """Prints the kernels of a call that has been made before."""
+    with torch.profiler.profile() as profiler:
+        run()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(kernel.self_device_time_total for kernel in kernels) / 1e3
+    print(f"GPU busy {busy:.1f} ms in {sum(kernel.count for kernel in kernels)} launches:")
+    for kernel in sorted(kernels, key=lambda kernel: -kernel.self_device_time_total)[:12]:
+        print(f"  {kernel.self_device_time_total / 1e3:7.2f} ms {kernel.count:5} x {kernel.key[:90]}")
+
+
 def main() -> None:
     """Prints a line for each shape and case."""
-    for name in sys.argv[1:] or ["smollm2-135m"]:
+    names = [name for name in sys.argv[1:] if name != "--profile"]
+    for name in names or ["smollm2-135m"]:
         shape = replace(SHAPES[name], num_layers=LAYERS[-1] + 1)
         policy = Decoder(shape, torch.bfloat16, DEVICE).initialise(0)
         head = EagleHead(config_for(shape, LAYERS, 2048), torch.bfloat16, DEVICE).initialise(policy, 0)
@@ -76,6 +91,8 @@ def main() -> None:
                 f"gradients {gradients:.1f} ms, update {update:.1f} ms",
                 flush=True,
             )
+            if "--profile" in sys.argv and (passage_rows, rows) == CASES[0]:
+                profile(lambda run=trainer, given=inputs: (run.accumulate_rows(*given), run.update()))
 
 
 if __name__ == "__main__":
