@@ -211,6 +211,75 @@ def test_a_worker_that_comes_after_closing_is_ended():
     assert late.ended.wait(120), "nobody else would"
 
 
+class Silent(StandIn):
+    """One that was brought up to date and has not read or said anything since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Connection(self.other_end).send(Message("done", call=1))  # to the greeting
+
+
+def silent_client(patience: Patience, *later: StandIn) -> WorkerBackend:
+    workers = iter([Silent(), *later])
+    client = WorkerBackend(
+        Launch("", ""), list, patience=patience, place=lambda launch, weights: next(workers)
+    )
+    with client.changed:
+        assert client.changed.wait_for(lambda: client.ready, 120)
+    return client
+
+
+def submit_more_than_a_socket_holds(client: WorkerBackend) -> threading.Thread:
+    """Returns the thread that sends it, once it does."""
+    long = Request("long", (1,) * 1_000_000, 0, SamplingParams())
+    sender = threading.Thread(target=client.submit, args=([long],), daemon=True)
+    sender.start()
+    deadline = time.monotonic() + 120
+    while not client.worker.connection._sending.locked():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return sender
+
+
+def test_closing_ends_a_call_that_waits_for_its_answer():
+    client = silent_client(PATIENT)
+    ended = []
+
+    def ask() -> None:
+        with pytest.raises(WorkerFailed, match="closed"):
+            client.ask(Message("take_stats"))
+        ended.append(True)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    with client.changed:
+        assert client.changed.wait_for(lambda: client.answers, 120)
+    client.close()
+    thread.join(60)
+    assert ended
+
+
+def test_closing_does_not_wait_for_a_worker_that_does_not_read():
+    client = silent_client(replace(PATIENT, close=0.2, beat=60.0))
+    sender = submit_more_than_a_socket_holds(client)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    for thread in (closing, sender):
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_worker_that_hangs_while_it_is_sent_something_is_replaced():
+    """Whoever pings it would have to wait for who sends."""
+    client = silent_client(replace(PATIENT, answer=0.5, beat=0.1), StandIn())
+    first = client.worker
+    sender = submit_more_than_a_socket_holds(client)
+    assert first.ended.wait(60)
+    sender.join(60)
+    assert not sender.is_alive() and list(client.outstanding) == ["long"], "the next one gets it"
+    client.close()
+
+
 @pytest.mark.slow
 def test_every_request_ends_once_under_kills_aborts_updates_and_pauses(start):
     backend = start(seconds=0.003, patience=replace(PATIENT, restarts=100))

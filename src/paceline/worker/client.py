@@ -25,7 +25,7 @@ from paceline.types import Completion, Precision, Request
 from paceline.worker.capabilities import RemotePrecision, RemoteSpeculation
 from paceline.worker.codec import read_answer, read_completion, read_stats, submit_messages
 from paceline.worker.owner import Owner, Patience
-from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess
+from paceline.worker.process import Launch, Worker, WorkerFailed, WorkerProcess, killing_after
 from paceline.worker.readers import Weights
 from paceline.worker.weights import SharedWeights
 from paceline.worker.wire import Disconnected, Message
@@ -87,6 +87,7 @@ class WorkerBackend(Backend):
         self.weights: Weights = memory or SharedWeights()
         self.worker = place(launch, self.weights)
         self._begin(self.worker)
+        self._begin_thread(self._ping)
         self._begin_thread(self._watch)
 
     # -- the contract (backend.py) ----------------------------------------------------------------
@@ -160,7 +161,8 @@ class WorkerBackend(Backend):
             self._starter.join(self.patience.close)
         else:
             with contextlib.suppress(Disconnected):
-                self.worker.connection.send(Message("close"))
+                with killing_after(self.patience.close, self.worker):  # it may not read
+                    self.worker.connection.send(Message("close"))
                 self.worker.wait(self.patience.close)
         self.worker.end()
         # A thread that is still there when the interpreter ends is stopped wherever it is.
@@ -214,6 +216,7 @@ class WorkerBackend(Backend):
                 or generation != self._generation
                 or not self.ready
                 or self.failure is not None
+                or self.closed
             )
             self._check()
             return self.answers.pop(number)
@@ -238,18 +241,15 @@ class WorkerBackend(Backend):
         if self.closed:
             worker.end()  # who closed may have looked before it was there
             return
-        started = threading.Timer(self.patience.start, worker.kill)
-        started.start()
         try:
-            self.description = worker.connection.receive().fields
+            with killing_after(self.patience.start, worker):
+                self.description = worker.connection.receive().fields
         except Disconnected:
             code = worker.end()
             raise WorkerFailed(
                 f"the process that generates ended with code {code} before it was ready; what it said is "
                 f"above. {self.cure}"
             ) from None
-        finally:
-            started.cancel()
         with self.changed:
             self._generation += 1
             self._starting = False
@@ -393,18 +393,25 @@ class WorkerBackend(Backend):
                 return
         self._fail(failure)
 
-    def _watch(self) -> None:
-        """Pings the worker, and kills one that does not answer: its reader then replaces it."""
+    def _beats(self) -> Iterator[Worker]:
+        """Yields the worker now and then, where it is up, until this is over."""
         while not self.closed and self.failure is None:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed, self.patience.beat)
                 worker, starting = self.worker, self._starting
-                silent = time.monotonic() - self._last_answer
-            if starting or self.closed:
-                continue
+            if not starting and not self.closed:
+                yield worker
+
+    def _ping(self) -> None:
+        """Asks for signs of life; waits as long as the worker does not read, so another thread watches."""
+        for worker in self._beats():
+            self._send(worker, Message("ping", call=next(self.calls)))
+
+    def _watch(self) -> None:
+        """Kills a worker that does not answer: its reader then replaces it."""
+        for worker in self._beats():
+            silent = time.monotonic() - self._last_answer
             if silent > self.patience.answer:
                 self.warn(f"the process that generates has not answered for {silent:.0f} s and is killed")
                 worker.kill()
                 self._last_answer = time.monotonic()
-            else:
-                self._send(worker, Message("ping", call=next(self.calls)))

@@ -5,7 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,18 @@ class Worker(Protocol):
 
     def end(self, seconds: float = 2.0) -> int:
         """Ends the process, by force if it has not gone after so long; returns its exit code, -1: unknown."""
+
+
+@contextlib.contextmanager
+def killing_after(seconds: float, worker: Worker) -> Iterator[None]:
+    """Kills the worker where what is done within takes longer: who waits for it then gets `Disconnected`."""
+    timer = threading.Timer(seconds, worker.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 class WorkerProcess:
