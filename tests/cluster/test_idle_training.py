@@ -2,9 +2,10 @@
 
 import json
 import os
+import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -179,6 +180,61 @@ def test_a_rollout_that_begins_anew_starts_from_nothing():
 # -- with processes ------------------------------------------------------------------------------------------
 
 
+LATE = 3.0  # seconds: longer than processes take to end
+
+
+class LatePool(ReplicaPool):
+    """A pool whose threads take their time to end."""
+
+    def next_requests(self, replica):
+        requests = super().next_requests(replica)
+        time.sleep(0.0 if requests else LATE)
+        return requests
+
+    def activity(self, seconds, seen):
+        activity = super().activity(seconds, seen)
+        time.sleep(0.0 if activity else LATE)
+        return activity
+
+
+def make_pool(tmp_path, place=WorkerProcess, patience=PATIENT, kind=ReplicaPool) -> ReplicaPool:
+    """Two replicas that train when they are idle."""
+    settings = {"seconds": 0.005, "notes": str(tmp_path / "published"), "die_training": str(tmp_path / "die")}
+    launch = Launch("tests.cluster.training_backend:make", json.dumps(settings))
+    pool = kind(launch, [place] * 2, 8, lambda: [("w", torch.tensor([0.0]))], patience=patience)
+    pool.update_weights(1)
+    return pool
+
+
+def test_closing_waits_for_the_threads_of_a_pool(tmp_path):
+    """One that is still there when the interpreter ends is stopped wherever it is."""
+    before = set(threading.enumerate())
+    pool = make_pool(tmp_path, kind=LatePool)
+    wait_until_ready(pool)
+    pool.close()
+    assert not set(threading.enumerate()) - before
+
+
+def test_closing_ends_threads_that_wait_for_a_process(tmp_path):
+    """One hands a request to a process that does not read, one waits for the answer of another."""
+    before = set(threading.enumerate())
+    pool = make_pool(tmp_path, patience=replace(PATIENT, close=1.0))
+    wait_until_ready(pool)
+    pool.idle_training.begin_rollout()
+    processes = [replica.client.worker.process for replica in pool.replicas]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    pool.submit([Request("long", (1,) * 1_000_000, 7, SamplingParams(max_tokens=2))])
+    wait_for(lambda: any(replica.client.answers for replica in pool.replicas))
+    wait_for(lambda: any(replica.client.worker.connection._sending.locked() for replica in pool.replicas))
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    for process in processes:
+        process.kill()
+    assert not closing.is_alive() and not set(threading.enumerate()) - before
+
+
 @pytest.fixture
 def pool(tmp_path):
     """Two replicas; no process is started while `may_start` is not set."""
@@ -189,17 +245,8 @@ def pool(tmp_path):
         assert may_start.wait(300)
         return WorkerProcess(launch, weights)
 
-    notes, die = tmp_path / "published", tmp_path / "die"
-    settings = json.dumps({"seconds": 0.005, "notes": str(notes), "die_training": str(die)})
-    made = ReplicaPool(
-        Launch("tests.cluster.training_backend:make", settings),
-        [place] * 2,
-        8,
-        lambda: [("w", torch.tensor([0.0]))],
-        patience=PATIENT,
-    )
-    made.notes, made.die, made.may_start = notes, die, may_start
-    made.update_weights(1)
+    made = make_pool(tmp_path, place)
+    made.notes, made.die, made.may_start = tmp_path / "published", tmp_path / "die", may_start
     yield made
     workers = pids(made)
     made.close()

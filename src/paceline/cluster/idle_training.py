@@ -62,10 +62,15 @@ class IdleTraining:
         self._counting = Learned()
         self._tokens: dict[int, float] = {}  # by replica, in this rollout
         self._updates: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         """Begins to watch the pool, until it is closed."""
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Waits so long for its thread to end; the pool and its clients are closed."""
+        self._thread.join(seconds)
 
     # -- the run's thread -------------------------------------------------------------------------
 

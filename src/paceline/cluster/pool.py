@@ -76,9 +76,9 @@ class ReplicaPool(Backend):
         self.idle_training: IdleTraining | None = None  # where replicas can train their drafter
         self.replicas = [Replica(number, self, capacity) for number in range(len(places))]
         self._callers = ThreadPoolExecutor(len(places))
-        patience = patience or Patience()
+        self._patience = patience or Patience()
         started = [
-            self._callers.submit(replica.start, launch, place, self.memory, warn, patience)
+            self._callers.submit(replica.start, launch, place, self.memory, warn, self._patience)
             for replica, place in zip(self.replicas, places, strict=True)
         ]
         problems = [problem for future in started if (problem := future.exception()) is not None]
@@ -160,8 +160,9 @@ class ReplicaPool(Backend):
             self.closed = True
             self.queue.clear()
             self.changed.notify_all()
-        clients = [replica.client for replica in self.replicas if replica.client is not None]
-        list(self._callers.map(lambda client: client.close(), clients))
+        list(self._callers.map(lambda replica: replica.close(), self.replicas))
+        if self.idle_training is not None:
+            self.idle_training.close(self._patience.close)
         self._callers.shutdown()
         self.memory.close()
 

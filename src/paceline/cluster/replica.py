@@ -44,6 +44,7 @@ class Replica:
     outstanding: dict[str, Request] = field(default_factory=dict)
     gone: bool = False  # for good
     client: WorkerBackend | None = None
+    _feeder: threading.Thread | None = None
 
     def start(
         self,
@@ -63,8 +64,16 @@ class Replica:
             memory,
             _Events(self),
         )
-        threading.Thread(target=self._feed, daemon=True).start()
+        self._feeder = threading.Thread(target=self._feed, daemon=True)
+        self._feeder.start()
         self.pool.changed_state()
+
+    def close(self) -> None:
+        """Ends the worker and what feeds it; the pool is closed."""
+        if self.client is not None:
+            self.client.close()
+            if self._feeder is not None:
+                self._feeder.join(self.client.patience.close)
 
     @property
     def is_ready(self) -> bool:
