@@ -18,6 +18,7 @@ from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
 from paceline.drafting.publishing import FIRST_COMPARED, HOPELESS, Probation
 from paceline.drafting.run_drafter import RunDrafter
+from paceline.drafting.when import PATIENCE
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
 from paceline.loop import train
@@ -294,6 +295,23 @@ def test_without_memory_heads_are_not_compared(moved, monkeypatch):
     assert all(torch.equal(p, masters[name]) for name, p in drafter.head.named_parameters())
 
 
+def test_drift_counts_the_steps_after_which_a_head_was_published(moved):
+    """Good enough after 8 updates, one a step: what they brought back shows in the rollouts after that."""
+    policy, head = moved
+    drafter, groups = online(policy, head, when="drift", unroll=1, batch=32), groups_of(policy, 1)
+    drafter.quality = iter_quality(0.6, 0.7, 0.7, 0.7)
+    drafter.observe(0.9, 5000)
+    follow(drafter, 0, groups)
+    versions = []
+    for step in range(1, 9 + PATIENCE):
+        drafter.observe(0.5, 5000)
+        assert drafter.due, step
+        versions.append(follow(drafter, step, groups)["drafter/version"])
+    assert versions == [0] * 8 + list(range(9, 9 + PATIENCE))
+    drafter.observe(0.5, 5000)
+    assert not drafter.due, "the policy's own doing"
+
+
 def test_a_drift_that_ends_unproven_leaves_no_trace(moved):
     policy, head = moved
     drafter, groups = online(policy, head, when="drift", unroll=1, batch=32), groups_of(policy, 1)
@@ -332,17 +350,18 @@ def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
     assert all(torch.equal(masters[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("when", ["auto", pytest.param("always", marks=pytest.mark.slow)])
-def test_auto_gives_up_a_head_that_only_becomes_worse(moved, when):
+@pytest.mark.parametrize("when", ["auto", "drift", pytest.param("always", marks=pytest.mark.slow)])
+def test_a_head_that_only_becomes_worse_is_given_up(moved, when):
     """It goes on from what drafts, and rests until that has drifted; `always` goes on."""
     policy, head = moved
     groups = groups_of(policy, 1)
     drafter = online(policy, head, when=when, unroll=1, batch=32)
+    drafter.due = True  # with `drift` as after a fall
     drafter._judge = lambda weights: float(weights is drafter.publisher.current.weights)
     updates = sum(follow(drafter, step, groups, 1e6)["drafter/updates"] for step in range(1, 20))
-    assert updates == (HOPELESS if when == "auto" else 19)
+    assert updates == (19 if when == "always" else HOPELESS)
     assert drafter.publisher.current.version == 0 and drafter.due == (when == "always")
-    if when == "auto":
+    if when != "always":
         assert all(torch.equal(p, head.get_parameter(n)) for n, p in drafter.head.named_parameters())
         for share in (0.8, 0.8, 0.5):
             drafter.observe(share, 5000)

@@ -13,7 +13,7 @@ def learns(monitor, chances: list[float], drafts: int, seed: int = 0, updates: b
     said = []
     for chance in chances:
         said.append(monitor.update(sum(rng.random() < chance for _ in range(drafts)) / drafts, drafts))
-        if updates and isinstance(monitor, AutoMonitor):
+        if updates and said[-1]:
             monitor.note_update()
     return said
 
@@ -44,6 +44,14 @@ def test_what_learning_does_not_bring_back_is_let_go():
     learns(drift, [0.9] * 4, 5000)
     assert learns(drift, [0.7] * (PATIENCE + 3), 5000) == [True] * PATIENCE + [False] * 3
     assert learns(drift, [0.6], 5000) == [True], "and the next fall is noticed"
+
+
+def test_what_has_not_drafted_yet_brings_nothing_back():
+    """A head on probation, or replicas that had no time to learn, say nothing of the policy."""
+    drift = DriftMonitor()
+    learns(drift, [0.9] * 4, 5000)
+    assert all(learns(drift, [0.7] * 3 * PATIENCE, 5000, updates=False))
+    assert learns(drift, [0.7] * (PATIENCE + 1), 5000) == [True] * PATIENCE + [False]
 
 
 def test_auto_tries_and_rests_where_a_frozen_head_is_enough():

@@ -61,6 +61,7 @@ class HeadFollower(ABC):
     def publish(self, version: int) -> None:
         """Hands over what the head has learned."""
         self.publisher.publish(version, self.learned_weights())
+        self.drift.note_update()
         self.auto.note_update()
 
     def learned_weights(self) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from paceline.drafting.publishing import Drafting, Probation, restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import REACH, TimeBudget
+from paceline.drafting.when import REACH, DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -168,7 +168,7 @@ class OnlineDrafter(HeadFollower):
         updates, drafting = self.average.updates, self.publisher.current.weights
         if self.probation.passes(updates, self.average.mean, drafting, self._judge) or not updates:
             return
-        if self.config.when == "auto" and self.probation.is_hopeless(updates):
+        if self.config.when != "always" and self.probation.is_hopeless(updates):
             self._rest()
         if not self.due:
             restore(self.head, drafting)
@@ -191,8 +191,10 @@ class OnlineDrafter(HeadFollower):
         return slices * statistics.median(self._slice_seconds) > REACH * granted
 
     def _rest(self) -> None:
+        """Stops learning until acceptance has drifted from what it is now."""
         self.learning.abandon()
         self.auto.rest()
+        self.drift = DriftMonitor()
         self.due = False
 
     def _tell_of_reach(self) -> None:

@@ -17,7 +17,8 @@ TOLERANCE = 0.01
 SIGMAS = 3.0
 # Rollouts that make up the baseline; one that went on adapting would follow a slow decline.
 BASELINE_ROLLOUTS = 4
-# Steps of learning after a fall; what they do not bring back is the policy's own doing, such as more entropy.
+# Heads that are published after a fall; what they do not bring back is the policy's own doing, such as more
+# entropy.
 PATIENCE = 8
 # Rollouts of a trial; acceptance must clearly rise from one trial to the next for learning to go on,
 TRIAL_ROLLOUTS = 4
@@ -41,16 +42,19 @@ class DriftMonitor:
     baseline: float = 0.0  # share accepted, over the rollouts that make it up
     baseline_drafts: float = 0.0
     rollouts: int = 0  # that make up the baseline so far
-    tried: int = 0  # steps of learning since acceptance fell
+    tried: int = 0  # heads that were published since acceptance fell
+
+    def note_update(self) -> None:
+        """Takes in that the head was replaced by one that has learned."""
+        self.tried += 1
 
     def update(self, share: float, drafts: int) -> bool:
         """Takes in a rollout's share of accepted first tokens; returns whether the head should learn now."""
         if self.rollouts:
             margin = self._margin(share, drafts)
             if share < self.baseline - margin and self.tried < PATIENCE:
-                self.tried += 1
                 return True
-            if share > self.baseline + margin or self.tried == PATIENCE:
+            if share > self.baseline + margin or self.tried >= PATIENCE:
                 self.rollouts = 0  # a new level: the baseline starts over
         if self.rollouts < BASELINE_ROLLOUTS:
             before = self.baseline_drafts if self.rollouts else 0.0
