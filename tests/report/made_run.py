@@ -45,6 +45,7 @@ def train_record(step: int, **changes: object) -> dict[str, object]:
         "speculation/history/accept_length": 3.0,
         "speculation/history/accepted_1": 0.8,
         "drafter/updates": 2 if step % 5 == 0 else 0,
+        "drafter/version": step - step % 10,
         "time/prefill": 0.1,
         "time/decode": 1.5,
         "time/tail": 0.9,

@@ -80,11 +80,14 @@ def drafters(run: RunData) -> list[str]:
 
 
 def head_marks(run: RunData) -> list[Mark]:
-    """Returns the steps after which the eagle head learned, at most so many that lines stay apart."""
-    learned = np.nan_to_num(run.train["drafter/updates"]) > 0
-    steps = run.train.xs()[learned]
+    """Returns the steps after which a head was published, at most so many that lines stay apart.
+
+    Versions are steps; a head that learns may be compared for a while before it drafts.
+    """
+    steps = run.train.xs()
+    steps = steps[run.train["drafter/version"] == steps]
     kept = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_MARKS)).astype(int))]
-    return [Mark(float(step), "the head learned") for step in kept]
+    return [Mark(float(step), "a new head") for step in kept]
 
 
 def _by_drafter(runs: Sequence[RunData]) -> Curves | None:
@@ -113,7 +116,7 @@ def _by_position(run: RunData, number: int, drafter: str, limit: int, several: b
         {f"speculation/{drafter}/accepted_{i}": f"first {i}" if i > 1 else "first token" for i in shown},
         Axis("drafts accepted so far", "%", low=0.0, high=100.0),
         "Share of drafts whose first i tokens were all accepted."
-        + (" Dashed lines: the head learned." if marks else ""),
+        + (" Dashed lines: a new head was published." if marks else ""),
         scale=100.0,
     )
     return curves.chart([run], limit, marks)
