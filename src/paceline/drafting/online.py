@@ -37,7 +37,7 @@ from paceline.drafting.publishing import Drafting, Probation, restore
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import REACH, DriftMonitor, TimeBudget
+from paceline.drafting.when import FAR, REACH, DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -92,7 +92,7 @@ class OnlineDrafter(HeadFollower):
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
-        self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices
+        self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices, but not the first
         self._set_up = False  # a slice has been through the head
         self._told_of_reach = False
         self._tokens = self._tokens_of(learned=0)
@@ -178,17 +178,18 @@ class OnlineDrafter(HeadFollower):
         """Returns whether no update would come about within REACH steps that grant so many seconds each.
 
         Time that nobody needs comes on top, so where there was any this is not said. What slices take is
-        known after three, and what earlier steps owe at once.
+        known after three, and after one where it is far too much; what earlier steps owe is known at once.
         """
         if self._reports or self.spent.idle:
             return False
         if owed > REACH * granted:
             return True
-        if len(self._slice_seconds) < 3:
+        if not self._slice_seconds:
             return False
         rows = self.config.batch * self.learning.passage_rows
         slices = max(1.0, rows / self.learning.slice_rows)
-        return slices * statistics.median(self._slice_seconds) > REACH * granted
+        within = REACH if len(self._slice_seconds) >= 3 else FAR * REACH
+        return slices * statistics.median(self._slice_seconds) > within * granted
 
     def _rest(self) -> None:
         """Stops learning until acceptance has drifted from what it is now."""
@@ -273,9 +274,13 @@ class OnlineDrafter(HeadFollower):
                 break
             if report is self:
                 break
-            first = not self._set_up and rebuilt == self.learning.rebuilt
-            self._set_up = self._set_up or first
-            self._note(report, time.perf_counter() - start, idle, first)
+            seconds = time.perf_counter() - start
+            through_head = rebuilt == self.learning.rebuilt
+            first = through_head and not self._set_up
+            if through_head and self._set_up:
+                self._slice_seconds.append(seconds)
+            self._set_up = self._set_up or through_head
+            self._note(report, seconds, idle, first)
             yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.
@@ -283,8 +288,6 @@ class OnlineDrafter(HeadFollower):
 
     def _note(self, report: HeadStep | None, seconds: float, idle: bool, first: bool) -> None:
         """Counts a slice; `first`: no other has been through the head."""
-        if not first:
-            self._slice_seconds.append(seconds)
         if idle:
             self.spent.idle += seconds
         elif first:

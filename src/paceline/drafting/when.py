@@ -27,6 +27,8 @@ RISE = 0.003
 RISE_SIGMAS = 2.0
 # Steps within whose budget an update must come about: one that takes longer is no trial.
 REACH = 2 * TRIAL_ROLLOUTS
+# So many times as long is too long whatever disturbed the one slice that was timed.
+FAR = 3
 
 
 def deviation(share: float, drafts: float, other_share: float, other_drafts: float) -> float:
