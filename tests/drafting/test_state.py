@@ -8,6 +8,7 @@ import torch
 import paceline.certify.closing_check as closing
 from paceline.config import load_config
 from paceline.drafting.history import HistoryDrafter
+from paceline.drafting.merged import MergedDrafter
 from paceline.pacing.strategy import Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.session import open_session
@@ -47,6 +48,30 @@ def test_an_eagle_head_survives_later_learning(folders):  # noqa: F811
     assert parameters and all(
         torch.equal(state[name] + 1.0, parameter) for name, parameter in parameters.items()
     )
+
+
+@pytest.mark.parametrize("name", ["history", "eagle", "history+eagle"])
+def test_trees_go_on_from_the_rates_that_were_learned(folders, name):  # noqa: F811
+    """An engine that takes the state over proposes the trees that the first one would have."""
+
+    def drafters():
+        history = HistoryDrafter(bank_tokens=600)
+        eagle = make_eagle(load_policy(folders["llama"], torch.float32))
+        chosen = {"history": [history], "eagle": [eagle], "history+eagle": [history, eagle]}[name]
+        return [*chosen, MergedDrafter(history, eagle)] if len(chosen) == 2 else chosen
+
+    strategy = Strategy(name, 7, tree=True)
+    first, _ = run(folders["llama"], requests(0), drafters(), strategy)
+    state = first.drafter_state()
+    later, _ = run(folders["llama"], [], drafters(), strategy)
+    later.load_drafter_state(state)
+    taken = later.drafter_state()
+    assert state.keys() == taken.keys() and state[f"{name}.tree_counts"].any()
+    assert all(torch.equal(state[key], taken[key]) for key in state)
+    rates = [engine.drafters[name].calibration.log_rates() for engine in (first, later)]
+    assert torch.equal(*rates)
+    later.load_drafter_state({f"{name}.tree_counts": torch.zeros(2, 3)})
+    assert torch.equal(later.drafters[name].calibration.log_rates(), rates[0]), "other cells than these"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ trees; `catch_up` does beforehand what needs the host.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -95,6 +96,16 @@ class TargetPrefill:
     captured: dict[int, torch.Tensor]
 
 
+class NodeRates(Protocol):
+    """What a drafter has learned of its trees' nodes (`calibration.py`)."""
+
+    def counts(self) -> torch.Tensor:
+        """Returns it as a copy on the host."""
+
+    def load_counts(self, counts_2C: torch.Tensor) -> None:
+        """Takes over what `counts` returned."""
+
+
 class Drafter:
     """Base class; only `propose` must be overridden."""
 
@@ -120,6 +131,8 @@ class Drafter:
     wants_hidden = False
     # The shape of its layers, if it has any: what a draft holds of the GPU follows from it.
     shape: DecoderConfig | None = None
+    # How often nodes of its trees were right; the engine keeps it over a restart.
+    calibration: NodeRates | None = None
 
     def bind(self, context: DrafterContext) -> None:
         """Connects the drafter to an engine, once and before anything else."""

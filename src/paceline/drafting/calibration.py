@@ -30,6 +30,16 @@ class Calibration:
         other.tried_C = self.tried_C[own]
         other.right_C = self.right_C[own]
 
+    def counts(self) -> torch.Tensor:
+        """Returns what has been learned, nodes tried and right `[2, C]`, as a copy on the host."""
+        return torch.stack((self.tried_C, self.right_C)).cpu()
+
+    def load_counts(self, counts_2C: torch.Tensor) -> None:
+        """Takes over what `counts` returned; of other cells than these nothing follows."""
+        if counts_2C.shape[-1] == len(self.tried_C):
+            self.tried_C.copy_(counts_2C[0])
+            self.right_C.copy_(counts_2C[1])
+
     def log_rates(self) -> torch.Tensor:
         """Returns the log of every cell's rate, `[C]`."""
         return log_rates(self.prior_C, self.tried_C, self.right_C)

@@ -46,6 +46,7 @@ class DraftModel(CachedDrafter):
 
     name = "draft_model"
     max_tokens = 15
+    calibration: GapCalibration
     needs_catch_up = True
 
     def __init__(self, policy: Decoder) -> None:

@@ -45,6 +45,7 @@ class EagleDrafter(CachedDrafter):
 
     name = "eagle"
     max_tokens = 15
+    calibration: GapCalibration
     recorder: StateRecorder | None = None
     # Steps that wait until the head is to propose; None: none does.
     backlog: StepBacklog | None = None

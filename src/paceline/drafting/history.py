@@ -46,6 +46,7 @@ class HistoryDrafter(Drafter):
 
     name = "history"
     max_tokens = 15
+    calibration: BranchCalibration
 
     def __init__(self, bank_tokens: int = 0, max_versions: int = 0) -> None:
         """Makes a drafter with a bank of so many tokens; 0: as many as the requests' length suggests.

@@ -99,6 +99,7 @@ class MergedDrafter(Drafter):
     """Proposes trees of history's branches and an eagle head's candidates; both are drafters beside it."""
 
     max_tokens = 15
+    calibration: Calibration
 
     def __init__(self, history: HistoryDrafter, eagle: EagleDrafter) -> None:
         self.history = history

@@ -12,6 +12,9 @@ from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import Strategy
 from paceline.policy.states import TextStates
 
+# Under which a drafter's counts of nodes are kept, beside its own state.
+TREE_COUNTS = "tree_counts"
+
 
 class Drafters(dict[str, Drafter]):
     """The engine's drafters by name."""
@@ -136,11 +139,12 @@ class Drafters(dict[str, Drafter]):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns what the drafters should keep over a restart, under their names."""
-        return {
-            f"{name}.{key}": tensor
-            for name, drafter in self.items()
-            for key, tensor in drafter.state().items()
-        }
+        kept: dict[str, torch.Tensor] = {}
+        for name, drafter in self.items():
+            kept |= {f"{name}.{key}": tensor for key, tensor in drafter.state().items()}
+            if drafter.calibration is not None:
+                kept[f"{name}.{TREE_COUNTS}"] = drafter.calibration.counts()
+        return kept
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes over what `state` returned; drafters that are not in it keep what they have."""
@@ -150,5 +154,8 @@ class Drafters(dict[str, Drafter]):
                 for key, tensor in tensors.items()
                 if key.startswith(f"{name}.")
             }
+            counts = own.pop(TREE_COUNTS, None)
+            if counts is not None and drafter.calibration is not None:
+                drafter.calibration.load_counts(counts)
             if own:
                 drafter.load_state(own)
