@@ -184,6 +184,13 @@ class Backend(ABC):
         """Returns the logprobs of a text's tokens but the first, at temperature 1; None: it cannot say."""
         return None
 
+    def admission_state(self) -> dict[str, torch.Tensor]:
+        """Returns what decides who starts first, for a checkpoint; empty: only who came first does."""
+        return {}
+
+    def load_admission_state(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Restores what `admission_state` returned."""
+
     @abstractmethod
     def close(self) -> None:
         """Drops everything that is outstanding and releases what is held."""

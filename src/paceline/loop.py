@@ -20,6 +20,7 @@ from paceline.config import Config, learning_notes, rollout_notes, signal_notes
 from paceline.drafting.run_drafter import RunDrafter
 from paceline.learning.algorithms.dapo import punish_overlong
 from paceline.learning.checkpoint import (
+    ADMISSION_PREFIX,
     TrainingState,
     checkpoint_steps,
     load_under_way,
@@ -271,6 +272,8 @@ class Trainer:
         backend = self.session.backend
         under_way = self.source.state()  # first: drafters see what it takes off the backend
         drafters = backend.speculation.drafter_state() if backend.speculation else {}
+        admission = backend.admission_state()
+        drafters |= {f"{ADMISSION_PREFIX}{name}": tensor for name, tensor in admission.items()}
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path

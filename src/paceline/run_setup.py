@@ -5,7 +5,7 @@ from paceline.config import Config
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.remote_online import make_follower
 from paceline.drafting.run_drafter import RunDrafter
-from paceline.learning.checkpoint import TrainingState, load_calibration, load_drafters
+from paceline.learning.checkpoint import TrainingState, load_admission, load_calibration, load_drafters
 from paceline.pacing.store import load_pacing, load_times
 from paceline.report.console import Console
 from paceline.report.run_directory import RunDirectory
@@ -52,6 +52,8 @@ def restore_parts(
         backend = session.backend
         if backend.speculation is not None:
             backend.speculation.load_drafter_state(drafters)
+        if admission := load_admission(checkpoint):
+            backend.load_admission_state(admission)
         if backend.low_precision is not None:
             backend.low_precision.load_calibration_state(load_calibration(checkpoint))
         if drafter is not None:

@@ -2,6 +2,8 @@
 alone.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,8 +72,13 @@ def test_trees_go_on_from_the_rates_that_were_learned(folders, name):  # noqa: F
     assert all(torch.equal(state[key], taken[key]) for key in state)
     rates = [engine.drafters[name].calibration.log_rates() for engine in (first, later)]
     assert torch.equal(*rates)
+    kept = rates[0].clone()
+    first.submit([replace(request, purpose=Purpose.EVAL) for request in requests(0)])
+    assert len(list(first.completions())) == 3
+    assert not torch.equal(first.drafters[name].calibration.log_rates(), kept), "it learns meanwhile"
+    assert torch.equal(first.drafter_state()[f"{name}.tree_counts"], state[f"{name}.tree_counts"])
     later.load_drafter_state({f"{name}.tree_counts": torch.zeros(2, 3)})
-    assert torch.equal(later.drafters[name].calibration.log_rates(), rates[0]), "other cells than these"
+    assert torch.equal(later.drafters[name].calibration.log_rates(), kept), "other cells than these"
 
 
 @pytest.mark.slow

@@ -436,6 +436,13 @@ def test_expected_lengths_forget_old_prompts_and_follow_changes():
     for _ in range(100):
         lengths.note(requests[1], 100)
     assert 99 < lengths.of(requests[1]) <= 100
+    resumed = ExpectedLengths(max_prompts=2)
+    resumed.load_state(lengths.state())
+    for kept in (lengths, resumed):  # it forgets what the other would
+        kept.note(requests[3], 5)
+    assert [resumed.of(r) for r in requests] == [lengths.of(r) for r in requests]
+    resumed.load_state(ExpectedLengths().state())
+    assert resumed.of(requests[1]) == 0
 
 
 def test_a_broken_policy_does_not_poison_the_cache(folders):

@@ -16,6 +16,7 @@ import torch
 
 from paceline.bench.oracle import OracleDrafter
 from paceline.bench.setup import bench_requests
+from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import START_SECONDS, counts_up_to
 from paceline.pacing.adaptive import AdaptivePacer, PacingSettings
@@ -147,7 +148,7 @@ def bench_pacing(
     progress: Callable[[PacingPoint], None] = lambda point: None,
 ) -> PacingResult:
     """Measures the rollout under every strategy; `after_plain` gets what plain decoding wrote."""
-    unused = engine.drafter_state()
+    unused = without_rates(engine.drafter_state())
     engine.pacer = FixedPacer(PLAIN)
     _compile_prefill(engine, requests)
     plain = _Rollout.run(engine, unused, requests, FixedPacer(PLAIN))

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from paceline.bench.lengths import Lengths
 from paceline.bench.setup import bench_requests
 from paceline.bench.spread import Spread
+from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.decoder import Decoder
 from paceline.stats import RolloutStats
@@ -65,7 +66,7 @@ def bench_rollout(
 
 def measure_rollouts(engine: Engine, requests: list[Request], repeats: int) -> RolloutPoint:
     """Runs the requests once to compile, then `repeats` times, with whatever pacer and drafters there are."""
-    unused = engine.drafter_state()
+    unused = without_rates(engine.drafter_state())
     engine.time_steps()
     seconds: list[float] = []
     captured = engine.runner.capture_seconds

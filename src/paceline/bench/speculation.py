@@ -26,6 +26,7 @@ import torch
 from paceline.bench.setup import recipe_engine, recipe_requests
 from paceline.bench.spread import Spread
 from paceline.config import Config, ConfigError
+from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine
 from paceline.engine.factory import most_of_a_row
 from paceline.engine.sampling import Verify
@@ -121,7 +122,7 @@ def bench_speculation(
     Ratios are to plain decoding on `alone`, which has no drafter; the first of `engines` (they differ in how
     they verify) also decodes plainly, because a drafter that follows the policy costs a little even then.
     """
-    unused = [_copied(engine.drafter_state()) for engine in engines]
+    unused = [_copied(without_rates(engine.drafter_state())) for engine in engines]
     most = requests_for(max(batches), rounds)
     strategies = [strategy for strategy in strategies if strategy.count]
     long = choose_long(alone, candidates, most)

@@ -12,7 +12,7 @@ request has taken several replicas along.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -146,6 +146,14 @@ class ReplicaPool(Backend):
             shares = self._clock.take_shares()
             replicas = ReplicaStats(len(self.live), self.restarts, self.num_retried, *shares)
         return merge_stats(parts, replicas)
+
+    def admission_state(self) -> dict[str, torch.Tensor]:
+        with self.changed:
+            return self.queue.lengths.state()
+
+    def load_admission_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self.changed:
+            self.queue.lengths.load_state(tensors)
 
     def sleep(self) -> None:
         self._set_asleep(True)

@@ -100,7 +100,7 @@ class NodeRates(Protocol):
     """What a drafter has learned of its trees' nodes (`calibration.py`)."""
 
     def counts(self) -> torch.Tensor:
-        """Returns it as a copy on the host."""
+        """Returns it as a copy."""
 
     def load_counts(self, counts_2C: torch.Tensor) -> None:
         """Takes over what `counts` returned."""

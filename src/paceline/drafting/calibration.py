@@ -31,8 +31,8 @@ class Calibration:
         other.right_C = self.right_C[own]
 
     def counts(self) -> torch.Tensor:
-        """Returns what has been learned, nodes tried and right `[2, C]`, as a copy on the host."""
-        return torch.stack((self.tried_C, self.right_C)).cpu()
+        """Returns what has been learned, nodes tried and right `[2, C]`, as a copy."""
+        return torch.stack((self.tried_C, self.right_C))
 
     def load_counts(self, counts_2C: torch.Tensor) -> None:
         """Takes over what `counts` returned; of other cells than these nothing follows."""

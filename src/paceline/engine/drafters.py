@@ -11,9 +11,15 @@ from paceline.engine.request_state import RequestState
 from paceline.engine.sampling import Verify
 from paceline.pacing.strategy import Strategy
 from paceline.policy.states import TextStates
+from paceline.types import Purpose
 
 # Under which a drafter's counts of nodes are kept, beside its own state.
 TREE_COUNTS = "tree_counts"
+
+
+def without_rates(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a state that leaves what drafters have learned of their trees' nodes as it is when loaded."""
+    return {name: tensor for name, tensor in state.items() if not name.endswith(f".{TREE_COUNTS}")}
 
 
 class Drafters(dict[str, Drafter]):
@@ -25,6 +31,8 @@ class Drafters(dict[str, Drafter]):
         self.behind = {
             drafter.name: np.zeros(slots + 1, dtype=bool) for drafter in drafters if drafter.needs_catch_up
         }
+        # Counts of nodes from before an evaluation, while there is one.
+        self._counts: dict[str, torch.Tensor] = {}
 
     @property
     def captured_layers(self) -> set[int]:
@@ -137,17 +145,32 @@ class Drafters(dict[str, Drafter]):
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {key: states for drafter in self.values() for key, states in drafter.take_states().items()}
 
+    def note_purpose(self, purpose: Purpose) -> None:
+        """Hears what the next steps are for: an evaluation's leave nothing behind in what was learned."""
+        if purpose is Purpose.TRAIN:
+            for name, counts_2C in self._counts.items():
+                self[name].calibration.load_counts(counts_2C)
+            self._counts = {}
+        elif not self._counts:
+            self._counts = {
+                name: drafter.calibration.counts()
+                for name, drafter in self.items()
+                if drafter.calibration is not None
+            }
+
     def state(self) -> dict[str, torch.Tensor]:
         """Returns what the drafters should keep over a restart, under their names."""
+        self.note_purpose(Purpose.TRAIN)
         kept: dict[str, torch.Tensor] = {}
         for name, drafter in self.items():
             kept |= {f"{name}.{key}": tensor for key, tensor in drafter.state().items()}
             if drafter.calibration is not None:
-                kept[f"{name}.{TREE_COUNTS}"] = drafter.calibration.counts()
+                kept[f"{name}.{TREE_COUNTS}"] = drafter.calibration.counts().cpu()
         return kept
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes over what `state` returned; drafters that are not in it keep what they have."""
+        self.note_purpose(Purpose.TRAIN)
         for name, drafter in self.items():
             own = {
                 key.removeprefix(f"{name}."): tensor

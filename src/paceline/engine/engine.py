@@ -205,6 +205,13 @@ class Engine(DeviceSide):
         if self.rollout_precision.load_state(tensors):
             self._rebuild_cache()
 
+    def admission_state(self) -> dict[str, torch.Tensor]:
+        counts = self.scheduler.longest_first or self.settings.shares
+        return self.scheduler.expected_lengths.state() if counts else {}
+
+    def load_admission_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.scheduler.expected_lengths.load_state(tensors)
+
     def close(self) -> None:
         self.sleep()  # whoever goes on with the policy gets the memory
         self.scheduler.waiting.clear()
@@ -379,6 +386,8 @@ class Engine(DeviceSide):
         self.batch = Batch.of(list(self.running.values()), self.outcomes.slot_generation)
         self.reservation.left = 0
         self.launcher.note_change()
+        if self.running:
+            self.drafters.note_purpose(self.batch.purpose)
         padded = np.full(self.settings.max_running, self.rows.null_slot, dtype=np.int64)
         padded[: len(self.batch)] = self.batch.slots
         self.runner.slots.copy_(to_device(torch.from_numpy(padded), self.rows.device), non_blocking=True)

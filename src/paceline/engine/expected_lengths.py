@@ -4,9 +4,12 @@ That decides only who starts first (`rollout.admission: longest`), never what an
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.types import Request
+import torch
+
+from paceline.types import Purpose, Request
 
 # Prompts that are remembered; the one that was not seen for longest is forgotten.
 MAX_PROMPTS = 1 << 16
@@ -33,7 +36,9 @@ class ExpectedLengths:
         self._overall = _Mean()
 
     def note(self, request: Request, tokens: int) -> None:
-        """Takes in the length of a response that has finished."""
+        """Takes in the length of a response that has finished; evaluations leave nothing behind."""
+        if request.purpose is not Purpose.TRAIN:
+            return
         self._overall.note(tokens)
         self._by_prompt.setdefault(request.prompt, _Mean()).note(tokens)
         self._by_prompt.move_to_end(request.prompt)
@@ -48,3 +53,29 @@ class ExpectedLengths:
         if request.expected_tokens:
             return float(request.expected_tokens)
         return self._by_prompt.get(request.prompt, self._overall).tokens
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Returns all of it as tensors, the prompt that was not seen for longest first."""
+        means = [self._overall, *self._by_prompt.values()]
+        return {
+            "prompts": torch.tensor([t for prompt in self._by_prompt for t in prompt], dtype=torch.int32),
+            "lengths": torch.tensor([len(prompt) for prompt in self._by_prompt], dtype=torch.int32),
+            "tokens": torch.tensor([mean.tokens for mean in means], dtype=torch.float64),
+            "responses": torch.tensor([mean.responses for mean in means], dtype=torch.int32),
+        }
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state` returned."""
+        means = [
+            _Mean(tokens, responses)
+            for tokens, responses in zip(
+                tensors["tokens"].tolist(), tensors["responses"].tolist(), strict=True
+            )
+        ]
+        prompts = tensors["prompts"].split(tensors["lengths"].tolist())
+        self._overall = means[0]
+        self._by_prompt = OrderedDict(
+            (tuple(prompt.tolist()), mean) for prompt, mean in zip(prompts, means[1:], strict=True)
+        )

@@ -5,7 +5,8 @@
       adapter/                with LoRA: a PEFT folder, from which a run resumes on the base it started from
       optimiser.safetensors   moments, and float32 masters where the policy is not float32; of several ranks
                               a file each and optimiser.json (`optimiser_files.py`)
-      drafters.safetensors    what the drafters know, where there are any
+      drafters.safetensors    what the drafters know, where there are any, and how long responses are expected
+                              to be, where that decides who starts first
       calibration.safetensors scales of an FP8 KV cache, where there is one
       under_way.json          groups that the next steps go on with, where the mode leaves any
       config.yaml             the recipe that the run had, every key spelt out
@@ -43,6 +44,7 @@ CALIBRATION_FILE = "calibration.safetensors"
 CONFIG_FILE = "config.yaml"
 UNDER_WAY_FILE = "under_way.json"
 CALIBRATION_PREFIX = "precision."  # of the names of its tensors
+ADMISSION_PREFIX = "admission."  # of what lies beside the drafters' tensors
 ALWAYS_THERE = ("state.json", ANY_FILE, "policy/config.json", "policy/*.safetensors")
 
 NAME = re.compile(r"step_(\d+)")
@@ -263,7 +265,17 @@ def read_state(path: Path) -> TrainingState:
 
 def load_drafters(path: Path) -> dict[str, torch.Tensor]:
     """Returns what a checkpoint's drafters knew; empty where there were none."""
-    return _without_calibration(_load_tensors(path / DRAFTERS_FILE))
+    tensors = _without_calibration(_load_tensors(path / DRAFTERS_FILE))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(ADMISSION_PREFIX)}
+
+
+def load_admission(path: Path) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint's generator knew of lengths; empty where it had no use for it."""
+    return {
+        name.removeprefix(ADMISSION_PREFIX): tensor
+        for name, tensor in _load_tensors(path / DRAFTERS_FILE).items()
+        if name.startswith(ADMISSION_PREFIX)
+    }
 
 
 def load_calibration(path: Path) -> dict[str, torch.Tensor]:
