@@ -257,4 +257,5 @@ def norm_backward(
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Adds to a parameter's gradient; a first one is kept as it is."""
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
