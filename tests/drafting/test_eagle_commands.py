@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.drafting.eagle_folder import BUILTIN_EAGLE
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
 from paceline.runs.interruption import EXIT_INTERRUPTED
 from tests.loop_helpers import make_tiny_policy
@@ -183,6 +185,7 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         (["train", "builtin", "--lr", "0"], "--lr 0: must be above 0"),
         (["train", "builtin", "--lr", "inf"], "--lr inf: must be above 0 and finite"),
         (["train", "builtin", "--out", "/dev/null/head"], "--out /dev/null/head: /dev/null is a file"),
+        (["export", "builtin-eagle", "/dev/null/head"], "OUT /dev/null/head: /dev/null is a file"),
     ],
 )
 def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
@@ -194,6 +197,46 @@ def test_errors_come_before_the_work(arguments, message, tmp_path, monkeypatch):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         invoke(*arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("config", [None, "{", '{"architectures": "LlamaForCausalLMEagle3"}'])
+@pytest.mark.parametrize(
+    "command, named",
+    [
+        (["train", "OUT", "--out", "OUT"], "--out"),
+        (["train", "builtin", "--start", "builtin-eagle", "--out", "OUT"], "--out"),
+        (["export", "builtin-eagle", "OUT"], "OUT"),
+        (["import", str(BUILTIN_EAGLE), "OUT"], "OUT"),
+    ],
+    ids=["train its own policy", "train", "export", "import"],
+)
+def test_another_model_is_not_written_over(command, named, config, policy, tmp_path, monkeypatch):
+    """A policy was lost like this, also the one that the head was trained for."""
+    out = tmp_path / "model"
+    shutil.copytree(policy, out)
+    if config is not None:
+        (out / "config.json").write_text(config)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for work in ("paceline.session.open_session", "paceline.policy.huggingface.load_policy"):
+        monkeypatch.setattr(work, lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(ValueError) as refused:
+        invoke(*(argument.replace("OUT", str(out)) for argument in command))
+    assert str(refused.value) == (
+        f"{named} {out}: holds a model that is not an eagle head; remove it or choose another folder"
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_adapters_are_not_written_over(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a model that is not an eagle head"):
+        invoke("export", "builtin-eagle", str(tmp_path))
+
+
+def test_a_head_may_be_written_over(tmp_path):
+    invoke("export", "builtin-eagle", str(tmp_path))
+    invoke("export", "builtin-eagle", str(tmp_path), "--dtype", "bfloat16")
+    assert load_file(tmp_path / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
 
 
 def test_a_signal_ends_training_and_the_head_so_far_is_kept(policy, tmp_path, monkeypatch):

@@ -80,7 +80,8 @@ def train(
     from paceline.runs.interruption import EXIT_INTERRUPTED, Interruption
     from paceline.session import open_session
 
-    _refuse_options(context, start, rollouts, lr, out)
+    _refuse_options(context, start, rollouts, lr)
+    _refuse_out("--out", out)
     wanted_dtype = _dtype(dtype)
     completions = saved_responses(rollouts) if rollouts is not None else None
     source = f"responses in {rollouts}" if rollouts is not None else f"{responses} responses of its own"
@@ -133,7 +134,7 @@ def _say_start(start: str, came: "MeasuredAcceptance | None") -> None:
     typer.echo(f"here it has: {came or 'too few responses to measure'}")
 
 
-def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float, out: Path) -> None:
+def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, lr: float) -> None:
     """Raises where an option of `train` would be ignored, or cannot be used."""
     if start:
         own = f"the head in --start {start} has its own; leave one of the two out"
@@ -143,9 +144,19 @@ def _refuse_options(context: typer.Context, start: str, rollouts: Path | None, l
         refuse_given(context, ("responses",), taken)
     if not 0 < lr < math.inf:
         raise ValueError(f"--lr {lr:g}: must be above 0 and finite, such as 1e-3")
+
+
+def _refuse_out(name: str, out: Path) -> None:
+    """Raises where no head can be written, or another model would be lost; a head may be written over."""
+    from paceline.drafting.eagle_folder import holds_other_model
+
     file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
-        raise ValueError(f"--out {out}: {file} is a file; choose a folder")
+        raise ValueError(f"{name} {out}: {file} is a file; choose a folder")
+    if holds_other_model(out):
+        raise ValueError(
+            f"{name} {out}: holds a model that is not an eagle head; remove it or choose another folder"
+        )
 
 
 def _progress(steps: int, show: ShowStep) -> Callable[[int, "HeadStep"], None]:
@@ -232,6 +243,7 @@ def _convert(drafter: str, out: Path, policy: str, layers: str, dtype: str) -> t
     from paceline.models.source import policy_folder
     from paceline.policy.huggingface import load_policy
 
+    _refuse_out("OUT", out)
     wanted = _dtype(dtype) or stored_dtype(drafter)
     model = load_policy(policy_folder(policy), torch.float32)
     head = load_eagle(drafter, model, wanted, "cpu", _layers(layers))

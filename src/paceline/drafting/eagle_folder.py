@@ -65,6 +65,18 @@ def eagle_folder(name: str) -> Path:
     return folder
 
 
+def holds_other_model(folder: Path) -> bool:
+    """Returns whether a folder holds a policy, an adapter or any model that is not an eagle head."""
+    if (folder / "adapter_config.json").exists():
+        return True
+    if not (folder / "config.json").exists():
+        return False
+    try:
+        return not _is_eagle(read_json(folder / "config.json").get("architectures"))
+    except DamagedFile:
+        return True
+
+
 def head_tensors(head: EagleHead, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Returns copies of a head's tensors on the host, under the names that its folder has."""
     dtype = dtype or head.fc.weight.dtype
@@ -205,6 +217,10 @@ def _read_config(folder: Path, policy: DecoderConfig, captured_layers: tuple[int
     return config
 
 
+def _is_eagle(architectures: Any) -> bool:
+    return isinstance(architectures, list) and bool(architectures) and architectures[0] in ARCHITECTURES
+
+
 def _from_huggingface(
     raw: dict[str, Any], policy: DecoderConfig, captured_layers: tuple[int, ...]
 ) -> EagleConfig:
@@ -212,7 +228,7 @@ def _from_huggingface(
     if not isinstance(eagle, dict):
         raise ValueError(f"eagle_config = {eagle!r}: must be an object")
     architectures = raw.get("architectures") or [None]
-    if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
+    if not _is_eagle(architectures):
         raise ValueError(
             f"architectures = {architectures!r}; an eagle head has one of {', '.join(ARCHITECTURES)}"
         )
