@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.bench.lengths import Lengths
-from paceline.policy.attention import _deterministic
+from paceline.policy.attention import deterministic_flash
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -171,7 +171,7 @@ def measure(name, run, deterministic, lengths):
     q, k, v, d_out, bounds = inputs(lengths)
     longest = max(lengths)
     operations = 2 * HEADS * DIM * sum(n * n for n in lengths)
-    with _deterministic(deterministic):
+    with deterministic_flash(deterministic):
         wrong = error(run)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         forward = milliseconds(lambda: run(*leaves, bounds, longest, lengths))
