@@ -21,6 +21,8 @@ from paceline.config import (
 )
 from paceline.config.recipe import parse_config
 
+FILE = "task.rewards=[{function: last-number}]"
+
 
 def explain(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
@@ -84,6 +86,36 @@ def test_a_value_of_the_wrong_kind_says_how_to_write_it():
     assert "run.threads = 100000" in explain("run.threads=100000") and "65536" in explain(
         "rollout.max_running=100000000"
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2026-11-18", "2026-13-45", "1", "on", "1e3", "1_000", "0x1F", "12:30:45", ".inf", "true", "nan", "abc"],
+)
+def test_text_is_taken_as_it_is_written(text, tmp_path):
+    """YAML makes dates, numbers and truth values of these, which no text key takes."""
+    for given in (text, f'"{text}"', f"'{text}'"):
+        config = load_config(None, [f"run.name={given}", f"task.data.path={given}", "task.name=file", FILE])
+        assert (config.run.name, config.task.data.path) == (text, text)
+    (tmp_path / "saved.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "saved.yaml")) == config
+
+
+def test_what_is_no_text_is_read_as_yaml():
+    assert load_config(None, ["run.name="]).run.name == ""
+    assert load_config(None, ["run.name='# 5'"]).run.name == "# 5"
+    options = load_config("countdown-small", ["task.options.max_number=9"]).task.options
+    assert options["max_number"] == 9
+    for value, read in (("null", "None"), ("# 5", "None"), ("[a]", "['a']")):
+        assert explain(f"run.name={value}") == f"run.name = {read}: must be text; write it in quotes."
+    assert "run.name: must be text; write it in quotes" in explain("run.name={a: b}")
+
+
+def test_a_date_that_does_not_exist_is_no_traceback(tmp_path):
+    assert "override 'run.seed=2026-13-45' is not readable YAML" in explain("run.seed=2026-13-45")
+    (tmp_path / "x.yaml").write_text("run: {name: 2026-13-45}")
+    with pytest.raises(ConfigError, match="x.yaml is not readable YAML: month must be in 1..12"):
+        load_config(str(tmp_path / "x.yaml"))
 
 
 def test_several_mistakes_are_reported_together():

@@ -170,7 +170,7 @@ def shipped_recipes() -> dict[str, Path]:
 def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Reads a recipe, given as a path or the name of a shipped one, and applies overrides.
 
-    An override is `section.key=value`, the value read as YAML.
+    An override is `section.key=value`, the value read as YAML, or as it is written where the key takes text.
     """
     tree: dict[str, Any] = {}
     if recipe is not None:
@@ -253,7 +253,7 @@ def _recipe_path(recipe: str) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # not UTF-8, or a date that does not exist
         raise ConfigError(f"{path} is not readable YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -272,6 +272,14 @@ def _parse_scalar(text: str) -> Any:
     return value
 
 
+def _parse_text(text: str) -> Any:
+    """Returns a scalar as it is written, where YAML would make a date, a number or a truth value of it."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader) if text else None
+    if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
+        return str(node.value)
+    return _parse_scalar(text)
+
+
 def _split(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     if not equals or not key:
@@ -279,8 +287,8 @@ def _split(override: str) -> tuple[str, Any]:
             f"override {override!r} is not of the form section.key=value, such as learning.lr=1e-4"
         )
     try:
-        return key, _parse_scalar(value)
-    except yaml.YAMLError:
+        return key, _parse_text(value) if _takes_text(key) else _parse_scalar(value)
+    except (yaml.YAMLError, ValueError):  # the second: a date that does not exist
         raise ConfigError(
             f"override {override!r} is not readable YAML: "
             "write lists as [a, b], and text with brackets in quotes"
@@ -324,6 +332,8 @@ def _explain(problem: ErrorDetails) -> str:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         message = f"must be one of {', '.join(choices)}"
+    if problem["type"] == "string_type":
+        message = "must be text; write it in quotes"
     if problem["type"] == "list_type":
         message = f"must be a list; write [{value}]"
     if problem["type"] == "model_type":
@@ -333,30 +343,41 @@ def _explain(problem: ErrorDetails) -> str:
     return f"{key}{shown}: {message}.{hint}"
 
 
+def _type_at(path: list[str]) -> Any:
+    """Returns the type of a key, or of a list's entry; where a path goes on within a value, the value's."""
+    kind: Any = Config
+    for part in path:
+        if get_origin(kind) is list and part.isdigit():
+            kind = get_args(kind)[0]
+        elif _is_section(kind):
+            field = kind.model_fields.get(part)
+            kind = field.annotation if field is not None else None
+        else:
+            break
+    return kind
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _takes_text(key: str) -> bool:
+    kind = _type_at(key.split("."))
+    members = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
+    return set(members) - {types.NoneType} == {str}
+
+
 def _fields_at(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for key in path:
-        if key.isdigit():  # an entry of a list
-            continue
-        annotation = model.model_fields[key].annotation
-        if get_origin(annotation) is list:
-            annotation = get_args(annotation)[0]
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+    kind = _type_at(path)
+    return list(kind.model_fields) if _is_section(kind) else []
 
 
 def _choices_at(path: list[str]) -> list[str]:
-    model: Any = Config
-    for key in path:
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            break
-        model = model.model_fields[key].annotation
-    if get_origin(model) is types.UnionType:
-        model = next(arg for arg in get_args(model) if get_origin(arg) is Literal)
-    if get_origin(model) is list:
-        model = get_args(model)[0]
-    if isinstance(model, type) and issubclass(model, Enum):
-        return [str(member.value) for member in model]
-    return [str(choice) for choice in get_args(model)]
+    kind = _type_at(path)
+    if get_origin(kind) is types.UnionType:
+        kind = next(arg for arg in get_args(kind) if get_origin(arg) is Literal)
+    if get_origin(kind) is list:
+        kind = get_args(kind)[0]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [str(member.value) for member in kind]
+    return [str(choice) for choice in get_args(kind)]
