@@ -118,6 +118,19 @@ def test_a_date_that_does_not_exist_is_no_traceback(tmp_path):
         load_config(str(tmp_path / "x.yaml"))
 
 
+@pytest.mark.parametrize("given", ["exact", "my_rewards.py:brief", "a:b, c"])
+def test_advice_for_a_list_of_sections_works(given):
+    """The advice was [exact], which was refused in turn, as a section without a way out."""
+    alone, entry = explain(f"task.rewards={given}"), explain(f"task.rewards=['{given}']")
+    assert alone.startswith(f"task.rewards = '{given}': must be a list; write [{{function: ")
+    assert entry.startswith(f"task.rewards.0 = '{given}': is a section; write {{function: ")
+    assert "its keys are function, weight" in entry
+    for advice in (alone.split("write ")[1].rstrip("."), f"[{entry.split('write ')[1].split(';')[0]}]"):
+        assert [reward.function for reward in load_config(None, [f"task.rewards={advice}"]).task.rewards] == [
+            given
+        ]
+
+
 def test_several_mistakes_are_reported_together():
     message = explain("run.device=gpu", "learning.lrr=1")
     assert "run.device" in message and "learning.lrr" in message

@@ -9,6 +9,7 @@ choice stands for.
 """
 
 import difflib
+import math
 import types
 from enum import Enum
 from pathlib import Path
@@ -335,12 +336,23 @@ def _explain(problem: ErrorDetails) -> str:
     if problem["type"] == "string_type":
         message = "must be text; write it in quotes"
     if problem["type"] == "list_type":
-        message = f"must be a list; write [{value}]"
+        message = f"must be a list; write [{_as_entry(path, value)}]"
     if problem["type"] == "model_type":
-        message = f"is a section, with the keys {', '.join(_fields_at(path))}"
+        keys = ", ".join(_fields_at(path))
+        message = f"is a section, with the keys {keys}"
+        if path[-1].isdigit() and isinstance(value, str):
+            message = f"is a section; write {_as_entry(path[:-1], value)}; its keys are {keys}"
     if message.startswith(f"{key}."):  # a section's own check names the key itself
         return f"{message}."
     return f"{key}{shown}: {message}.{hint}"
+
+
+def _as_entry(path: list[str], value: Any) -> str:
+    """Returns how a value is written in the list at `path`; text for a section is that of its first key."""
+    fields = _fields_at([*path, "0"])
+    if not fields or not isinstance(value, str):
+        return str(value)
+    return yaml.safe_dump({fields[0]: value}, default_flow_style=True, width=math.inf).strip()
 
 
 def _type_at(path: list[str]) -> Any:
