@@ -86,7 +86,7 @@ def test_what_cannot_fit_is_refused_with_how_many_ranks_would():
 
 
 def test_the_command_shows_every_kind_of_gpu(capsys):
-    show_plan(config_of("cluster.replicas=2", "cluster.learners=2"), "H200", 0.0, as_json=False)
+    show_plan(config_of("cluster.replicas=2", "cluster.learners=2"), "H200", None, as_json=False)
     shown = capsys.readouterr().out
     assert "learner: " in shown and "replica: " in shown and "4 GPUs, apart" in shown
     with pytest.raises(ConfigError, match="cluster.replicas = 3 must equal the learners, 2"):

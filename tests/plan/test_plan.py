@@ -185,6 +185,10 @@ def test_the_command(policy):
     assert "Adam moments" in shown.stdout and "40 GB" in shown.stdout
     refused = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "0.5"])
     assert isinstance(refused.exception, ConfigError) and "what would fit" in str(refused.exception)
+    none = CliRunner().invoke(app, ["plan", f"policy.path={policy}", "--memory-gb", "0"])
+    assert isinstance(none.exception, ConfigError) and str(none.exception).startswith("--memory-gb 0 must be")
+    twice = CliRunner().invoke(app, ["plan", "--gpu", "H200", "--memory-gb", "0"])
+    assert "--gpu H200 and --memory-gb 0 say the same thing twice" in str(twice.exception)
     nothing = CliRunner().invoke(app, ["plan", "policy.path=no-such-shape", "--gpu", "H200"])
     assert "qwen3-8b" in str(nothing.exception)
 

@@ -248,7 +248,7 @@ def plan(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,
     gpu: Annotated[str, typer.Option(help="H200, H100, A100, ...; default: the GPU at hand")] = "",
-    memory_gb: Annotated[float, typer.Option(help="of a GPU that has no name here")] = 0.0,
+    memory_gb: Annotated[Optional[float], typer.Option(help="of a GPU that has no name here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Says what a recipe takes of a GPU's memory, part by part; refuses what cannot fit.

@@ -20,7 +20,7 @@ from paceline.policy.huggingface import DTYPES
 from paceline.policy.shapes import SHAPES
 
 
-def show_plan(config: Config, gpu: str, memory_gb: float, as_json: bool) -> None:
+def show_plan(config: Config, gpu: str, memory_gb: float | None, as_json: bool) -> None:
     """Prints the plan; raises where it does not fit."""
     machine = _machine(gpu, memory_gb)
     shape, heads = _shape(config)
@@ -113,14 +113,14 @@ def as_tree(plan: Plan, fitting: list[str]) -> dict:
     }
 
 
-def _machine(gpu: str, memory_gb: float) -> Machine:
-    if gpu and memory_gb:
+def _machine(gpu: str, memory_gb: float | None) -> Machine:
+    if gpu and memory_gb is not None:
         raise ConfigError(
             f"--gpu {gpu} and --memory-gb {memory_gb:g} say the same thing twice; give one of them"
         )
     if gpu:
         return named_gpu(gpu)
-    machine = gpu_of_size(memory_gb) if memory_gb else gpu_at_hand()
+    machine = gpu_of_size(memory_gb) if memory_gb is not None else gpu_at_hand()
     if machine is None:
         raise ConfigError(
             "there is no GPU at hand to plan for; name one, such as --gpu H200, or give --memory-gb"
