@@ -82,6 +82,26 @@ def unknown_argument(response, colour):
     return 0.0
 
 
+def unknown_beside_everything(colour, **known):
+    return 1.0
+
+
+def by_position(response, /):
+    return 1.0
+
+
+def by_position_and_everything(response, /, **known):
+    return 1.0
+
+
+def by_position_or_not(answer="", /, response=""):
+    return 1.0
+
+
+def any_position(*response):
+    return 1.0
+
+
 async def judge(response):
     if response == "raise":
         raise RuntimeError("refused")

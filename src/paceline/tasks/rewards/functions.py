@@ -130,21 +130,31 @@ def _load_file(path: Path) -> Any:
 
 
 def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> list[str]:
-    """Returns which of ARGUMENTS the function takes; raises ValueError where it needs anything else."""
+    """Returns which of ARGUMENTS the function takes; raises ValueError where they do not suffice."""
     parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(ARGUMENTS)
-    takes = [p.name for p in parameters]
-    unknown = [
+    known = ARGUMENTS.keys() | options.keys()
+    by_position = [
         p.name
         for p in parameters
-        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in ARGUMENTS | dict(options)
+        if p.kind is p.POSITIONAL_ONLY or (p.kind is p.VAR_POSITIONAL and p.name in known)
     ]
+    if by_position:
+        raise ValueError(
+            f"{name!r} takes {', '.join(by_position)} by position alone; "
+            "a reward is called by name: write it without `/` or `*`"
+        )
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    unknown = [parameter for parameter in needed if parameter not in known]
     if unknown:
         raise ValueError(
             f"{name!r} wants {', '.join(unknown)}; "
             f"a reward can have {', '.join(ARGUMENTS)} and its own `options`"
         )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(ARGUMENTS)
+    takes = [p.name for p in parameters]
     surplus = [key for key in options if key not in takes]
     if surplus:
         raise ValueError(
