@@ -168,6 +168,7 @@ def test_learning_from_saved_rollouts(policy, tmp_path):
         (["train", "builtin", "--draft-vocab", "99"], "the policy has 48"),
         (["train", "builtin", "--dtype", "int4"], "--dtype 'int4'"),
         (["eval", "builtin", "nowhere"], "'nowhere' is not an eagle head's folder"),
+        (["eval", "builtin", "builtin-eagle", "--temperature", "inf"], "--temperature inf: must be finite"),
         (["import", "nowhere", "out"], "'nowhere' is not an eagle head's folder"),
         (["train", "builtin", "--rollouts", "nowhere"], "holds no step_"),
         (

@@ -127,6 +127,8 @@ def test_demonstrations_that_rl_would_cut_off_are_left_out(small_task):
             "--careful-steps 3: of the built-in policy",
         ),
         (["--data", "x.jsonl", "--examples", "3"], "--examples 3: --data takes every line"),
+        (["--data", "nosuch"], "--data nosuch: there is no such file; give a JSONL of `prompt`"),
+        (["--data", "/"], "--data /: is a folder; give a JSONL of `prompt`"),
         (["--lr", "1e-3"], "--lr 0.001: needs --recipe or --data"),
         (["task.seed=1"], "'task.seed=1' changes a recipe; name one with --recipe"),
     ],

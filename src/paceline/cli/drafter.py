@@ -180,6 +180,8 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0: greedy", min=0)] = 1.0,
 ) -> None:
     """Says how much of a head's drafts a policy accepts, along its responses to held-out problems."""
+    if temperature == math.inf:
+        raise ValueError(f"--temperature {temperature:g}: must be finite, such as 1; 0 is greedy")
     config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle

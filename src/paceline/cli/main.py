@@ -139,6 +139,9 @@ def warmup(
         )
     if data is not None:
         refuse_given(context, ("examples",), "--data takes every line of the file; leave it out")
+        if data.is_dir() or not data.exists():
+            wrong = "is a folder" if data.is_dir() else "there is no such file"
+            raise ValueError(f"--data {data}: {wrong}; give a JSONL of `prompt` and `response`")
     elif not recipe:
         given = ("policy", "examples", "epochs", "batch_size", "lr")
         refuse_given(context, given, "needs --recipe or --data; without them the built-in policy is made")
