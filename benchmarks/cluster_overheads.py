@@ -9,14 +9,11 @@ all workers together. The generator is a stand-in that answers at once, so that 
 import argparse
 import json
 import os
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from paceline.backend import Backend
 from paceline.cluster.placing import find_places
@@ -101,7 +98,7 @@ class Meter:
         }
 
 
-def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats: int = 3) -> dict:
+def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats: int, idle: float) -> dict:
     """Returns the best of several repeats of each part, with two replicas."""
     cluster = ClusterConfig(replicas=2, runtime=runtime)
     places = find_places(cluster, CPU)
@@ -123,7 +120,7 @@ def measure(runtime: str, transport: str, requests: int, megabytes: int, repeats
             pool.update_weights(repeat + 1)
             found["transfer"].append(meter.read())
             meter = Meter(pool)
-            time.sleep(5.0)
+            time.sleep(idle)
             found["idle"].append(meter.read())
     finally:
         pool.close()
@@ -137,6 +134,8 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="also with Ray")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds in which nothing is asked for")
     given = parser.parse_args()
     print(json.dumps({"load": os.getloadavg(), "torch": torch.__version__, **vars(given)}))
     for runtime in ("processes", *(("ray",) if given.ray else ())):
@@ -147,10 +146,14 @@ def main() -> None:
             context = ray_cluster("", ClusterConfig(replicas=2))
         with context:
             for transport in ("memory", "broadcast"):
-                result = measure(runtime, transport, given.requests, given.megabytes)
+                sizes = (given.requests, given.megabytes, given.repeats, given.idle)
+                result = measure(runtime, transport, *sizes)
                 print(json.dumps({"runtime": runtime, "transport": transport, **result}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # Workers, Ray's as well, import this file by its name.
+    paths = (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     main()
