@@ -34,12 +34,23 @@ VARIANTS = {
         "rollout.speculation.pacing=fixed",  # an adaptive pacer decides by measured times
         "rollout.speculation.tokens=2",
     ],
+    "partial": [
+        "rollout.mode=partial",
+        "rollout.max_lag=2",
+        "rollout.max_running=3",
+        "rollout.admission=longest",
+        "rollout.max_tokens=12",
+        "rollout.speculation.drafters=[history]",
+        "rollout.speculation.shape=tree",
+        "rollout.speculation.pacing=fixed",
+        "rollout.speculation.tokens=5",
+    ],
     "bf16": ["policy.dtype=bfloat16", "learning.kl_coef=0.05"],
     "lora": ["policy.lora.rank=2", "learning.algorithm=reinforce++", "learning.lr=1e-2"],
     "dapo": ["learning.algorithm=dapo", "learning.dynamic_sampling_rounds=2"],
     "workers": ["task.rewards=[{function: 'tests.soak.rewards:by_length'}]", "task.reward_workers=1"],
 }
-WEIGHTS = (30, 20, 10, 10, 10, 10, 10)
+WEIGHTS = (25, 15, 10, 10, 10, 10, 10, 10)
 
 # A process that takes longer hangs.
 PATIENCE_SECONDS = 600.0
