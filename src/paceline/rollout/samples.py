@@ -1,9 +1,11 @@
 """Groups of samples as JSON lines: the files of `samples/`, `rollout --save` and `train --replay`."""
 
 import base64
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,22 +26,39 @@ from paceline.types import (
 )
 
 
-def write_groups(path: Path, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
-    """Writes one line per group, with the responses' text for human readers."""
+def write_groups(path: Path, groups: Iterable[Group], tokenizer: Tokenizer) -> None:
+    """Writes one line per group, with the responses' text for human readers.
+
+    The file appears whole or not at all; one that was there before stays until then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for group in groups:
-            file.write(json.dumps(_group_record(group, tokenizer)) + "\n")
+    beside = path.with_name(f".{path.name}.tmp")  # a name that does not pass for a saved step
+    beside.unlink(missing_ok=True)
+    try:
+        with beside.open("x") as file:
+            for group in groups:
+                file.write(json.dumps(_group_record(group, tokenizer)) + "\n")
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def read_groups(path: Path) -> list[Group]:
     """Reads what `write_groups` wrote; raises ValueError with the line that is not a group."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None
     groups = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             groups.append(_parse_group(json.loads(line)))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number} is not a saved group: {error!r}") from None
+    if not groups:
+        raise ValueError(f"{path} holds no group")
     return groups
 
 
@@ -88,10 +107,31 @@ def _parse_group(record: dict[str, Any]) -> Group:
             entry["error"],
             routing=parse_routing(entry.get("routing")),
         )
+        _check(completion)
         if not math.isfinite(entry["reward"]):
             raise ValueError(f"the reward of {request.id} is {entry['reward']}")
         samples.append(Sample(completion, Score(entry["reward"], entry["correct"], entry["components"])))
+    if not samples:
+        raise ValueError("it has no samples")
     return Group(record["prompt_id"], tuple(samples))
+
+
+def _check(completion: Completion) -> None:
+    """Raises ValueError where a completion's parts do not belong together."""
+    name, tokens, logprobs = completion.request.id, completion.tokens, completion.logprobs
+    if not all(type(token) is int and token >= 0 for token in (*completion.request.prompt, *tokens)):
+        raise ValueError(f"{name} has a token that is no id")
+    if tokens and not completion.request.prompt:
+        raise ValueError(f"{name} has no prompt")
+    if not all(type(logprob) in (int, float) for logprob in logprobs):
+        raise ValueError(f"{name} has a logprob that is no number")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{name} has {len(tokens)} tokens and {len(logprobs)} logprobs")
+    for segment in completion.segments:
+        if not 0 <= segment.start <= segment.stop <= len(tokens):
+            raise ValueError(
+                f"{name} has a segment up to {segment.stop}, from {segment.start}, and {len(tokens)} tokens"
+            )
 
 
 def routing_record(routing: Routing | None) -> dict[str, Any] | None:
