@@ -39,6 +39,7 @@ from paceline.report.run_directory import recipe_text
 from paceline.report.summary import Summary, summarise_run
 from paceline.rollout.evaluation import evaluate
 from paceline.rollout.sampler import SamplingStopped
+from paceline.rollout.sources import SavedRollouts
 from paceline.run_setup import make_run_drafter, restore_pacer, restore_parts
 from paceline.runs.interruption import Interrupted, Interruption
 from paceline.runs.records import RunRecords
@@ -119,7 +120,8 @@ class Trainer:
                 opened.callback(resumed.close)
             self.session = open_session(config, learns=True, schedule=schedule)
             opened.callback(self.session.close)
-            state = self._set_up(resumed, replay)
+            saved = None if replay is None else self.session.saved_rollouts(replay)
+            state = self._set_up(resumed, saved)
             if resumed is None:  # now that nothing is missing
                 resumed = RunRecords.create(config, recipe, console.warn)
                 opened.callback(resumed.close)
@@ -137,7 +139,7 @@ class Trainer:
         self.profiler = StepProfiler()
         self.report = OwnReport(self.directory, console.warn)
 
-    def _set_up(self, resumed: RunRecords | None, replay: Path | None) -> TrainingState:
+    def _set_up(self, resumed: RunRecords | None, saved: SavedRollouts | None) -> TrainingState:
         """Makes the parts, with what the resumed run's checkpoint has of each; returns its state."""
         config = self.config
         console = self.console
@@ -156,7 +158,7 @@ class Trainer:
             config.rollout.sentinel, self.session.backend, state, live=self.live, warn=console.warn
         )
         self.order = ProblemOrder(self.session.task.train, config.run.seed, state.task_position)
-        self.source = self.session.rollout_source(self.order, replay, console.warn)
+        self.source = saved or self.session.rollout_source(self.order, console.warn)
         if resumed is not None and resumed.checkpoint is not None:
             self.source.restore(load_under_way(resumed.checkpoint))
         paced = resumed.directory if resumed is not None and state.step else None

@@ -46,6 +46,7 @@ from paceline.policy.lora import add_adapters
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.rollout.dynamic_sampling import DynamicSampling
 from paceline.rollout.sampler import GroupSampler
+from paceline.rollout.saved import SavedSamples
 from paceline.rollout.schedule import ScheduledRollouts
 from paceline.rollout.sources import LiveRollouts, RolloutSource, SavedRollouts, training_params
 from paceline.rollout.stream import StreamingRollouts
@@ -88,12 +89,13 @@ class Session:
         """Returns the sampling parameters of training responses."""
         return training_params(self.config.rollout)
 
-    def rollout_source(
-        self, order: ProblemOrder, replay: Path | None, warn: Callable[[str], None]
-    ) -> RolloutSource:
-        """Returns where a training step's groups come from: the backend, or the files in `replay`."""
-        if replay is not None:
-            return SavedRollouts(replay)
+    def saved_rollouts(self, folder: Path) -> SavedRollouts:
+        """Returns a source of saved groups; raises ConfigError where the policy cannot learn from them."""
+        path = self.config.policy.path
+        return SavedRollouts(SavedSamples("--replay", folder, path, self.policy.config.vocab_size))
+
+    def rollout_source(self, order: ProblemOrder, warn: Callable[[str], None]) -> RolloutSource:
+        """Returns where a training step's groups come from: the backend, in the recipe's mode."""
         rollout = self.config.rollout
         rounds = self.config.learning.dynamic_sampling_rounds
         if self.schedule is not None:

@@ -9,36 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline
-from paceline.cli.main import app, main
+from paceline.cli.main import app
 from paceline.config import ConfigError
-from tests.loop_helpers import make_tiny_policy, tiny_overrides
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+from tests.loop_helpers import tiny_overrides
 
 
 def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-@pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
-    """Runs a command in an empty folder, as its own process would; returns the message it fails with."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
-        monkeypatch.chdir(tmp_path)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    return run
 
 
 def cpu_seconds(*arguments: str) -> float:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.drafting.eagle_folder import BUILTIN_EAGLE
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
+from paceline.policy.tokenizer import character_tokenizer
+from paceline.rollout.samples import write_groups
 from paceline.runs.interruption import EXIT_INTERRUPTED
+from tests.learning.samples import make_groups
 from tests.loop_helpers import make_tiny_policy
 
 SMALL_TASK = [
@@ -96,7 +100,15 @@ def test_a_card_goes_with_its_head(tmp_path):
 
 def test_rollouts_without_a_response_are_no_reason_to_generate(tmp_path):
     (tmp_path / "step_000001.jsonl").write_text("")
-    with pytest.raises(ValueError, match="holds no response with a token"):
+    with pytest.raises(ValueError, match="--rollouts .*step_000001.jsonl holds no group"):
+        invoke("train", "builtin", "--rollouts", str(tmp_path), "--out", str(tmp_path / "head"))
+    refused = make_groups()[0]
+    empty = [replace(s.completion, tokens=(), logprobs=(), segments=()) for s in refused.samples]
+    samples = tuple(replace(s, completion=c) for s, c in zip(refused.samples, empty, strict=True))
+    write_groups(
+        tmp_path / "step_000001.jsonl", [replace(refused, samples=samples)], character_tokenizer("ab")
+    )
+    with pytest.raises(ValueError, match="--rollouts .* holds no response with a token"):
         invoke("train", "builtin", "--rollouts", str(tmp_path), "--out", str(tmp_path / "head"))
 
 

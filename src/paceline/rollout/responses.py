@@ -1,11 +1,9 @@
 """What a policy wrote, for a drafter to learn from or to be measured on: sampled now, or saved earlier."""
 
-from pathlib import Path
-
-from paceline.config import Config
+from paceline.config import Config, ConfigError
 from paceline.rollout.sampler import GroupSampler
-from paceline.rollout.samples import read_groups
-from paceline.rollout.sources import SavedRollouts, training_params
+from paceline.rollout.saved import SavedSamples
+from paceline.rollout.sources import training_params
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Completion, Group, Purpose, SamplingParams
 
@@ -35,13 +33,14 @@ def held_out_responses(
     return _completions(sampler.sample(sampler.task.held_out[:problems], Purpose.EVAL, 0, 1, sampling))
 
 
-def saved_responses(folder: Path) -> list[Completion]:
+def saved_responses(samples: SavedSamples) -> list[Completion]:
     """Returns the responses that `paceline rollout --save` wrote to a folder."""
-    completions = [
-        completion for file in SavedRollouts(folder).files for completion in _completions(read_groups(file))
-    ]
+    completions = [c for file in samples.files for c in _completions(samples.read(file))]
     if not completions:
-        raise ValueError(f"{folder} holds no response with a token to learn from")
+        raise ConfigError(
+            f"{samples.option} {samples.folder}: it holds no response with a token to learn from; save "
+            "others with `paceline rollout --save`"
+        )
     return completions
 
 

@@ -6,12 +6,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from paceline.config import RolloutConfig
 from paceline.rollout.sampler import GroupSampler
-from paceline.rollout.samples import read_groups
+from paceline.rollout.saved import SavedSamples
 from paceline.stats import RolloutStats
 from paceline.tasks.order import ProblemOrder
 from paceline.types import Group, Purpose, SamplingParams
@@ -87,16 +86,16 @@ class LiveRollouts(RolloutSource):
 class SavedRollouts(RolloutSource):
     """Replays `paceline rollout --save`: step n learns from the n-th saved file, cycling through them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, samples: SavedSamples) -> None:
+        """Reads every file once, so that no step finds one that cannot be learned from."""
         super().__init__()
-        self.files = sorted(folder.glob("step_*.jsonl"))
-        if not self.files:
-            raise FileNotFoundError(
-                f"{folder} holds no step_*.jsonl; make some with `paceline rollout --save {folder}`"
-            )
+        self.samples = samples
+        self.files = samples.files
+        for file in self.files:
+            samples.read(file)
 
     def collect(self, step: int) -> list[Group]:
-        return read_groups(self.files[(step - 1) % len(self.files)])
+        return self.samples.read(self.files[(step - 1) % len(self.files)])
 
     def take_stats(self) -> RolloutStats:
         return RolloutStats()
