@@ -41,6 +41,7 @@ from paceline.rollout.evaluation import evaluate
 from paceline.rollout.sampler import SamplingStopped
 from paceline.rollout.sources import SavedRollouts
 from paceline.run_setup import make_run_drafter, restore_pacer, restore_parts
+from paceline.runs.disk import resume_command
 from paceline.runs.interruption import Interrupted, Interruption
 from paceline.runs.records import RunRecords
 from paceline.session import open_session
@@ -116,14 +117,14 @@ class Trainer:
         with ExitStack() as opened:
             resumed = None
             if resume is not None:
-                resumed = RunRecords.reopen(resume, config, console.warn)
+                resumed = RunRecords.reopen(resume, config, console.warn, replay)
                 opened.callback(resumed.close)
             self.session = open_session(config, learns=True, schedule=schedule)
             opened.callback(self.session.close)
             saved = None if replay is None else self.session.saved_rollouts(replay)
             state = self._set_up(resumed, saved)
             if resumed is None:  # now that nothing is missing
-                resumed = RunRecords.create(config, recipe, console.warn)
+                resumed = RunRecords.create(config, recipe, console.warn, replay)
                 opened.callback(resumed.close)
             self.records = resumed
             self._opened = opened.pop_all()
@@ -384,4 +385,4 @@ class Trainer:
 
     def _failure(self, reason: str) -> TrainingFailed:
         checkpoints = whole_checkpoints(self.directory.checkpoints_path, self.console.warn)
-        return training_failed(reason, self.directory.path, checkpoints)
+        return training_failed(reason, resume_command(self.directory.path), checkpoints)

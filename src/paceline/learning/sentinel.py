@@ -193,8 +193,8 @@ class Sentinel:
         )
 
 
-def training_failed(reason: str, run: Path, checkpoints: Sequence[Path]) -> TrainingFailed:
-    """Returns the error that ends a run, with what to do.
+def training_failed(reason: str, resume: str, checkpoints: Sequence[Path]) -> TrainingFailed:
+    """Returns the error that ends a run, with what to do; `resume` is the command that continues it.
 
     `checkpoints` are older than the failures: nothing is saved after a step that failed.
     """
@@ -208,7 +208,7 @@ def training_failed(reason: str, run: Path, checkpoints: Sequence[Path]) -> Trai
     *earlier, newest = checkpoints
     start = " or ".join(f"policy.path={checkpoint / 'policy'}" for checkpoint in (newest, *reversed(earlier)))
     return TrainingFailed(
-        f"{reason}; `paceline train --resume {run}` goes on from {newest}; if it fails there again, "
+        f"{reason}; `{resume}` goes on from {newest}; if it fails there again, "
         f"start a new run from {start} or what this run began with, and with a lower learning.lr or "
         "policy.dtype=float32"
     )

@@ -9,6 +9,7 @@ requests/         when each request of the newest steps waited, ran and left (re
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
 schedule.jsonl    in modes other than sync: what each step took (rollout/schedule.py)
 samples/          groups of each step
+replay.json       of a run that learns from saved samples: the folder they came from
 closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
 profile/          what --torch-profiler recorded
@@ -62,6 +63,7 @@ class RunDirectory:
         self.rewards_log_path = path / "rewards.log"
         self.schedule_path = path / "schedule.jsonl"
         self.samples_path = path / "samples"
+        self.replay_path = path / "replay.json"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"
         self.report_path = path / "report.html"
@@ -69,14 +71,17 @@ class RunDirectory:
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
-    def create(cls, config: Config, recipe: str) -> "RunDirectory":
-        """Makes a new folder; an existing one is never written into."""
+    def create(cls, config: Config, recipe: str, replay: Path | None = None) -> "RunDirectory":
+        """Makes a new folder; an existing one is never written into.
+
+        `replay` is where the run's samples come from; None: it makes them itself.
+        """
         root = Path(config.run.root)
         stem = config.run.name or f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (stem,) if config.run.name else (stem, *(f"{stem}-{i}" for i in range(2, MAX_SUFFIX)))
         try:
             for path in (root / name for name in names):
-                if _make_whole(path, config):
+                if _make_whole(path, config, replay):
                     return cls(path)
         except OSError as error:
             raise ConfigError(
@@ -126,6 +131,15 @@ class RunDirectory:
         text = recipe_text(config)
         if not self.config_path.is_file() or self.config_path.read_text() != text:
             replace_file(self.config_path, text)
+
+    def replay_folder(self) -> str | None:
+        """Returns the folder of saved samples that this run learns from; None: it makes its own."""
+        if not self.replay_path.exists():
+            return None
+        try:
+            return str(json.loads(self.replay_path.read_bytes())["folder"])
+        except (KeyError, TypeError, ValueError, RecursionError):  # damaged; that it replays is known still
+            return "DIR"
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Appends a record to `metrics.jsonl` and syncs it to disk."""
@@ -203,7 +217,7 @@ def recipe_text(config: Config) -> str:
     return f"{FIRST_LINE}\n{dump_config(config)}{LAST_LINE}\n"
 
 
-def _make_whole(path: Path, config: Config) -> bool:
+def _make_whole(path: Path, config: Config, replay: Path | None) -> bool:
     """Makes a run directory that appears with its recipe or not at all; returns False if `path` exists."""
     if path.exists() or path.is_symlink():
         return False
@@ -214,6 +228,8 @@ def _make_whole(path: Path, config: Config) -> bool:
         run.samples_path.mkdir(parents=True)
         run.checkpoints_path.mkdir()
         run.write_config(config)
+        if replay is not None:
+            replace_file(run.replay_path, json.dumps({"folder": str(replay.absolute())}) + "\n")
         os.rename(beside, path)  # fails where another process was quicker: a directory that is not empty
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)

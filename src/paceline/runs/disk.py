@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from paceline.learning.checkpoint import list_checkpoints
 from paceline.learning.sentinel import TrainingFailed
+from paceline.report.run_directory import RunDirectory
 
 # The number of the system's error in a message of safetensors: "I/O error: No space left (os error 28)".
 OS_ERROR = re.compile(r"os error (\d+)")
@@ -20,8 +21,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def resume_command(run: Path) -> str:
-    """Returns the command that continues a run, ready for a shell."""
-    return f"paceline train --resume {shlex.quote(str(run))}"
+    """Returns the command that continues a run, with its own samples or those it replays, for a shell."""
+    command = f"paceline train --resume {shlex.quote(str(run))}"
+    folder = RunDirectory(run).replay_folder()
+    return command if folder is None else f"{command} --replay {shlex.quote(folder)}"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from paceline.report.step_trace import write_step_trace
 from paceline.report.writers import Writer, make_writers
 from paceline.rollout.samples import write_groups
 from paceline.rollout.schedule import append_schedule, cut_schedule
-from paceline.runs.disk import writing
+from paceline.runs.disk import resume_command, writing
 from paceline.runs.lock import RunLock
 from paceline.runs.recipe import check_recipe
 from paceline.stats import RolloutStats
@@ -39,16 +39,24 @@ class RunRecords:
         self.writers: list[Writer] = []
 
     @classmethod
-    def create(cls, config: Config, recipe: str, warn: Callable[[str], None]) -> "RunRecords":
-        """Makes the folder of a new run."""
-        records = cls(RunDirectory.create(config, recipe), config, warn)
+    def create(
+        cls, config: Config, recipe: str, warn: Callable[[str], None], replay: Path | None = None
+    ) -> "RunRecords":
+        """Makes the folder of a new run, which learns from its own samples or from those in `replay`."""
+        records = cls(RunDirectory.create(config, recipe, replay), config, warn)
         records.writers = make_writers(config, records.directory.path)
         return records
 
     @classmethod
-    def reopen(cls, path: Path, config: Config, warn: Callable[[str], None]) -> "RunRecords":
-        """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none."""
+    def reopen(
+        cls, path: Path, config: Config, warn: Callable[[str], None], replay: Path | None = None
+    ) -> "RunRecords":
+        """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none.
+
+        One that learned from saved samples goes on with them (`replay`), and no other does.
+        """
         _refuse_links(RunDirectory.open(path))
+        _refuse_other_samples(RunDirectory.open(path), replay)
         records = cls(RunDirectory.open(path), config, warn)
         try:
             directory = records.directory
@@ -118,6 +126,18 @@ def _refuse_links(run: RunDirectory) -> None:
     """A link in a directory that somebody else made could have us write into a file of ours."""
     ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
     others = (run.requests_path, run.schedule_path, run.closing_path, run.report_path, run.profile_path)
-    for path in (*ours, *others):
+    for path in (*ours, *others, run.replay_path):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")
+
+
+def _refuse_other_samples(run: RunDirectory, replay: Path | None) -> None:
+    """A run that goes on with other samples than it began with would be two runs in one folder."""
+    replays = run.replay_folder() is not None
+    if replays and replay is None:
+        raise ConfigError(f"{run.path} learns from saved samples; go on with: {resume_command(run.path)}")
+    if replay is not None and not replays:
+        raise ConfigError(
+            f"--replay {replay}: {run.path} was not begun with saved samples and cannot go on with them; "
+            "leave it out, or start another run"
+        )
