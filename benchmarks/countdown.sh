@@ -27,6 +27,7 @@ warmup() {
   $P eval "$POLICY" run.device="$DEVICE" eval.samples=2 rollout.max_running=512 --recipe "$RECIPE"
 }
 lengths() { # NAME POLICY
+  rm -f "$OUT/lengths-$1"/step_*.jsonl # of an earlier run of this script
   $P rollout "$RECIPE" run.device="$DEVICE" policy.path="$2" --steps 4 --save "$OUT/lengths-$1"
   $PYTHON "$HERE/../docs/benchmarks/lengths.py" "$OUT/lengths-$1"
 }

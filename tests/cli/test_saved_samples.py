@@ -85,3 +85,31 @@ def test_samples_that_cannot_be_learned_from_are_refused_before_a_run(saved, pol
             assert f"error: {option} {saved}: {bad}{problem}" in message
             assert "save them again with `paceline rollout --save`" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_no_steps_to_save_are_refused(steps, policy, tmp_path):
+    command = ["rollout", *tiny_overrides(policy, tmp_path, "unused"), "--steps", steps]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2 and "Invalid value for '--steps'" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "file", "file/x"])
+def test_a_folder_that_cannot_be_written_is_refused_before_generating(
+    folder, policy, tmp_path, refused, monkeypatch
+):
+    from paceline import session
+
+    monkeypatch.setattr(session, "open_session", lambda *_: pytest.fail("it would generate"))
+    (tmp_path / "file").write_text("")
+    message = refused("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", folder)
+    assert f"error: --save {folder}: " in message and "choose a folder that can be written to" in message
+
+
+def test_a_save_does_not_mix_with_an_older_one(saved, policy, tmp_path, refused):
+    content = (saved / "step_000001.jsonl").read_text()
+    message = refused("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", str(saved))
+    assert f"error: --save {saved}: it holds step_000001.jsonl" in message
+    assert "remove" in message and "choose another folder" in message
+    assert [path.name for path in saved.iterdir()] == ["step_000001.jsonl"]
+    assert (saved / "step_000001.jsonl").read_text() == content

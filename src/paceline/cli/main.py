@@ -14,6 +14,7 @@ from paceline.cli.models import app as models_app
 from paceline.cli.options import QuietOption, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
+from paceline.cli.saving import prepare_samples_folder
 from paceline.cli.simulate import app as simulate_app
 from paceline.cli.streams import lasting_output
 from paceline.config import Config, ConfigError, dump_config, load_config, rollout_notes, shipped_recipes
@@ -192,14 +193,16 @@ def evaluate_command(
 def rollout(
     recipe: RecipeArgument = None,
     overrides: OverridesArgument = None,
-    steps: Annotated[int, typer.Option(help="how many steps' worth of samples")] = 1,
+    steps: Annotated[int, typer.Option(help="how many steps' worth of samples", min=1)] = 1,
     save: Annotated[
-        Optional[Path], typer.Option(help="folder to write the samples to, for `train --replay`")
+        Optional[Path], typer.Option(help="new folder to write the samples to, for `train --replay`")
     ] = None,
 ) -> None:
     """Generates and scores samples without learning."""
     named, overrides = split_recipe(recipe or "default", overrides)
     config = load_config(named, overrides)
+    if save is not None:
+        prepare_samples_folder(save)
     from paceline.report.metrics import rollout_metrics
     from paceline.rollout.samples import write_groups
     from paceline.rollout.sources import LiveRollouts
