@@ -190,6 +190,9 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
             for share in (0.8, 0.8, 0.5):
                 drafter.observe(share, 5000)
             assert drafter.due, "it drifted"
+            again = follow(drafter, 9, groups, seconds)
+            assert again["time/drafter_displaced"] == 0 and not drafter.due, "what slices take is known"
+            assert drafter.learning.rebuilt == 0
 
 
 def test_states_are_kept_of_more_texts_than_are_learned_from(moved):

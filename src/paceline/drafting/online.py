@@ -154,12 +154,14 @@ class OnlineDrafter(HeadFollower):
 
     def _learn_in_turn(self, step: int, step_seconds: float) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
-        self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
-        owed = -self.budget.credit
         within_budget = self.config.when == "auto"
-        for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
-            pass
-        if within_budget and self._is_out_of_reach(self.config.budget * step_seconds, owed):
+        granted, owed = self.config.budget * step_seconds, -self.budget.credit
+        # What slices take may be known from an earlier trial.
+        if not (within_budget and self._is_out_of_reach(granted, owed)):
+            self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
+            for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
+                pass
+        if within_budget and self._is_out_of_reach(granted, owed):
             self._tell_of_reach()
             self._rest()
 
