@@ -35,7 +35,7 @@ from paceline.report.console import Console
 from paceline.report.html_report import OwnReport
 from paceline.report.metrics import rollout_metrics
 from paceline.report.profiler import StepProfiler
-from paceline.report.run_directory import recipe_text
+from paceline.report.run_directory import Origin, recipe_text
 from paceline.report.summary import Summary, summarise_run
 from paceline.rollout.evaluation import evaluate
 from paceline.rollout.sampler import SamplingStopped
@@ -114,17 +114,18 @@ class Trainer:
         self.config = config
         self.console = console
         self.live = replay is None
+        origin = Origin.of(replay, schedule)
         with ExitStack() as opened:
             resumed = None
             if resume is not None:
-                resumed = RunRecords.reopen(resume, config, console.warn, replay)
+                resumed = RunRecords.reopen(resume, config, console.warn, origin)
                 opened.callback(resumed.close)
             self.session = open_session(config, learns=True, schedule=schedule)
             opened.callback(self.session.close)
             saved = None if replay is None else self.session.saved_rollouts(replay)
             state = self._set_up(resumed, saved)
             if resumed is None:  # now that nothing is missing
-                resumed = RunRecords.create(config, recipe, console.warn, replay)
+                resumed = RunRecords.create(config, recipe, console.warn, origin)
                 opened.callback(resumed.close)
             self.records = resumed
             self._opened = opened.pop_all()

@@ -43,7 +43,7 @@ def test_an_interrupted_replay_goes_on_with_its_samples(train, start, saved, rep
     before = (run / "metrics.jsonl").read_bytes()
     alone = start("train", "--resume", str(run))
     assert alone.wait() == 2, alone.text()
-    said = f"error: {run} learns from saved samples; go on with: paceline train --resume {run} --replay"
+    said = f"error: {run} was begun with --replay; go on with: paceline train --resume {run} --replay"
     assert f"{said} '{saved}'\n" in alone.text()
     assert (run / "metrics.jsonl").read_bytes() == before
     again = start("train", "--resume", str(run), "--replay", str(saved))
@@ -55,23 +55,40 @@ def test_a_finished_replay_does_not_go_on_live(start, replayed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(replayed, run)
     command = start("train", "--resume", str(run), "run.steps=8")
-    assert command.wait() == 2 and "learns from saved samples" in command.text(), command.text()
+    assert command.wait() == 2 and "was begun with --replay" in command.text(), command.text()
     assert RunDirectory(run).config().run.steps == 6
 
 
+def lose_the_disk() -> None:
+    def append(self, record):
+        raise OSError(28, "No space left on device")
+
+    RunDirectory.append_metrics = append
+
+
 def test_a_replay_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
-    def lose_the_disk() -> None:
-        def append(self, record):
-            raise OSError(28, "No space left on device")
-
-        RunDirectory.append_metrics = append
-
     command = train("run", "--replay", str(saved), prepare=lose_the_disk)
     assert command.wait() == 1, command.text()
     run = tmp_path / "run"
     assert command.text().endswith(f"with: paceline train --resume {run} --replay '{saved}'\n")
     alone = start("train", "--resume", str(run))
-    assert alone.wait() == 2 and "learns from saved samples" in alone.text()
+    assert alone.wait() == 2 and "was begun with --replay" in alone.text()
+
+
+def test_a_scheduled_run_without_a_checkpoint_does_not_go_on_live(train, start, saved, tmp_path):
+    partial = ["rollout.mode=partial", "rollout.max_lag=1"]
+    first = train("first", *partial)
+    assert first.wait() == 0, first.text()
+    schedule = tmp_path / "first" / "schedule.jsonl"
+    command = train("run", *partial, "--schedule", str(schedule), prepare=lose_the_disk)
+    assert command.wait() == 1, command.text()
+    run = tmp_path / "run"
+    assert command.text().endswith(f"with: paceline train --resume {run} --schedule {schedule}\n")
+    for other in ([], ["--replay", str(saved)]):
+        refused = start("train", "--resume", str(run), *other)
+        assert refused.wait() == 2 and "was begun with --schedule" in refused.text(), refused.text()
+    again = start("train", "--resume", str(run), "--schedule", str(schedule))
+    assert again.wait() == 0, again.text()
 
 
 def test_a_live_run_does_not_go_on_with_saved_samples(start, whole, saved, tmp_path):

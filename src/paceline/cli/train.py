@@ -4,7 +4,6 @@ Exit codes (docs/runs.md): 0 finished, 1 failed, 2 refused, 75 interrupted and r
 at once by a second signal n.
 """
 
-import shlex
 from pathlib import Path
 
 import typer
@@ -69,8 +68,6 @@ def _train(
     console.summary(result.summary)
     if not result.finished:
         command = resume_command(result.summary.run)
-        if schedule is not None:
-            command += f" --schedule {shlex.quote(str(schedule))}"
         console.out.print(f"continue with: {command}", markup=False, soft_wrap=True)
         raise SystemExit(EXIT_INTERRUPTED)
 

@@ -9,7 +9,7 @@ requests/         when each request of the newest steps waited, ran and left (re
 pacing.json       what the pacer has learnt about this machine (pacing/store.py)
 schedule.jsonl    in modes other than sync: what each step took (rollout/schedule.py)
 samples/          groups of each step
-replay.json       of a run that learns from saved samples: the folder they came from
+origin.json       of a run that learns from saved samples, or repeats a schedule: the option and its path
 closing.json      the closing comparison of plain and speculative decoding
 report.html       the page that `paceline report` writes, renewed at every checkpoint
 profile/          what --torch-profiler recorded
@@ -29,6 +29,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ SAMPLES_FILE = re.compile(r"step_(\d+)\.jsonl", re.ASCII)
 REQUESTS_FILE = re.compile(r"step_(\d+)\.json", re.ASCII)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a run follows instead of making its samples freely: an option of `train`, and its path."""
+
+    option: str
+    path: Path
+
+    @classmethod
+    def of(cls, replay: Path | None, schedule: Path | None) -> "Origin | None":
+        """Returns the option that is given; both cannot be."""
+        if replay is not None:
+            return cls("--replay", replay)
+        return cls("--schedule", schedule) if schedule is not None else None
+
+
 class RunDirectory:
     """A run's files: their paths, and reading and writing those that are text."""
 
@@ -63,7 +79,7 @@ class RunDirectory:
         self.rewards_log_path = path / "rewards.log"
         self.schedule_path = path / "schedule.jsonl"
         self.samples_path = path / "samples"
-        self.replay_path = path / "replay.json"
+        self.origin_path = path / "origin.json"
         self.requests_path = path / "requests"
         self.closing_path = path / "closing.json"
         self.report_path = path / "report.html"
@@ -71,17 +87,17 @@ class RunDirectory:
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
-    def create(cls, config: Config, recipe: str, replay: Path | None = None) -> "RunDirectory":
+    def create(cls, config: Config, recipe: str, origin: Origin | None = None) -> "RunDirectory":
         """Makes a new folder; an existing one is never written into.
 
-        `replay` is where the run's samples come from; None: it makes them itself.
+        `origin` is what the run follows; None: nothing, it makes its samples itself.
         """
         root = Path(config.run.root)
         stem = config.run.name or f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (stem,) if config.run.name else (stem, *(f"{stem}-{i}" for i in range(2, MAX_SUFFIX)))
         try:
             for path in (root / name for name in names):
-                if _make_whole(path, config, replay):
+                if _make_whole(path, config, origin):
                     return cls(path)
         except OSError as error:
             raise ConfigError(
@@ -132,14 +148,15 @@ class RunDirectory:
         if not self.config_path.is_file() or self.config_path.read_text() != text:
             replace_file(self.config_path, text)
 
-    def replay_folder(self) -> str | None:
-        """Returns the folder of saved samples that this run learns from; None: it makes its own."""
-        if not self.replay_path.exists():
+    def origin(self) -> Origin | None:
+        """Returns what this run follows; None: it makes its samples itself."""
+        if not self.origin_path.exists():
             return None
         try:
-            return str(json.loads(self.replay_path.read_bytes())["folder"])
-        except (KeyError, TypeError, ValueError, RecursionError):  # damaged; that it replays is known still
-            return "DIR"
+            found = json.loads(self.origin_path.read_bytes())
+            return Origin(str(found["option"]), Path(found["path"]))
+        except (KeyError, TypeError, ValueError, RecursionError):  # damaged; that it has one is known still
+            return Origin("--replay or --schedule", Path("PATH"))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Appends a record to `metrics.jsonl` and syncs it to disk."""
@@ -217,7 +234,7 @@ def recipe_text(config: Config) -> str:
     return f"{FIRST_LINE}\n{dump_config(config)}{LAST_LINE}\n"
 
 
-def _make_whole(path: Path, config: Config, replay: Path | None) -> bool:
+def _make_whole(path: Path, config: Config, origin: Origin | None) -> bool:
     """Makes a run directory that appears with its recipe or not at all; returns False if `path` exists."""
     if path.exists() or path.is_symlink():
         return False
@@ -228,8 +245,9 @@ def _make_whole(path: Path, config: Config, replay: Path | None) -> bool:
         run.samples_path.mkdir(parents=True)
         run.checkpoints_path.mkdir()
         run.write_config(config)
-        if replay is not None:
-            replace_file(run.replay_path, json.dumps({"folder": str(replay.absolute())}) + "\n")
+        if origin is not None:
+            kept = {"option": origin.option, "path": str(origin.path.absolute())}
+            replace_file(run.origin_path, json.dumps(kept) + "\n")
         os.rename(beside, path)  # fails where another process was quicker: a directory that is not empty
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)

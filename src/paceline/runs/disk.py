@@ -21,10 +21,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def resume_command(run: Path) -> str:
-    """Returns the command that continues a run, with its own samples or those it replays, for a shell."""
+    """Returns the command that continues a run, with what it follows, for a shell."""
     command = f"paceline train --resume {shlex.quote(str(run))}"
-    folder = RunDirectory(run).replay_folder()
-    return command if folder is None else f"{command} --replay {shlex.quote(folder)}"
+    origin = RunDirectory(run).origin()
+    return command if origin is None else f"{command} {origin.option} {shlex.quote(str(origin.path))}"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from paceline.config import Config, ConfigError
 from paceline.learning.checkpoint import newest_checkpoint, tidy
 from paceline.pacing.trace import append_trace
 from paceline.report.clock import StageSpan
-from paceline.report.run_directory import RunDirectory
+from paceline.report.run_directory import Origin, RunDirectory
 from paceline.report.step_trace import write_step_trace
 from paceline.report.writers import Writer, make_writers
 from paceline.rollout.samples import write_groups
@@ -40,23 +40,23 @@ class RunRecords:
 
     @classmethod
     def create(
-        cls, config: Config, recipe: str, warn: Callable[[str], None], replay: Path | None = None
+        cls, config: Config, recipe: str, warn: Callable[[str], None], origin: Origin | None = None
     ) -> "RunRecords":
-        """Makes the folder of a new run, which learns from its own samples or from those in `replay`."""
-        records = cls(RunDirectory.create(config, recipe, replay), config, warn)
+        """Makes the folder of a new run; `origin` is what it follows."""
+        records = cls(RunDirectory.create(config, recipe, origin), config, warn)
         records.writers = make_writers(config, records.directory.path)
         return records
 
     @classmethod
     def reopen(
-        cls, path: Path, config: Config, warn: Callable[[str], None], replay: Path | None = None
+        cls, path: Path, config: Config, warn: Callable[[str], None], origin: Origin | None = None
     ) -> "RunRecords":
         """Takes an earlier run over; raises ConfigError where it is not `config`'s, or none.
 
-        One that learned from saved samples goes on with them (`replay`), and no other does.
+        One that follows saved samples or a schedule goes on with them (`origin`), and no other does.
         """
         _refuse_links(RunDirectory.open(path))
-        _refuse_other_samples(RunDirectory.open(path), replay)
+        _refuse_other_origin(RunDirectory.open(path), origin)
         records = cls(RunDirectory.open(path), config, warn)
         try:
             directory = records.directory
@@ -126,18 +126,19 @@ def _refuse_links(run: RunDirectory) -> None:
     """A link in a directory that somebody else made could have us write into a file of ours."""
     ours = (run.config_path, run.metrics_path, run.trace_path, run.pacing_path, run.rewards_log_path)
     others = (run.requests_path, run.schedule_path, run.closing_path, run.report_path, run.profile_path)
-    for path in (*ours, *others, run.replay_path):
+    for path in (*ours, *others, run.origin_path):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.readlink()}; a run writes only to files of its own")
 
 
-def _refuse_other_samples(run: RunDirectory, replay: Path | None) -> None:
+def _refuse_other_origin(run: RunDirectory, given: Origin | None) -> None:
     """A run that goes on with other samples than it began with would be two runs in one folder."""
-    replays = run.replay_folder() is not None
-    if replays and replay is None:
-        raise ConfigError(f"{run.path} learns from saved samples; go on with: {resume_command(run.path)}")
-    if replay is not None and not replays:
+    begun = run.origin()
+    if begun is not None and (given is None or given.option not in begun.option):
+        raise ConfigError(f"{run.path} was begun with {begun.option}; go on with: {resume_command(run.path)}")
+    # Runs of earlier versions keep no record; what is under way in them tells whether there is a schedule.
+    if begun is None and given is not None and given.option == "--replay":
         raise ConfigError(
-            f"--replay {replay}: {run.path} was not begun with saved samples and cannot go on with them; "
+            f"--replay {given.path}: {run.path} was not begun with saved samples and cannot go on with them; "
             "leave it out, or start another run"
         )
