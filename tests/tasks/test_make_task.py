@@ -206,6 +206,13 @@ def test_more_mistakes(open_task, tmp_path):
     assert "is a coroutine; a tool must be" in refused(
         open_task, None, "task.turns.step=tests.tasks.reward_examples:judge"
     )
+    tool = "task.turns.step=tests.tasks.reward_examples:length"
+    assert "is called with (problem, conversation) and cannot be: too many positional" in refused(
+        open_task, None, tool
+    )
+    assert "is called with (problem, conversation, size=...)" in refused(
+        open_task, None, tool, "task.turns.options={size: 1}"
+    )
     assert "leaves no training prompts" in refused(open_task, None, "task.max_prompt_tokens=1")
     assert "set task.chat=true" in refused(open_task, None, "task.system_prompt=x")
     assert "neither whole, answer-line nor a regular expression" in refused(

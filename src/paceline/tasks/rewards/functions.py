@@ -129,6 +129,17 @@ def _load_file(path: Path) -> Any:
     return module
 
 
+def check_tool(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError where a function cannot be called as a tool is."""
+    if inspect.iscoroutinefunction(function):
+        return  # which is refused for that
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        called = ", ".join(("problem, conversation", *(f"{key}=..." for key in options)))
+        raise ValueError(f"{name!r} is called with ({called}) and cannot be: {error}") from None
+
+
 def wanted_arguments(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> list[str]:
     """Returns which of ARGUMENTS the function takes; raises ValueError where they do not suffice."""
     parameters = inspect.signature(function).parameters.values()

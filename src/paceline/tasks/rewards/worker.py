@@ -32,6 +32,7 @@ from paceline.tasks.rewards.functions import (
     RewardResult,
     ScoringInput,
     Target,
+    check_tool,
     keyword_arguments,
     load_function,
     read_result,
@@ -195,6 +196,7 @@ def _leave_signals_to_parent() -> None:
 def _prepare(target: Target | Step) -> Call:
     function = load_function(target.function)
     if isinstance(target, Step):
+        check_tool(function, target.options, target.function)
         return lambda arguments: _step(function, target, *arguments)
     wanted = wanted_arguments(function, target.options, target.function)
     return lambda inputs: _reward(function, target, wanted, inputs)
