@@ -32,6 +32,7 @@ def test_a_script_can_be_imported(script):
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+@pytest.mark.slow
 def test_cluster_overheads_runs_from_any_folder(tmp_path):
     """Its workers import the script by its name, which they found only from the repository's root."""
     script = ROOT / "benchmarks" / "cluster_overheads.py"

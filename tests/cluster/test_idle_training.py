@@ -215,6 +215,7 @@ def test_closing_waits_for_the_threads_of_a_pool(tmp_path):
     assert not set(threading.enumerate()) - before
 
 
+@pytest.mark.slow
 def test_closing_ends_threads_that_wait_for_a_process(tmp_path):
     """One hands a request to a process that does not read, one waits for the answer of another."""
     before = set(threading.enumerate())
