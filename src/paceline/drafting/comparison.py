@@ -36,30 +36,28 @@ class Comparison:
         self.normed_NE, _ = fork_norm(self.x_NE, None, head.norm.weight, head.norm.eps)
         logits_URD = wide_linear(self.normed_NE, head.head.weight).unflatten(0, self.shape[:-1])
         self.temperatures_R = temperatures_R.to(logits_URD.dtype)
-        self.logq_URD = logits_URD.div_(self.temperatures_R[:, None]).log_softmax(-1)
-        self.q_URD = self.logq_URD.exp()
-        self.p_RD = p_RD
         # Within the draft vocabulary it teaches as a distribution.
         self.teacher_RD = p_RD / p_RD.sum(-1, keepdim=True).clamp_min(torch.finfo(p_RD.dtype).tiny)
-
-    @torch.no_grad()
-    def overlap(self) -> torch.Tensor:
-        """Returns 1 - TV between policy and head, over the whole vocabulary, `[U, R]`."""
-        return torch.minimum(self.p_RD, self.q_URD).sum(-1)
+        logq_URD = logits_URD.div_(self.temperatures_R[:, None]).log_softmax(-1)
+        del logits_URD  # each of them is as large as all else
+        negative_entropy_R = torch.xlogy(self.teacher_RD, self.teacher_RD).sum(-1)
+        # KL from teacher to head of each state, and 1 - TV between policy and head over the whole vocabulary.
+        self.divergence_UR = negative_entropy_R - (self.teacher_RD * logq_URD).sum(-1)
+        self.q_URD = logq_URD.exp_()
+        self.overlap_UR = torch.minimum(p_RD, self.q_URD).sum(-1)
 
     @torch.no_grad()
     def sums(self, used_UR: torch.Tensor) -> torch.Tensor:
-        """Returns of each step `[U, 3]`: how many states are used, their KL from teacher to head, overlap."""
-        negative_entropy_R = torch.xlogy(self.teacher_RD, self.teacher_RD).sum(-1)
-        divergence_UR = negative_entropy_R - (self.teacher_RD * self.logq_URD).sum(-1)
-        values_UR3 = torch.stack((torch.ones_like(divergence_UR), divergence_UR, self.overlap()), dim=-1)
+        """Returns of each step `[U, 3]`: how many states are used, their divergence and overlap."""
+        counts_UR = torch.ones_like(self.overlap_UR)
+        values_UR3 = torch.stack((counts_UR, self.divergence_UR, self.overlap_UR), dim=-1)
         return torch.where(used_UR.unsqueeze(-1), values_UR3, 0.0).sum(1)
 
     @torch.no_grad()
     def backward(self, weights_UR: torch.Tensor) -> torch.Tensor:
         """Adds the gradients of the head's vocabulary and last norm; returns that of the states.
 
-        They are those of the cross-entropies' sum with these weights. What is compared here is gone then.
+        They are those of the cross-entropies' sum with these weights. It works once.
         """
         head = self.head
         scales_UR = (weights_UR / self.temperatures_R).to(self.q_URD.dtype)

@@ -5,7 +5,7 @@
 
 What a step computes is what `unroll.py` says. With a few thousand rows a GPU needs less time for most of it
 than torch needs to launch it, so learning costs by the operation: written out, a slice of five steps makes
-some 430 of them where autograd makes 700 of `unroll`. Inputs that all steps share are projected once, and a
+some 400 of them where autograd makes 700 of `unroll`. Inputs that all steps share are projected once, and a
 weight's gradient is one product over all steps, whose sum is rounded once.
 
 The backward pass of step j leaves gradients for the keys of earlier steps, so it runs from the last one to
@@ -161,9 +161,10 @@ class HeadPass:
             if step:
                 d_projected.append(self._projection_backward(step, d_q_RHD, d_total_RE))
             self.check()
+        self._products_backward(d_totals[::-1])
+        del self.gate_up_UR2F, self.inner_URF  # what comes next holds as much
         d_qkv_TN = self._first_backward(d_q_RHD, d_k_TKD, d_v_TKD)
         self._texts_backward(d_qkv_TN, d_totals[-1], d_projected)
-        self._products_backward(d_totals[::-1])
 
     def _feed_forward_backward(self, step: int) -> torch.Tensor:
         """Returns the gradient of the residual after attention."""

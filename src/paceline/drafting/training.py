@@ -267,8 +267,8 @@ def compare_rows(
     for rows in _chunks(len(hidden_RE), rows_per_chunk(policy)):
         temperatures_R = batch.temperatures_R[rows]
         teacher_RD = teacher_probabilities(policy, head, hidden_RE[rows], temperatures_R)
-        overlap_UR = Comparison(head, x_RE[None, rows], teacher_RD, temperatures_R).overlap()
-        total += torch.where(used_R[rows], overlap_UR, 0.0).sum()
+        compared = Comparison(head, x_RE[None, rows], teacher_RD, temperatures_R)
+        total += torch.where(used_R[rows], compared.overlap_UR, 0.0).sum()
     return float(total), int(used_R.sum())
 
 
