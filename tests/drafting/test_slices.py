@@ -8,6 +8,7 @@ import torch
 
 from paceline.drafting.eagle_head import EagleHead, config_for
 from paceline.drafting.examples import Example, ExampleBuffer, Passage, passages
+from paceline.drafting.head_pass import HeadPass
 from paceline.drafting.slices import SLICE_ROWS, SlicedLearning
 from paceline.drafting.training import HeadTrainer, HeadTraining, compare_rows
 from paceline.learning.batch import TrainingSequence, pack
@@ -131,22 +132,14 @@ def test_a_new_plan_keeps_the_optimiser_step_that_has_begun(policy):
 def saved_bytes(policy: Decoder, tokens: int, rows: int) -> int:
     """The bytes that a pass over the last `rows` tokens of a text keeps for its gradients."""
     learning = learning_of(policy, unroll=3)
-    sequence = text(tokens - rows, rows)
+    head = learning.trainer.head
     states = TextStates(torch.zeros(rows, 32), tuple(torch.zeros(tokens, 32) for _ in range(3)))
-    own = {p.data_ptr() for p in (*learning.trainer.head.parameters(), *policy.parameters())}
-    # Held to the end: an address that is free again may get another size.
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    part = [Passage(Example(sequence, 1, 0, states), 0, rows)]
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        learning._accumulate(part, lambda: False)
-    return sum(storage.nbytes() for storage in kept.values())
+    batch, _, captured = learning.inputs([Passage(Example(text(tokens - rows, rows), 1, 0, states), 0, rows)])
+    run = HeadPass(head, captured, policy.embedding.weight, batch, 3)
+    known = {p.data_ptr() for p in (*head.parameters(), *policy.parameters())}
+    held = [*vars(run).values(), *(kept for step in run.steps for kept in vars(step).values())]
+    storages = {x.data_ptr(): x for x in (t.untyped_storage() for t in held if isinstance(t, torch.Tensor))}
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in known)
 
 
 @pytest.mark.slow
