@@ -80,6 +80,26 @@ def _own_rows(row, kv_head, i, num_rows, S: tl.constexpr, KV_HEADS: tl.constexpr
     return ((i * num_rows + seen) * KV_HEADS + kv_head) * HEAD_DIM
 
 
+@triton.jit
+def _own_queries(
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Returns a program's row and key head, the columns, the heads of its queries, and where they lie."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    member = tl.arange(0, BLOCK_G)
+    column = tl.arange(0, BLOCK_D)
+    inside = column < HEAD_DIM
+    is_head = member < GROUP
+    head = row * KV_HEADS * GROUP + kv_head * GROUP + member
+    at = head[:, None] * HEAD_DIM + column[None, :]
+    return row, kv_head, column, inside, head, is_head, at, is_head[:, None] & inside[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _join_kernel(
     prefix_ptr,
@@ -99,16 +119,11 @@ def _join_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Programs (row, key head): all queries of a key head."""
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    member = tl.arange(0, BLOCK_G)
-    column = tl.arange(0, BLOCK_D)
-    inside = column < HEAD_DIM
-    mask = (member < GROUP)[:, None] & inside[None, :]
-    head = row * KV_HEADS * GROUP + kv_head * GROUP + member
-    at = head[:, None] * HEAD_DIM + column[None, :]
+    row, kv_head, column, inside, head, is_head, at, mask = _own_queries(
+        KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D
+    )
     q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    top = tl.load(prefix_lse_ptr + head, mask=member < GROUP, other=0.0)
+    top = tl.load(prefix_lse_ptr + head, mask=is_head, other=0.0)
     highest = top
     for i in tl.static_range(S):
         own = _own_rows(row, kv_head, i, num_rows, S, KV_HEADS, HEAD_DIM)
@@ -124,7 +139,7 @@ def _join_kernel(
         total += weight
         result += weight[:, None] * v[None, :]
     tl.store(out_ptr + at, (result / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + head, highest + tl.log(total), mask=member < GROUP)
+    tl.store(lse_ptr + head, highest + tl.log(total), mask=is_head)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -148,18 +163,13 @@ def _join_backward_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Programs (row, key head); of each step's rows a program alone reads and writes the one it sees."""
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    member = tl.arange(0, BLOCK_G)
-    column = tl.arange(0, BLOCK_D)
-    inside = column < HEAD_DIM
-    mask = (member < GROUP)[:, None] & inside[None, :]
-    head = row * KV_HEADS * GROUP + kv_head * GROUP + member
-    at = head[:, None] * HEAD_DIM + column[None, :]
+    row, kv_head, column, inside, head, is_head, at, mask = _own_queries(
+        KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D
+    )
     q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(d_ptr + at, mask=mask, other=0.0).to(tl.float32)
     out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + head, mask=member < GROUP, other=0.0)
+    lse = tl.load(lse_ptr + head, mask=is_head, other=0.0)
     d_q = tl.load(d_q_ptr + at, mask=mask, other=0.0).to(tl.float32)
     whole = tl.sum(d * out, axis=1)
     for i in tl.static_range(S):
