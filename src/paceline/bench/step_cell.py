@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 
 from paceline.config import Config, ConfigError, changed_keys, load_config
+from paceline.files import replace_file
 from paceline.learning.sentinel import TrainingFailed
 from paceline.loop import Trainer
 from paceline.report.console import Console
-from paceline.report.run_directory import RunDirectory, replace_file
+from paceline.report.run_directory import RunDirectory
 from paceline.session import Session
 
 CELL_FILE = "cell.json"

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.files import replace_file
 from paceline.pacing.trace import parse_rows
 from paceline.plots.document import SCRIPTS, Section
 from paceline.plots.page import standalone_page
 from paceline.report.live_run import LiveRun
 from paceline.report.run_data import RunData, read_runs
-from paceline.report.run_directory import RunDirectory, replace_file
+from paceline.report.run_directory import RunDirectory
 from paceline.report.step_lines import lines_of_step
 from paceline.report.step_trace import read_step_trace, traced_steps
 from paceline.report.views.payload import payload

@@ -18,7 +18,6 @@ drafter/          the eagle head that learned, for vLLM and SGLang, with its mod
 drafter_training/ what its training goes on from
 """
 
-import contextlib
 import errno
 import json
 import logging
@@ -36,6 +35,7 @@ from typing import Any
 import yaml
 
 from paceline.config import Config, ConfigError, dump_config, load_config
+from paceline.files import replace_file
 from paceline.pacing.trace import cut_trace
 
 logger = logging.getLogger(__name__)
@@ -272,19 +272,3 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def has_numbers(record: dict[str, Any], *keys: str) -> bool:
     """Returns whether a record has all of these metrics; other programs may have written into the file."""
     return all(type(record.get(key)) in (int, float) for key in keys)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile."""
-    beside = path.with_name(f"{path.name}.tmp")
-    try:
-        beside.unlink(missing_ok=True)
-        with beside.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise

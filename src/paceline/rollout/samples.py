@@ -1,10 +1,8 @@
 """Groups of samples as JSON lines: the files of `samples/`, `rollout --save` and `train --replay`."""
 
 import base64
-import contextlib
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from paceline.files import replace_file
 from paceline.types import (
     Completion,
     FinishReason,
@@ -32,17 +31,7 @@ def write_groups(path: Path, groups: Iterable[Group], tokenizer: Tokenizer) -> N
     The file appears whole or not at all; one that was there before stays until then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp")  # a name that does not pass for a saved step
-    beside.unlink(missing_ok=True)
-    try:
-        with beside.open("x") as file:
-            for group in groups:
-                file.write(json.dumps(_group_record(group, tokenizer)) + "\n")
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
+    replace_file(path, "".join(json.dumps(_group_record(group, tokenizer)) + "\n" for group in groups))
 
 
 def read_groups(path: Path) -> list[Group]:

@@ -1,0 +1,21 @@
+"""Files that are whole at any moment, for whoever writes one that others read."""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile."""
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        beside.unlink(missing_ok=True)
+        with beside.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
