@@ -9,20 +9,22 @@ from paceline.policy.attention import PackedAttention
 
 # Prompt and response tokens of packed sequences: a lone token before the response, a long one, a short one.
 SEQUENCES = [(1, 6), (40, 130), (2, 3), (7, 69), (3, 1)]
+# Prompts so long that every query sees a key of the prefix.
+LONG_PROMPTS = [(9, 6), (40, 30)]
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 
-def draw(step: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def draw(step: int, dtype: torch.dtype, device: str, sequences=SEQUENCES) -> list[torch.Tensor]:
     """Returns q, the prefix's k and v, own k and own v, the last gradient, all random."""
     generator = torch.Generator().manual_seed(step)
-    tokens, rows = (sum(sizes) for sizes in zip(*[(p + r, r) for p, r in SEQUENCES], strict=True))
+    tokens, rows = (sum(sizes) for sizes in zip(*[(p + r, r) for p, r in sequences], strict=True))
     few, all_heads = (KV_HEADS, HEAD_DIM), (HEADS, HEAD_DIM)
     shapes = [(rows, *all_heads), (tokens, *few), (tokens, *few)]
     shapes += [(step, rows, *few), (step, rows, *few), (rows, *all_heads)]
     return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+def expected(tensors: list[torch.Tensor], step: int, sequences=SEQUENCES) -> list[torch.Tensor]:
     """Returns the result and all gradients, from one softmax per query in float64."""
     q, k, v, own_k, own_v, grad = (t.detach().double().cpu() for t in tensors)
     leaves = [t.requires_grad_() for t in (q, k, v, own_k, own_v)]
@@ -32,7 +34,7 @@ def expected(tensors: list[torch.Tensor], step: int) -> list[torch.Tensor]:
             torch.stack([rows.roll(step - 1 - i, 0) for i, rows in enumerate(t)]) for t in (own_k, own_v)
         )
     out, row, start = [], 0, 0
-    for prompt, response in SEQUENCES:
+    for prompt, response in sequences:
         for place in range(response):
             visible = slice(start, start + max(0, prompt - 2 + place - step + 1))
             keys = torch.cat([k[visible], own_k[:, row]])
@@ -54,9 +56,9 @@ def computed(prefix, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def packed(device: str) -> tuple[PackedAttention, PackedAttention]:
-    tokens = PackedAttention([p + r for p, r in SEQUENCES], torch.device(device))
-    return tokens, PackedAttention([r for _, r in SEQUENCES], torch.device(device))
+def packed(device: str, sequences=SEQUENCES) -> tuple[PackedAttention, PackedAttention]:
+    tokens = PackedAttention([p + r for p, r in sequences], torch.device(device))
+    return tokens, PackedAttention([r for _, r in sequences], torch.device(device))
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (0, 1)), 3])
@@ -72,12 +74,13 @@ def test_blocks_equal_one_softmax(monkeypatch, step, block_scores):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sequences", [SEQUENCES, LONG_PROMPTS], ids=["short", "long"])
 @pytest.mark.parametrize("step", [0, 1, 2, 5])
-def test_the_flash_kernel_equals_one_softmax(step):
-    tensors = draw(step, torch.bfloat16, "cuda")
-    tokens, rows = packed("cuda")
+def test_the_flash_kernel_equals_one_softmax(step, sequences):
+    tensors = draw(step, torch.bfloat16, "cuda", sequences)
+    tokens, rows = packed("cuda", sequences)
     prefix = flash_prefixes(tokens.lengths, rows.lengths, 6, torch.device("cuda"))[step]
-    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
+    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step, sequences), strict=True):
         if not theirs.numel():  # step 0 has no keys of its own
             continue
         assert ours.isfinite().all()
@@ -127,16 +130,18 @@ class PlainFlash:
         return grad_q, grad_k, grad_v
 
 
+@pytest.mark.parametrize("sequences", [SEQUENCES, LONG_PROMPTS], ids=["short", "long"])
 @pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 2, 5)), 3])
-def test_what_the_flash_kernel_is_given_makes_one_softmax(step, monkeypatch):
+def test_what_the_flash_kernel_is_given_makes_one_softmax(step, sequences, monkeypatch):
     """On a CPU, with plain products in the kernel's place: its bounds, and queries of zeros."""
     plain = PlainFlash()
     monkeypatch.setattr(draft_attention, "flash_forward", plain.forward)
     monkeypatch.setattr(draft_attention, "flash_backward", plain.backward)
-    tensors = draw(step, torch.float64, "cpu")
-    tokens, rows = packed("cpu")
+    tensors = draw(step, torch.float64, "cpu", sequences)
+    tokens, rows = packed("cpu", sequences)
     prefix = flash_prefixes(tokens.lengths, rows.lengths, 6, torch.device("cpu"))[step]
-    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step), strict=True):
+    assert (prefix.blind_R1 is None) == (sequences is LONG_PROMPTS)
+    for ours, theirs in zip(computed(prefix, tensors), expected(tensors, step, sequences), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 

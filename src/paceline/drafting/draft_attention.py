@@ -86,7 +86,7 @@ class FlashPrefix:
     """
 
     places_R: torch.Tensor  # of the queries, among those with zeros
-    sees_R1: torch.Tensor  # whether there is a key
+    blind_R1: torch.Tensor | None  # whether there is no key; None: each of them has one
     query_bounds: torch.Tensor
     key_bounds: torch.Tensor
     num_places: int
@@ -110,9 +110,10 @@ class FlashPrefix:
             scale=q_RHD.shape[-1] ** -0.5,
         )
         self.random = tuple(random)
-        sees_R11 = self.sees_R1.unsqueeze(-1)
-        lse_RH = torch.where(self.sees_R1, lse_HP.t()[self.places_R], -torch.inf).contiguous()
-        return torch.where(sees_R11, out_PHD[self.places_R], 0.0), lse_RH
+        lse_RH = lse_HP.t().contiguous()[self.places_R]
+        if self.blind_R1 is not None:
+            lse_RH.masked_fill_(self.blind_R1, -torch.inf)
+        return self._gather(out_PHD), lse_RH
 
     def backward(
         self,
@@ -124,14 +125,17 @@ class FlashPrefix:
         lse_RH: torch.Tensor,
     ) -> Gradients:
         """See `Prefix`. What was added has no gradient, so it gives none."""
+        # Before the kernel's setting, under which torch would sort places that are all different.
+        grad_PHD, q_PHD, out_PHD = map(self._spread, (grad_RHD, q_RHD, out_RHD))
+        lse_HP = self._spread(lse_RH).t().contiguous()
         with deterministic_flash(True):
             grad_q_PHD, grad_k_TKD, grad_v_TKD = flash_backward(
-                self._spread(grad_RHD),
-                self._spread(q_RHD),
+                grad_PHD,
+                q_PHD,
                 k_TKD,
                 v_TKD,
-                self._spread(out_RHD),
-                self._spread(lse_RH).t().contiguous(),
+                out_PHD,
+                lse_HP,
                 self.query_bounds,
                 self.key_bounds,
                 *self.longest,
@@ -140,12 +144,16 @@ class FlashPrefix:
                 *self.random,
                 scale=q_RHD.shape[-1] ** -0.5,
             )
-        grad_q_RHD = torch.where(self.sees_R1.unsqueeze(-1), grad_q_PHD[self.places_R], 0.0)
-        return grad_q_RHD, grad_k_TKD, grad_v_TKD
+        return self._gather(grad_q_PHD), grad_k_TKD, grad_v_TKD
 
     def _spread(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns queries, or what belongs to them, with zeros between."""
         return rows.new_zeros(self.num_places, *rows.shape[1:]).index_copy_(0, self.places_R, rows)
+
+    def _gather(self, x_PHD: torch.Tensor) -> torch.Tensor:
+        """Undoes `_spread`; zeros for queries without a key."""
+        x_RHD = x_PHD[self.places_R]
+        return x_RHD if self.blind_R1 is None else x_RHD.masked_fill_(self.blind_R1.unsqueeze(-1), 0.0)
 
 
 def flash_prefixes(
@@ -159,13 +167,14 @@ def flash_prefixes(
     added = 2 + np.arange(steps)  # queries of zeros, by step
     places_UR = np.arange(len(sequences_R)) + added[:, None] * sequences_R
     places = to_device(torch.from_numpy(places_UR), device).unbind()
-    sees = to_device(torch.from_numpy(entries_R >= np.arange(steps)[:, None]), device).unsqueeze(-1).unbind()
+    blind_UR = entries_R < np.arange(steps)[:, None]
+    blind = to_device(torch.from_numpy(blind_UR), device).unsqueeze(-1) if blind_UR.any() else None
     bounds = [_boundaries(lengths_B), *(_boundaries(rows_B + more) for more in added)]
     keys, *queries = to_device(torch.from_numpy(np.stack(bounds)), device).unbind()
     return [
         FlashPrefix(
             places[step],
-            sees[step],
+            None if blind is None else blind[step],
             queries[step],
             keys,
             num_places=int(rows_B.sum() + more * len(rows_B)),

@@ -95,11 +95,17 @@ class _Flash(torch.autograd.Function):
 
 @contextmanager
 def deterministic_flash(wanted: bool) -> Iterator[None]:
-    """The flash kernel asks torch's own setting whether to add up in a fixed order."""
+    """The flash kernel asks torch's own setting whether to add up in a fixed order.
+
+    That setting would have torch fill what it allocates, too, which the kernel writes whole.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
