@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
 from paceline.drafting import online as online_module
+from paceline.drafting import state_tap
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.examples import TOKEN_BYTES, longest_texts
@@ -21,6 +22,7 @@ from paceline.drafting.run_drafter import RunDrafter
 from paceline.drafting.when import PATIENCE
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
+from paceline.learning.batch import pack
 from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
@@ -431,6 +433,24 @@ def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
     assert drafter.publisher.suspect and drafter.needs_memory
     assert follow(drafter, 2, groups, 100.0)["time/drafter_displaced"] == 2
     assert drafter.budget.credit == min(credit + 1, 8) - 2
+
+
+def test_what_the_learner_copies_for_the_head_is_paid_from_the_budget(moved, monkeypatch):
+    policy, head = moved
+    drafter, groups = online(policy, head, when="auto", unroll=1, batch=2), groups_of(policy, 4)
+    drafter.probation = Probation(proven=True)
+    let_slices_take(0.0, drafter, monkeypatch)
+    drafter.expect(groups)
+    text = drafter._texts[0]
+    batch = pack([text], policy.device)
+    clock = iter([10.0, 10.5])
+    monkeypatch.setattr(state_tap.time, "perf_counter", lambda: next(clock, 10.5))
+    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, drafter.tap.watch([text]))
+    metrics = drafter.follow(1, {}, 100.0)
+    assert metrics["drafter/texts_with_states"] == 1 and metrics["time/drafter_displaced"] == 0.5
+    assert drafter.budget.credit == 1 - 0.5
+    drafter.expect(groups)
+    assert drafter.follow(2, {}, 100.0)["time/drafter_displaced"] == 0
 
 
 def test_the_engine_records_only_while_the_head_is_due(moved):

@@ -297,3 +297,30 @@ def test_on_a_gpu_short_passages_fill_a_slice(policy):
     assert all(part.ends_step for part in learning.work)
     learning.plan([p for e in [example(text(5, 600))] for p in passages(e, 64)])
     assert sum(part.ends_step for part in learning.work) == 3, "long ones keep to `batch`"
+
+
+def test_slices_that_are_filled_up_learn_the_same_and_have_few_sizes(policy):
+    """A GPU's libraries choose kernels for each new size; what fills a slice teaches nothing."""
+    learning = learning_of(policy, unroll=3)
+    texts = [example(text(3 + n, 20 + 7 * n, seed=n)) for n in range(12)]
+    every = [p for e in texts for p in passages(e, 64)]
+    parts = [every[:5], every[5:9], every[9:]]
+    expected = gradients(learning, parts)
+    learning.pads = False
+    learning.slice_rows, learning.token_budget = 400, 1800
+    for ours, theirs in zip(gradients(learning, parts), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    sizes = set()
+    for count in range(1, len(every)):
+        batch, hidden_RE, captured = learning.inputs(every[-count:])
+        rows, tokens = len(batch.mask_R), len(batch.tokens_T)
+        assert rows == len(hidden_RE) and all(len(states_TE) == tokens for states_TE in captured)
+        assert int(batch.mask_R.sum()) == sum(p.stop - p.start for p in every[-count:])
+        assert tokens <= learning.token_budget or sum(map(_length, every[-count:])) + 100 > 1800
+        if tokens <= learning.token_budget:
+            sizes.add((rows, tokens))
+    assert all(rows % 100 == 0 and tokens % 300 == 0 for rows, tokens in sizes) and len(sizes) < 10
+
+
+def _length(passage: Passage) -> int:
+    return passage.example.sequence.prompt_length + passage.stop

@@ -124,7 +124,9 @@ class OnlineDrafter(HeadFollower):
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
         """
-        began, counted, due = time.perf_counter(), self.spent.displaced, self.due
+        due = self.due
+        self._displace(self.tap.take_seconds(), owed=due)
+        began, counted = time.perf_counter(), self.spent.displaced
         found = self.tap.take()
         examples = [
             Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))

@@ -17,7 +17,7 @@ import torch
 from paceline.drafting.draft_attention import has_flash
 from paceline.drafting.examples import Example, Passage
 from paceline.drafting.training import HeadStep, HeadTrainer
-from paceline.learning.batch import pack
+from paceline.learning.batch import TrainingSequence, pack
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextCapture, TextPlace, TextStates
 
@@ -28,6 +28,9 @@ SLICE_ROWS = {"cpu": 64, "cuda": 4096, "meta": 4096}
 # Tokens of a slice with all the text before them and padding; a longer text is a slice of its own. On a GPU
 # so many that an optimiser step of passages out of long texts is one slice.
 SLICE_TOKENS = {"cpu": 2048, "cuda": 49152, "meta": 49152}
+# A slice of a new size takes a GPU's libraries, which choose kernels for it, as long again. So slices are
+# filled up to one of so many sizes, in response tokens and in all tokens.
+ROW_SIZES, TOKEN_SIZES = 4, 6
 # The hidden size up to which these are meant: with a larger one a token takes more time and memory.
 SLICE_HIDDEN = 2048
 
@@ -142,14 +145,34 @@ class SlicedLearning:
     def inputs(self, passages: list[Passage]) -> tuple:
         """Returns the packed batch of passages, whose states are there, and those states."""
         device = self.policy.device
-        batch = pack([passage.sequence for passage in passages], device)
+        sequences = [passage.sequence for passage in passages]
+        filler = self._filler(sequences)
+        batch = pack(sequences if filler is None else [*sequences, filler], device)
+        more_rows, more_tokens = (0, 0) if filler is None else (len(filler.loss_mask), len(filler.tokens))
         states = [(passage, passage.example.states) for passage in passages]
         hidden = [s.hidden_RE[p.start : p.stop].to(device, non_blocking=True) for p, s in states]
         captured = [
-            _texts_on(device, [(s.captured_TE[layer], _text(p)) for p, s in states])
+            _texts_on(device, [(s.captured_TE[layer], _text(p)) for p, s in states], more_tokens)
             for layer in range(len(self.trainer.head.config.captured_layers))
         ]
-        return batch, torch.cat(hidden), captured
+        return batch, _joined(hidden, more_rows), captured
+
+    def _filler(self, sequences: Sequence[TrainingSequence]) -> TrainingSequence | None:
+        """Returns a text that nothing is learned from, with which a slice has one of few sizes.
+
+        None where texts are padded anyway, and where it does not fit.
+        """
+        if self.pads:
+            return None
+        rows, tokens = sum(len(s.loss_mask) for s in sequences), sum(len(s.tokens) for s in sequences)
+        more_rows = -rows % max(1, self.slice_rows // ROW_SIZES)
+        # Its prompt is so long that each of its queries has a key to see.
+        least = more_rows + 2 + self.trainer.settings.unroll
+        more_tokens = least + -(tokens + least) % max(1, self.token_budget // TOKEN_SIZES)
+        if tokens + more_tokens > self.token_budget:
+            return None
+        mask, logprobs = (False,) * more_rows, (0.0,) * more_rows
+        return TrainingSequence((0,) * more_tokens, more_tokens - more_rows, mask, logprobs, 0.0, 1.0)
 
     @torch.no_grad()
     def _compute_states(self, examples: Sequence[Example]) -> None:
@@ -174,8 +197,11 @@ class SlicedLearning:
         self.rebuilt += len(chosen)
 
 
-def _texts_on(device: torch.device, texts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Returns the first so many states of each text, one after the other; each is sent to the device once."""
+def _texts_on(device: torch.device, texts: Sequence[tuple[torch.Tensor, int]], zeros: int) -> torch.Tensor:
+    """Returns the first so many states of each text, one after the other; each is sent to the device once.
+
+    And so many states of zeros.
+    """
     needed: dict[int, int] = {}
     for states_TE, count in texts:
         needed[id(states_TE)] = max(count, needed.get(id(states_TE), 0))
@@ -183,7 +209,12 @@ def _texts_on(device: torch.device, texts: Sequence[tuple[torch.Tensor, int]]) -
     for states_TE, _ in texts:
         if id(states_TE) not in sent:
             sent[id(states_TE)] = states_TE[: needed[id(states_TE)]].to(device, non_blocking=True)
-    return torch.cat([sent[id(states_TE)][:count] for states_TE, count in texts])
+    return _joined([sent[id(states_TE)][:count] for states_TE, count in texts], zeros)
+
+
+def _joined(states: list[torch.Tensor], zeros: int) -> torch.Tensor:
+    """Returns states one after the other, and so many of zeros."""
+    return torch.cat([*states, states[0].new_zeros(zeros, states[0].shape[1])])
 
 
 def _text(passage: Passage) -> int:
