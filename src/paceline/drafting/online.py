@@ -47,7 +47,7 @@ from paceline.types import Group
 COMPARED_PASSAGES = 8
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
-SPREAD = 4
+SPREAD = 2
 
 
 @dataclass

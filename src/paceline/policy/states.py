@@ -53,14 +53,21 @@ class TextCapture(Capture):
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
         """Copies what belongs to the texts, and lets go of the rest."""
-        for place in self.places:
-            stop = place.start + len(place.key)
-            predictors = slice(place.start + place.prompt - 1, stop - 1)
-            self.found[place.key] = TextStates(
-                to_host(hidden_TE.detach()[predictors]),
-                tuple(to_host(states_TE[place.start : stop]) for states_TE in self.states_TE),
-            )
+        wholes = [slice(place.start, place.start + len(place.key)) for place in self.places]
+        predictors = [
+            slice(p.start + p.prompt - 1, w.stop - 1) for p, w in zip(self.places, wholes, strict=True)
+        ]
+        hidden = _rows_on_host(hidden_TE.detach(), predictors)
+        captured = [_rows_on_host(states_TE, wholes) for states_TE in self.states_TE]
+        for place, hidden_RE, *captured_TE in zip(self.places, hidden, *captured, strict=True):
+            self.found[place.key] = TextStates(hidden_RE, tuple(captured_TE))
         self.states_TE = []
+
+
+def _rows_on_host(states_TE: torch.Tensor, parts: Sequence[slice]) -> Sequence[torch.Tensor]:
+    """Returns copies of these rows in host memory, by way of one: pinned memory takes long to get."""
+    joined_TE = torch.cat([states_TE[part] for part in parts])
+    return to_host(joined_TE).split([part.stop - part.start for part in parts])
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
