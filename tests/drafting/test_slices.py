@@ -322,5 +322,22 @@ def test_slices_that_are_filled_up_learn_the_same_and_have_few_sizes(policy):
     assert all(rows % 100 == 0 and tokens % 300 == 0 for rows, tokens in sizes) and len(sizes) < 10
 
 
+def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
+    """Positions beyond them have no rotation: a GPU would end the run there."""
+    short = Decoder(replace(SHAPE, max_positions=90)).initialise(0)
+    learning = learning_of(short, unroll=3)
+    chosen = [p for n in range(3) for p in passages(example(text(4, 50, seed=n)), 64)]
+    expected = gradients(learning, [chosen])
+    learning.pads = False
+    learning.slice_rows, learning.token_budget = 2000, 6000
+    filler = learning._filler([passage.sequence for passage in chosen])
+    assert max(len(sequence.tokens) for sequence in filler) == 90
+    assert sum(len(sequence.loss_mask) for sequence in filler) == 500 - 150
+    assert sum(len(sequence.tokens) for sequence in filler) == 1000 - 3 * 54
+    assert all(sequence.prompt_length >= 5 for sequence in filler if sequence.loss_mask)
+    for ours, theirs in zip(gradients(learning, [chosen]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def _length(passage: Passage) -> int:
     return passage.example.sequence.prompt_length + passage.stop

@@ -147,8 +147,8 @@ class SlicedLearning:
         device = self.policy.device
         sequences = [passage.sequence for passage in passages]
         filler = self._filler(sequences)
-        batch = pack(sequences if filler is None else [*sequences, filler], device)
-        more_rows, more_tokens = (0, 0) if filler is None else (len(filler.loss_mask), len(filler.tokens))
+        batch = pack([*sequences, *filler], device)
+        more_rows, more_tokens = sum(len(s.loss_mask) for s in filler), sum(len(s.tokens) for s in filler)
         states = [(passage, passage.example.states) for passage in passages]
         hidden = [s.hidden_RE[p.start : p.stop].to(device, non_blocking=True) for p, s in states]
         captured = [
@@ -157,22 +157,30 @@ class SlicedLearning:
         ]
         return batch, _joined(hidden, more_rows), captured
 
-    def _filler(self, sequences: Sequence[TrainingSequence]) -> TrainingSequence | None:
-        """Returns a text that nothing is learned from, with which a slice has one of few sizes.
+    def _filler(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        """Returns texts that nothing is learned from, with which a slice has one of few sizes.
 
-        None where texts are padded anyway, and where it does not fit.
+        None where texts are padded anyway, and where they do not fit.
         """
         if self.pads:
-            return None
+            return []
         rows, tokens = sum(len(s.loss_mask) for s in sequences), sum(len(s.tokens) for s in sequences)
         more_rows = -rows % max(1, self.slice_rows // ROW_SIZES)
-        # Its prompt is so long that each of its queries has a key to see.
-        least = more_rows + 2 + self.trainer.settings.unroll
+        # Prompts are so long that each query has a key to see, texts no longer than the policy's can be.
+        prompt = 2 + self.trainer.settings.unroll
+        longest = len(self.trainer.head.rope_table) - prompt
+        least = more_rows + prompt * -(-more_rows // longest)
         more_tokens = least + -(tokens + least) % max(1, self.token_budget // TOKEN_SIZES)
         if tokens + more_tokens > self.token_budget:
-            return None
-        mask, logprobs = (False,) * more_rows, (0.0,) * more_rows
-        return TrainingSequence((0,) * more_tokens, more_tokens - more_rows, mask, logprobs, 0.0, 1.0)
+            return []
+        filler = []
+        while more_tokens:
+            taught = min(more_rows, longest)
+            length = min(more_tokens, prompt + longest) if taught == more_rows else prompt + taught
+            mask, logprobs = (False,) * taught, (0.0,) * taught
+            filler.append(TrainingSequence((0,) * length, length - taught, mask, logprobs, 0.0, 1.0))
+            more_rows, more_tokens = more_rows - taught, more_tokens - length
+        return filler
 
     @torch.no_grad()
     def _compute_states(self, examples: Sequence[Example]) -> None:
