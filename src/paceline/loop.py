@@ -315,6 +315,7 @@ class Trainer:
     # -- the parts of a step ----------------------------------------------------------------------
 
     def _roll_out(self) -> list[Group]:
+        self.session.wake()  # an update may have failed
         idle_time = nullcontext() if self.drafter is None else self.drafter.online.while_generating()
         with self.clock("rollout"), idle_time:
             groups = self.source.collect(self.step_number)
@@ -325,7 +326,7 @@ class Trainer:
     def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
         if self.drafter is not None:
             self.drafter.online.expect(groups)
-        with self.clock("learn"), self.session.learning():
+        with self.clock("learn"), self.session.learning(stays=self.drafter is not None):
             return self.learner.update(groups, inspect)
 
     def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:

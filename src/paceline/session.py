@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ class Session:
     plan: Plan | None = None  # of a GPU's memory; None on a CPU
     schedule: Path | None = None  # of an earlier run, to repeat
     processes: Processes | None = None  # None: this one, and a worker where generation never waits
+    _asleep: bool = field(default=False, init=False)  # the generator, while the policy learns
 
     @property
     def ranks(self) -> LearnerRanks | None:
@@ -128,29 +129,40 @@ class Session:
         )
 
     @contextmanager
-    def learning(self, needs_memory: bool = True) -> Iterator[None]:
-        """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool."""
-        with learning_threads(self.config), self.backend.training(), self._learning_memory(needs_memory):
-            yield
+    def learning(self, needs_memory: bool = True, stays: bool = False) -> Iterator[None]:
+        """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool.
 
-    @contextmanager
-    def _learning_memory(self, needed: bool) -> Iterator[None]:
+        `stays`: somebody else is about to learn, so the generator sleeps on until he has, or until `wake`.
+        """
+        with learning_threads(self.config), self.backend.training():
+            if needs_memory and not self._asleep and self._gives_memory:
+                self.backend.sleep()
+                self._asleep = True
+            try:
+                yield
+            except BaseException:
+                self.wake()
+                raise
+            if not stays:
+                self.wake()
+
+    @property
+    def _gives_memory(self) -> bool:
+        """Whether the generator sleeps while the policy learns."""
         if isinstance(self.backend, WorkerBackend):
-            sleeps = self.backend.gives_memory
-        elif isinstance(self.backend, ReplicaPool):
-            sleeps = self.config.cluster.placement == "colocated"
-        else:
-            sleeps = self.plan is not None and self.plan.sleeps
-        if not sleeps or not needed:
-            yield
+            return self.backend.gives_memory
+        if isinstance(self.backend, ReplicaPool):
+            return self.config.cluster.placement == "colocated"
+        return self.plan is not None and self.plan.sleeps
+
+    def wake(self) -> None:
+        """Wakes the generator if it sleeps."""
+        if not self._asleep:
             return
-        self.backend.sleep()
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
-            self.backend.wake()
+        self._asleep = False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what learning used must be free before the pool comes back
+        self.backend.wake()
 
     def learning_home(self, warn: Callable[[str], None]) -> LearningHome:
         """Returns where the policy learns: in this process, or in ranks."""

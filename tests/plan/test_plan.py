@@ -229,3 +229,28 @@ def test_the_pool_sleeps_exactly_while_learning(sleeps):
         backend.calls.append("learn")
         raise RuntimeError("an update that fails leaves the pool awake")
     assert backend.calls == (["sleep", "learn", "wake"] if sleeps else ["learn"])
+
+
+def test_who_learns_next_finds_the_pool_asleep():
+    """One sleep for the policy's update and the drafter's; a rollout in between wakes it."""
+    backend = SleepyBackend()
+    plan = dataclasses.replace(plan_for(10_000), sleeps=True)
+    session = Session(config_of(), torch.device("cpu"), None, None, None, None, backend, None, plan)
+    for needs_memory in (True, False):
+        with session.learning(stays=True):
+            backend.calls.append("policy")
+        with session.learning(needs_memory=needs_memory):
+            backend.calls.append("drafter")
+    assert backend.calls == ["sleep", "policy", "drafter", "wake"] * 2
+    backend.calls.clear()
+    with session.learning(stays=True):
+        pass
+    session.wake()
+    session.wake()
+    with session.learning(needs_memory=False):
+        backend.calls.append("drafter")
+    assert backend.calls == ["sleep", "wake", "drafter"]
+    backend.calls.clear()
+    with pytest.raises(RuntimeError), session.learning(stays=True):
+        raise RuntimeError("an update that fails leaves the pool awake")
+    assert backend.calls == ["sleep", "wake"]
