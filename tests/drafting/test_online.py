@@ -275,6 +275,22 @@ def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
         assert torch.equal(weight, first.publisher.current.weights[name]), name
 
 
+def test_a_head_that_is_found_good_drafts_at_once(moved, monkeypatch):
+    """Although there is no time for another update in that step, nor in the next ones."""
+    policy, head = moved
+    drafter, groups = online(policy, head, when="auto", unroll=1, batch=32), groups_of(policy, 1)
+    let_slices_take(1.0, drafter, monkeypatch)
+    drafter.quality = iter_quality(0.8, 0.7)
+    for step in range(1, FIRST_COMPARED + 1):
+        assert follow(drafter, step, groups, 1000.0)["drafter/updates"] == 1
+    assert drafter.publisher.current.version == 0
+    drafter.budget.credit = -100.0
+    metrics = follow(drafter, 5, groups, 1000.0)
+    assert metrics["drafter/updates"] == 0 and drafter.publisher.current.version == 5
+    drafter.quality = iter_quality()
+    assert follow(drafter, 6, groups, 1000.0)["drafter/version"] == 5, "nothing new to publish"
+
+
 def test_heads_are_compared_along_texts_that_they_have_not_learned_from(moved):
     """Those of the step at hand, before it is learned from; without states nothing is known."""
     policy, head = moved
@@ -534,6 +550,23 @@ class Recorded:
 
     def take_states(self) -> dict:
         return {}
+
+
+def test_the_engine_records_while_the_learner_passes_over_texts(moved):
+    """Its own pass leaves states of what it learns from; more than a quarter without any are recorded."""
+    policy, head = moved
+    recording, groups = Recorded(), groups_of(policy, 8)
+    drafter = online(policy, head, when="auto", unroll=1, batch=2, tokens=160)
+    drafter._tokens_of = lambda learned: 160
+    drafter._tokens = 160
+    run_drafter = RunDrafter(drafter, recording, load_config(None, SMALL), warn=print)
+    for step, missing in enumerate((2, 3, 8, 1), 1):
+        drafter.expect(groups)
+        seen = drafter._texts[: len(drafter._texts) - missing]
+        assert len(drafter._texts) == 8
+        drafter.tap.found = {text.tokens: states_of(drafter, text) for text in seen}
+        run_drafter.follow(step, 1e6)
+    assert recording.wanted == [True, False, True, True, False], "at first nobody knows"
 
 
 def test_idle_work_ends_at_once(moved):

@@ -21,7 +21,7 @@ from paceline.learning.learner import Learner
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
-from paceline.policy.states import TextStates, to_host
+from paceline.policy.states import HostBlock, TextStates, to_host
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score, Segment
 
 LAYERS = (1, 2, 3)
@@ -119,6 +119,54 @@ def test_a_tap_keeps_its_own_copies(policy):
     states = tap.take()[text.tokens]
     places = {tensor.untyped_storage().data_ptr() for tensor in (hidden_TE, *policy.parameters())}
     assert not places & {t.untyped_storage().data_ptr() for t in (states.hidden_RE, *states.captured_TE)}
+
+
+def test_copies_lie_in_one_block_as_long_as_it_has_room():
+    """Each has memory of its own in it; a type's width and odd sizes do not matter."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = ((3, torch.bfloat16), (5, torch.float64), (9, torch.bfloat16))
+    sources = [torch.randn(rows, 7, generator=generator).to(dtype) for rows, dtype in kinds]
+    room = sum(-(-s.nbytes // HostBlock.ALIGNMENT) * HostBlock.ALIGNMENT for s in sources)
+    block = HostBlock(room)
+    copies = [block.copy(source) for source in sources]
+    outside = block.copy(sources[0])
+    assert all(torch.equal(copy, source) for copy, source in zip(copies, sources, strict=True))
+    assert outside.untyped_storage().data_ptr() != block.bytes_B.untyped_storage().data_ptr()
+    assert torch.equal(outside, sources[0])
+
+
+def test_a_step_of_texts_fits_the_block_that_its_tap_pins():
+    texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
+    tap = StateTap(LAYERS)
+    tap.choose(texts)
+    width = 24
+    block = tap.pin(width * 4)
+    for text in texts:
+        for rows in [len(text.tokens)] * len(LAYERS) + [len(text.loss_mask)]:
+            block.copy(torch.zeros(rows, width))
+    assert block.used <= len(block.bytes_B)
+    assert tap.pin(width * 4) is block, "one for a step"
+    tap.choose(texts[:1])
+    smaller = tap.pin(width * 4)
+    assert smaller is not block and len(smaller.bytes_B) == len(block.bytes_B), "its size is found again"
+
+
+@pytest.mark.gpu
+def test_a_gpus_states_reach_the_host_in_one_pinned_block():
+    policy = load_policy(BUILTIN_POLICY, torch.float32, torch.device("cuda"))
+    texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
+    tap = StateTap(LAYERS)
+    tap.choose(texts)
+    batch = pack(texts, policy.device)
+    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, tap.watch(texts))
+    torch.cuda.synchronize()
+    found, (copying, pinning) = tap.take(), tap.take_seconds()
+    tensors = [t for text in texts for t in (found[text.tokens].hidden_RE, *found[text.tokens].captured_TE)]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1 and tensors[0].is_pinned()
+    assert copying > 0 and pinning > 0
+    on_host = load_policy(BUILTIN_POLICY, torch.float32)
+    for text in texts:
+        assert_aligned(on_host, LAYERS, text, found[text.tokens], tolerance=1e-2)
 
 
 def engine_of(policy, head, strategy: Strategy, record: int, **settings) -> Engine:

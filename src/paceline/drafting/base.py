@@ -14,7 +14,7 @@ captured in CUDA graphs, so they read only tensors whose address stays, and so a
 trees; `catch_up` does beforehand what needs the host.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -208,7 +208,7 @@ class Drafter:
     def want_states(self, wanted: bool) -> None:
         """Says whether the states of rows that begin from now on are of use; at first they are."""
 
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
         return {}
 

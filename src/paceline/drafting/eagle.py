@@ -13,7 +13,7 @@ moment without running the policy again (on a CPU steps wait until it does: `bac
 A tree grows the same way, several nodes at a time, each of which attends to the entries on its own path.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -302,7 +302,7 @@ class EagleDrafter(CachedDrafter):
         if self.recorder is not None:
             self.recorder.wanted = wanted
 
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         return self.recorder.take() if self.recorder is not None else {}
 
     # -- checkpoints --

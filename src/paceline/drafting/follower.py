@@ -89,6 +89,14 @@ class HeadFollower(ABC):
         """Looks at the responses that the policy is about to learn from."""
 
     @property
+    def wants_states(self) -> bool:
+        """Whether the engine is to record the policy's states."""
+        return self.due
+
+    def wait(self, seconds: float) -> None:  # noqa: B027  (who learns elsewhere counts there)
+        """Takes in what others needed on behalf of the head."""
+
+    @property
     @abstractmethod
     def needs_memory(self) -> bool:
         """Whether `follow` will compute where the policy learns."""

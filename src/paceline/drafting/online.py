@@ -48,6 +48,8 @@ COMPARED_PASSAGES = 8
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 2
+# Where time is short, the engine records states while the learner passes over more than this share of texts.
+PASSED_OVER = 0.25
 
 
 @dataclass
@@ -95,6 +97,7 @@ class OnlineDrafter(HeadFollower):
         self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices, but not the first
         self._set_up = False  # a slice has been through the head
         self._told_of_reach = False
+        self._passed_over = True  # by the learner, as far as is known
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
@@ -112,6 +115,15 @@ class OnlineDrafter(HeadFollower):
         return self.buffer.max_bytes // (STEPS_KEPT * token_bytes)
 
     @property
+    def wants_states(self) -> bool:
+        """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
+        return self.due and (self.config.when != "auto" or self._passed_over)
+
+    def wait(self, seconds: float) -> None:
+        """Takes in what others needed on behalf of the head."""
+        self._displace(seconds, owed=self.due)
+
+    @property
     def needs_memory(self) -> bool:
         """Whether `follow` will learn, or compare heads."""
         return self.due or self.publisher.suspect
@@ -125,7 +137,9 @@ class OnlineDrafter(HeadFollower):
         what the step took so far.
         """
         due = self.due
-        self._displace(self.tap.take_seconds(), owed=due)
+        copying, pinning = self.tap.take_seconds()
+        self._displace(copying, owed=due)
+        self._displace(pinning, owed=False)  # as what the first slice sets up
         began, counted = time.perf_counter(), self.spent.displaced
         found = self.tap.take()
         examples = [
@@ -133,10 +147,13 @@ class OnlineDrafter(HeadFollower):
             for text in self._texts
         ]
         with_states = sum(example.states is not None for example in examples)
+        passed_over = sum(text.tokens not in found for text in self._texts)
+        self._passed_over = passed_over > PASSED_OVER * len(examples)
         self._texts = []
         self.buffer.add(step, examples)
         if self.config.when == "auto":
             self.budget.grant(step_seconds)
+        proven = self.probation.proven
         if self.publisher.settle(step, self._judge):
             self._restart()
         else:
@@ -144,7 +161,7 @@ class OnlineDrafter(HeadFollower):
             if self.due:
                 self._learn_in_turn(step, step_seconds)
         self.buffer.shrink()
-        if self._reports and self.probation.proven:
+        if self.probation.proven and (self._reports or not proven):
             self.publish(step)
         self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.

@@ -12,6 +12,7 @@ Rows beyond the recorder's share one line that nobody reads, so a captured graph
 recorded. Where nothing is captured, a step without a recorded row writes nothing.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,17 +129,33 @@ class StateRecorder:
             shortest = min(range(len(self.finished)), key=lambda place: len(self.finished[place].tokens_T))
             excess -= self.finished.pop(shortest).states_CTE.nbytes
 
-    def take(self) -> dict[tuple[int, ...], TextStates]:
+    def take(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of the responses that finished since the last call, by their tokens."""
         if self.record_CNLE.is_cuda:  # the copies to the host are complete then
             torch.cuda.current_stream(self.record_CNLE.device).synchronize()
-        taken = {}
-        for text in self.finished:
-            # Copies: what was made under inference mode cannot be learned from.
-            states_CTE = text.states_CTE.clone()
-            last_1E = torch.zeros_like(states_CTE[0, :1])  # nothing attends to the last token's
-            captured = tuple(torch.cat((states_TE, last_1E)) for states_TE in states_CTE[:-1])
-            hidden_RE = states_CTE[-1, text.prompt - 1 :]
-            taken[tuple(text.tokens_T.tolist())] = TextStates(hidden_RE, captured)
-        self.finished = []
-        return taken
+        finished, self.finished = self.finished, []
+        return _Taken({tuple(text.tokens_T.tolist()): text for text in finished})
+
+
+class _Taken(Mapping[tuple[int, ...], TextStates]):
+    """States by tokens, each brought into its form when somebody asks for it: most are not needed."""
+
+    def __init__(self, finished: dict[tuple[int, ...], Finished]) -> None:
+        self.finished = finished
+
+    def __getitem__(self, tokens: tuple[int, ...]) -> TextStates:
+        """Returns the states of a text."""
+        text = self.finished[tokens]
+        # Copies: what was made under inference mode cannot be learned from.
+        states_CTE = text.states_CTE.clone()
+        last_1E = torch.zeros_like(states_CTE[0, :1])  # nothing attends to the last token's
+        captured = tuple(torch.cat((states_TE, last_1E)) for states_TE in states_CTE[:-1])
+        return TextStates(states_CTE[-1, text.prompt - 1 :], captured)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        """Goes through the texts."""
+        return iter(self.finished)
+
+    def __len__(self) -> int:
+        """Returns how many texts there are."""
+        return len(self.finished)

@@ -71,14 +71,14 @@ class RunDrafter:
         self._kept: list[int] = []  # steps whose saves belong to checkpoints
         self._compared = False
         recording.record_states(record_bytes(config))
-        recording.want_states(online.due)
+        recording.want_states(online.wants_states)
 
     def begin(self, run: Path, step: int) -> None:
         """Takes the run's folder, to save in; `step` is the last that was made."""
         self.saver = self.saver or DrafterSaver(run, self.warn)
         self._kept = [step]
         self._compared = step > 0
-        self.recording.want_states(self.online.due)
+        self.recording.want_states(self.online.wants_states)
 
     def restore(self, run: Path, step: int, drafters: Mapping[str, torch.Tensor]) -> None:
         """Goes on from what was saved with a step; from the head alone where only a checkpoint has it."""
@@ -104,8 +104,11 @@ class RunDrafter:
 
     def follow(self, step: int, step_seconds: float) -> dict[str, float]:
         """Lets the head learn from a step whose update is made; saves now and then."""
-        metrics = self.online.follow(step, self.recording.take_states(), step_seconds)
-        self.recording.want_states(self.online.due)
+        began = time.perf_counter()
+        recorded = self.recording.take_states()
+        self.online.wait(time.perf_counter() - began)
+        metrics = self.online.follow(step, recorded, step_seconds)
+        self.recording.want_states(self.online.wants_states)
         if self.saver is not None and self.saver.due and metrics["drafter/updates"]:
             self.save(step, self._kept)
         return metrics

@@ -158,7 +158,7 @@ class DeviceSide(Backend):
     def want_states(self, wanted: bool) -> None:
         self.drafters.want_states(wanted)
 
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         return self.drafters.take_states()
 
     def drafter_state(self) -> dict[str, torch.Tensor]:

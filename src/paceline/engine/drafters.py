@@ -141,9 +141,10 @@ class Drafters(dict[str, Drafter]):
         for drafter in self.values():
             drafter.want_states(wanted)
 
-    def take_states(self) -> dict[tuple[int, ...], TextStates]:
+    def take_states(self) -> Mapping[tuple[int, ...], TextStates]:
         """Returns the states of responses that have finished since the last call, by their tokens."""
-        return {key: states for drafter in self.values() for key, states in drafter.take_states().items()}
+        taken = [drafter.take_states() for drafter in self.values()]
+        return next(filter(None, taken), {})  # one of them sees the policy's states
 
     def note_purpose(self, purpose: Purpose) -> None:
         """Hears what the next steps are for: an evaluation's leave nothing behind in what was learned."""

@@ -53,21 +53,41 @@ class TextCapture(Capture):
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
         """Copies what belongs to the texts, and lets go of the rest."""
-        wholes = [slice(place.start, place.start + len(place.key)) for place in self.places]
-        predictors = [
-            slice(p.start + p.prompt - 1, w.stop - 1) for p, w in zip(self.places, wholes, strict=True)
-        ]
-        hidden = _rows_on_host(hidden_TE.detach(), predictors)
-        captured = [_rows_on_host(states_TE, wholes) for states_TE in self.states_TE]
-        for place, hidden_RE, *captured_TE in zip(self.places, hidden, *captured, strict=True):
-            self.found[place.key] = TextStates(hidden_RE, tuple(captured_TE))
+        for place in self.places:
+            stop = place.start + len(place.key)
+            predictors = slice(place.start + place.prompt - 1, stop - 1)
+            self.found[place.key] = TextStates(
+                self.copy(hidden_TE.detach()[predictors]),
+                tuple(self.copy(states_TE[place.start : stop]) for states_TE in self.states_TE),
+            )
         self.states_TE = []
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy in host memory."""
+        return to_host(tensor)
 
-def _rows_on_host(states_TE: torch.Tensor, parts: Sequence[slice]) -> Sequence[torch.Tensor]:
-    """Returns copies of these rows in host memory, by way of one: pinned memory takes long to get."""
-    joined_TE = torch.cat([states_TE[part] for part in parts])
-    return to_host(joined_TE).split([part.stop - part.start for part in parts])
+
+class HostBlock:
+    """Pinned memory for copies from a GPU that come and go together.
+
+    It takes the system about a second to pin a gigabyte, so copies of their own would take longer to make
+    room for than to make. What all of them have let go of torch gives out again, to whom asks for as much.
+    """
+
+    # Bytes that copies begin at multiples of.
+    ALIGNMENT = 256
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes_B = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.used = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy, complete when the current stream has got there; elsewhere if it does not fit."""
+        start, self.used = self.used, self.used + -(-tensor.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        if start + tensor.nbytes > len(self.bytes_B):
+            return to_host(tensor)
+        host = self.bytes_B[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
