@@ -13,7 +13,6 @@ noise nothing of it can change a completion, gradients end at the head, and the 
 import random
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,10 +33,11 @@ from paceline.drafting.examples import (
 )
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.publishing import Drafting, Probation, restore
+from paceline.drafting.reach import Reach
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import FAR, REACH, DriftMonitor, TimeBudget
+from paceline.drafting.when import DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -94,9 +94,7 @@ class OnlineDrafter(HeadFollower):
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
-        self._slice_seconds: deque[float] = deque(maxlen=8)  # of the newest slices, but not the first
-        self._set_up = False  # a slice has been through the head
-        self._told_of_reach = False
+        self.reach = Reach(config.budget, warn)
         self._passed_over = True  # by the learner, as far as is known
         self._tokens = self._tokens_of(learned=0)
 
@@ -181,7 +179,7 @@ class OnlineDrafter(HeadFollower):
             for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
                 pass
         if within_budget and self._is_out_of_reach(granted, owed):
-            self._tell_of_reach()
+            self.reach.tell()
             self._rest()
 
     def _prove(self) -> None:
@@ -196,21 +194,14 @@ class OnlineDrafter(HeadFollower):
             self._restart()
 
     def _is_out_of_reach(self, granted: float, owed: float) -> bool:
-        """Returns whether no update would come about within REACH steps that grant so many seconds each.
+        """Returns whether no update would come about in steps that grant so many seconds each.
 
-        Time that nobody needs comes on top, so where there was any this is not said. What slices take is
-        known after three, and after one where it is far too much; what earlier steps owe is known at once.
+        Time that nobody needs comes on top, so where there was any this is not said.
         """
         if self._reports or self.spent.idle:
             return False
-        if owed > REACH * granted:
-            return True
-        if not self._slice_seconds:
-            return False
         rows = self.config.batch * self.learning.passage_rows
-        slices = max(1.0, rows / self.learning.slice_rows)
-        within = REACH if len(self._slice_seconds) >= 3 else FAR * REACH
-        return slices * statistics.median(self._slice_seconds) > within * granted
+        return self.reach.is_out(max(1.0, rows / self.learning.slice_rows), granted, owed)
 
     def _rest(self) -> None:
         """Stops learning until acceptance has drifted from what it is now."""
@@ -218,15 +209,6 @@ class OnlineDrafter(HeadFollower):
         self.auto.rest()
         self.drift = DriftMonitor()
         self.due = False
-
-    def _tell_of_reach(self) -> None:
-        if not self._told_of_reach:
-            self._told_of_reach = True
-            self.warn(
-                "the eagle head does not learn: its share of a step's time "
-                f"(rollout.speculation.online.budget = {self.config.budget:g}) is too small for an update "
-                f"within {REACH} steps; raise it, or use rollout.speculation.online.when=always"
-            )
 
     def _tokens_of(self, learned: int) -> int:
         """Returns how many response tokens the next step is to offer, after one that learned from so many.
@@ -297,11 +279,7 @@ class OnlineDrafter(HeadFollower):
                 break
             seconds = time.perf_counter() - start
             through_head = rebuilt == self.learning.rebuilt
-            first = through_head and not self._set_up
-            if through_head and self._set_up:
-                self._slice_seconds.append(seconds)
-            self._set_up = self._set_up or through_head
-            self._note(report, seconds, idle, first)
+            self._note(report, seconds, idle, first=through_head and self.reach.note(seconds))
             yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.

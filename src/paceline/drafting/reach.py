@@ -1,0 +1,58 @@
+"""Whether an update of a head comes about within the time that it is granted, from what slices have taken."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from paceline.drafting.when import FAR, REACH
+
+# Newest slices whose times count.
+REMEMBERED = 8
+# Slices after which the median of their times is trusted.
+TRUSTED = 3
+
+
+class Reach:
+    """What slices through a head take."""
+
+    def __init__(self, budget: float, warn: Callable[[str], None]) -> None:
+        """`budget` is the share of a step's time, for who is told that it is too small."""
+        self.budget = budget
+        self.warn = warn
+        self.seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._set_up = False
+        self._told = False
+
+    def note(self, seconds: float) -> bool:
+        """Takes in a slice's time; returns whether it is the first one, which sets libraries up.
+
+        That one says nothing of those that follow.
+        """
+        first, self._set_up = not self._set_up, True
+        if not first:
+            self.seconds.append(seconds)
+        return first
+
+    def is_out(self, slices: float, granted: float, owed: float) -> bool:
+        """Returns whether so many slices take longer than REACH steps that grant so many seconds each.
+
+        What slices take is known after a few, and after one where it is far too much; what earlier steps owe
+        is known at once.
+        """
+        if owed > REACH * granted:
+            return True
+        if not self.seconds:
+            return False
+        within = REACH if len(self.seconds) >= TRUSTED else FAR * REACH
+        return slices * statistics.median(self.seconds) > within * granted
+
+    def tell(self) -> None:
+        """Says once that the head does not learn."""
+        if self._told:
+            return
+        self._told = True
+        self.warn(
+            "the eagle head does not learn: its share of a step's time "
+            f"(rollout.speculation.online.budget = {self.budget:g}) is too small for an update "
+            f"within {REACH} steps; raise it, or use rollout.speculation.online.when=always"
+        )
