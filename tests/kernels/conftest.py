@@ -4,6 +4,10 @@ import numpy as np
 import pytest
 
 from paceline.kernels.triton_support import INTERPRETED
+from tests.quick_interpreter import quicken
+
+if INTERPRETED:
+    quicken()
 
 
 @pytest.fixture(params=[pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)])
