@@ -17,12 +17,18 @@ from paceline.kernels.allotment import Allotment
 from paceline.pacing.strategy import PLAIN, FixedPacer, Strategy
 from paceline.policy.decoder import Decoder
 from paceline.types import FinishReason, Request, SamplingParams
-from tests.drafting.test_exactness import HalfRightDrafter, OracleDrafter, folders, run  # noqa: F401
+from tests.drafting.test_exactness import (  # noqa: F401
+    HalfRightDrafter,
+    OracleDrafter,
+    folders,
+    plain_run,
+    run,
+)
 from tests.drafting.test_model_drafters import make_drafter
 from tests.drafting.test_trees import BranchingDrafter
 from tests.drafting.test_wrong_drafters import SHAPE
 from tests.engine.test_engine import bits, grouped_requests
-from tests.oracles import FAMILIES
+from tests.oracles import EVERY_FAMILY, FAMILIES
 
 
 def valued_at_random(drafter: Drafter) -> Drafter:
@@ -44,10 +50,10 @@ def shared_run(folder, requests, drafter: Drafter, count: int, tree: bool = Fals
     return run(folder, requests, [drafter], strategy, **settings, shares=True, trees=tree)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_shared_tokens_give_the_same_bits(family, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     for drafter, count, tree in (
         (HalfRightDrafter(plain), 2, False),
         (HistoryDrafter(bank_tokens=200), 1, False),
@@ -64,7 +70,7 @@ def test_shared_tokens_give_the_same_bits(family, folders):  # noqa: F811
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_models_that_share_give_the_same_bits(family, kind, tree, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=2, longest=30)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     engine, done = shared_run(folders[family], requests, make_drafter(kind, folders[family]), 2, tree)
     assert bits(done) == bits(plain)
     assert engine.take_stats().drafts[kind].drafts > 0
@@ -73,7 +79,7 @@ def test_models_that_share_give_the_same_bits(family, kind, tree, folders):  # n
 @pytest.mark.parametrize("family, precision", [("qwen3", "fp8+kv"), ("qwen3_moe", "fp8+kv")])
 def test_fp8_keeps_its_bits(family, precision, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=25)
-    _, plain = run(folders[family], requests, precision=precision)
+    plain = plain_run(folders[family], requests, precision=precision)
     drafter = valued_at_random(BranchingDrafter(plain))
     _, done = shared_run(folders[family], requests, drafter, 4, tree=True, precision=precision)
     assert bits(done) == bits(plain)
@@ -82,7 +88,7 @@ def test_fp8_keeps_its_bits(family, precision, folders):  # noqa: F811
 def test_changing_who_shares_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back."""
     requests = grouped_requests(prompts=5, samples=3, longest=40)
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     rng = random.Random(5)
     choices = [
         PLAIN,
@@ -112,7 +118,7 @@ def test_changing_who_shares_changes_nothing(folders):  # noqa: F811
 def test_stops_and_limits_cut_what_rows_share(tree, folders):  # noqa: F811
     prompt = (5, 6, 7)
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
-    _, long = run(folders["llama"], [Request("r", prompt, 3, free)])
+    long = plain_run(folders["llama"], [Request("r", prompt, 3, free)])
     tokens = long["r"].tokens
     requests = [Request(str(n), prompt, 3, replace(free, max_tokens=n)) for n in range(1, 21)]
     requests += [
@@ -134,7 +140,7 @@ def test_the_models_own_limit_is_respected(folders):  # noqa: F811
     requests = [
         Request(str(i), (5,) * (238 + i), 3, SamplingParams(max_tokens=50, ignore_eos=True)) for i in range(3)
     ]
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     _, done = shared_run(folders["llama"], requests, BranchingDrafter(plain, right=1.3), 6, tree=True)
     assert bits(done) == bits(plain)
 
@@ -157,7 +163,7 @@ def test_top_logprobs_truncation_and_greedy_rows(tree, folders):  # noqa: F811
         )
         for i in range(10)
     ]
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     drafter = make_drafter("eagle", folders["qwen3"], draft_vocab=70)
     _, done = shared_run(folders["qwen3"], requests, drafter, 2, tree)
     assert bits(done) == bits(plain)
@@ -166,7 +172,7 @@ def test_top_logprobs_truncation_and_greedy_rows(tree, folders):  # noqa: F811
 
 def test_routing_moves_with_the_path(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)
-    _, plain = run(folders["qwen3_moe"], requests, records_routing=True)
+    plain = plain_run(folders["qwen3_moe"], requests, records_routing=True)
     drafter = valued_at_random(BranchingDrafter(plain))
     _, done = shared_run(folders["qwen3_moe"], requests, drafter, 5, True, records_routing=True)
     assert bits(done) == bits(plain)
@@ -176,7 +182,7 @@ def test_routing_moves_with_the_path(folders):  # noqa: F811
 @pytest.mark.parametrize("bug", ["another row's tokens", "an unverified node's child"])
 def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
     requests = grouped_requests(prompts=2, samples=3, longest=30)
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     if bug == "another row's tokens":
         pack = step_tokens.pack_queries
 
@@ -219,7 +225,7 @@ def test_who_gains_gets_the_tokens(folders, monkeypatch):  # noqa: F811
     """Four rows share four tokens: the one that gains gets all of them, as if it were alone."""
     free = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [Request(str(i), (5, 6, 7 + i), i, free) for i in range(4)]
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     seen: list[Allotment] = []
     allot = step_tokens.allot_tokens
     monkeypatch.setattr(step_tokens, "allot_tokens", lambda *a: seen.append(allot(*a)) or seen[-1])
@@ -236,7 +242,7 @@ def test_who_gains_gets_the_tokens(folders, monkeypatch):  # noqa: F811
 def test_how_right_a_drafter_is_does_not_depend_on_who_shares(folders, monkeypatch):  # noqa: F811
     """Whose first token was right is counted row by row: shared numbers stand for many rows' proposals."""
     requests = grouped_requests(prompts=4, samples=3, longest=40)
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     seen: list[tuple[int, int]] = []
     observe = outcomes._observation
 

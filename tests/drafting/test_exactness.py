@@ -2,7 +2,9 @@
 same bits.
 """
 
+import functools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,13 +75,17 @@ class HalfRightDrafter(OracleDrafter):
         return [(t + 1) % 97 if (start + i) % 3 == 2 else t for i, t in enumerate(known)]
 
 
+# A model of each family; those of a process are written once, whichever modules ask.
+SAVED: dict[str, Path] = {}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    folders = {}
     for family in FAMILIES:
-        folders[family] = tmp_path_factory.mktemp(family)
-        small_model(family).save_pretrained(folders[family])
-    return folders
+        if family not in SAVED:
+            SAVED[family] = tmp_path_factory.mktemp(family)
+            small_model(family).save_pretrained(SAVED[family])
+    return SAVED
 
 
 def run(
@@ -101,11 +107,21 @@ def run(
     return engine, done
 
 
+def plain_run(folder, requests: list[Request], **settings) -> dict[str, Completion]:
+    """Returns what plain decoding gives; many tests compare with the same."""
+    return dict(_plain_run(folder, tuple(requests), **settings))
+
+
+@functools.cache
+def _plain_run(folder, requests: tuple[Request, ...], **settings) -> dict[str, Completion]:
+    return run(folder, requests, **settings)[1]
+
+
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4)), 15])
 def test_any_drafter_gives_the_same_bits(family, count, folders):
     requests = grouped_requests(prompts=4, samples=3, longest=50)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     for drafter in (
         RandomDrafter(),
         OracleDrafter(plain),
@@ -122,7 +138,7 @@ def test_any_drafter_gives_the_same_bits(family, count, folders):
 
 def test_changing_strategy_in_the_middle_changes_nothing(folders):
     requests = grouped_requests(prompts=6, samples=3, longest=60)
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     rng = random.Random(3)
     choices = [
         PLAIN,
@@ -145,7 +161,7 @@ def test_stops_and_limits_cut_inside_an_accepted_run(folders):
     """Every max_tokens from 1 to 20 and a stop token inside the run, with a drafter that is always right."""
     prompt = (5, 6, 7)
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
-    _, long = run(folders["llama"], [Request("r", prompt, 3, free)])
+    long = plain_run(folders["llama"], [Request("r", prompt, 3, free)])
     tokens = long["r"].tokens
     requests = [
         Request(f"{n}", prompt, 3, SamplingParams(max_tokens=n, ignore_eos=True, temperature=0.9))
@@ -176,7 +192,7 @@ def test_stops_and_limits_cut_inside_an_accepted_run(folders):
 
 def test_the_models_own_limit_is_respected(folders):
     request = Request("r", (5,) * 250, 3, SamplingParams(max_tokens=50, ignore_eos=True))
-    _, plain = run(folders["llama"], [request])
+    plain = plain_run(folders["llama"], [request])
     _, done = run(folders["llama"], [request], [OracleDrafter(plain)], Strategy("oracle", 15))
     assert bits(done) == bits(plain) and len(plain["r"].tokens) == 6
 

@@ -15,7 +15,7 @@ from paceline.plan.rollout import rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
-from tests.drafting.test_exactness import folders, run  # noqa: F401
+from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
 from tests.engine.test_engine import bits, grouped_requests
 
@@ -42,10 +42,10 @@ def accepted(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_completions_are_the_same(family, tree, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     drafter = make_drafter("eagle", folders[family])
     drafter.fp8 = True
     _, done = run(folders[family], requests, [drafter], Strategy("eagle", 5, tree=tree))

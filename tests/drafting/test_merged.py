@@ -23,7 +23,7 @@ from paceline.pacing.strategy import Strategy
 from paceline.plan.rollout import rollout_bytes
 from paceline.policy.decoder import Decoder
 from paceline.types import Request, SamplingParams
-from tests.drafting.test_exactness import folders, run  # noqa: F401
+from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
 from tests.drafting.test_tree_choice import chosen_nodes
 from tests.engine.test_engine import bits, grouped_requests
@@ -98,7 +98,7 @@ def test_each_path_is_there_once():
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)])
 def test_same_bits_as_plain_decoding(family, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=30)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     for strategy in (
         Strategy("history+eagle", 7, tree=True),
         Strategy("history+eagle", 2, tree=True, most=9),

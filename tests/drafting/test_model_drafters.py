@@ -20,7 +20,7 @@ from paceline.policy.attention import PackedAttention
 from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.types import Request, SamplingParams
-from tests.drafting.test_exactness import folders, run  # noqa: F401  (a fixture)
+from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401  (a fixture)
 from tests.engine.test_engine import bits, grouped_requests
 from tests.oracles import EVERY_FAMILY
 
@@ -50,18 +50,18 @@ def make_drafter(kind: str, folder, dtype=torch.float32, draft_vocab: int = 0) -
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("kind", ["eagle", "draft_model"])
-def test_completions_are_the_same_bits(family, kind, folders):  # noqa: F811
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow), 7])
+def test_completions_are_the_same_bits(family, kind, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
-    _, plain = run(folders[family], requests)
-    for count in (1, 3, 7):
-        _, done = run(folders[family], requests, [make_drafter(kind, folders[family])], Strategy(kind, count))
-        assert bits(done) == bits(plain), count
+    plain = plain_run(folders[family], requests)
+    _, done = run(folders[family], requests, [make_drafter(kind, folders[family])], Strategy(kind, count))
+    assert bits(done) == bits(plain)
 
 
 def test_changing_between_all_drafters_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     rng = random.Random(3)
     choices = [
         PLAIN,
@@ -194,7 +194,7 @@ def test_proposals_are_what_the_drafters_model_says(kind, truncated, folders):  
 
 def test_a_right_draft_model_saves_steps(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=40)
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     engine, done = run(
         folders["llama"],
         requests,

@@ -10,7 +10,7 @@ from paceline.drafting.history import HistoryDrafter
 from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.types import FinishReason, Request, SamplingParams
-from tests.drafting.test_exactness import folders, run  # noqa: F401  (a fixture)
+from tests.drafting.test_exactness import folders, plain_run, run  # noqa: F401  (a fixture)
 from tests.drafting.test_model_drafters import make_drafter
 from tests.engine.test_engine import bits, grouped_requests
 
@@ -22,7 +22,7 @@ def test_greedy_requests_are_plain_decodings(kind, folders):  # noqa: F811
         replace(r, sampling=replace(r.sampling, temperature=0.0))
         for r in grouped_requests(prompts=3, samples=2, longest=30)
     ]
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     drafter = HistoryDrafter() if kind == "history" else make_drafter(kind, folders["llama"])
     engine, done = run(folders["llama"], requests, [drafter], Strategy(kind, 3), verify="rejection")
     assert bits(done) == bits(plain)

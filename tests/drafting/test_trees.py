@@ -24,7 +24,7 @@ from paceline.policy.decoder import Decoder
 from paceline.policy.huggingface import load_policy
 from paceline.report.pace_page import render
 from paceline.types import Completion, FinishReason, Request, SamplingParams
-from tests.drafting.test_exactness import OracleDrafter, folders, run  # noqa: F401
+from tests.drafting.test_exactness import OracleDrafter, folders, plain_run, run  # noqa: F401
 from tests.drafting.test_model_drafters import make_drafter
 from tests.drafting.test_wrong_drafters import SHAPE
 from tests.engine.test_engine import bits, grouped_requests
@@ -88,10 +88,10 @@ def tree_run(folder, requests, drafter: Drafter, count: int, **settings):
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-@pytest.mark.parametrize("count", [4, 15])
+@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 15])
 def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=50)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     for drafter in (BranchingDrafter(plain), OracleDrafter(plain), HistoryDrafter(bank_tokens=200)):
         engine, done = tree_run(folders[family], requests, drafter, count)
         assert bits(done) == bits(plain), drafter.name
@@ -106,7 +106,7 @@ def test_any_tree_gives_the_same_bits(family, count, folders):  # noqa: F811
 )
 def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
-    _, plain = run(folders[family], requests)
+    plain = plain_run(folders[family], requests)
     _, done = tree_run(folders[family], requests, make_drafter(kind, folders[family]), count)
     assert bits(done) == bits(plain)
 
@@ -116,7 +116,7 @@ def test_grown_trees_give_the_same_bits(family, kind, count, folders):  # noqa: 
 )
 def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
     requests = grouped_requests(prompts=4, samples=3, longest=40)
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     drafter = make_drafter("eagle", folders["qwen3"])
     drafter.deepest = deepest
     grown, grow = [], drafter.grow
@@ -127,11 +127,12 @@ def test_flat_and_deep_trees_give_the_same_bits(deepest, folders):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")]
+    "family, precision",
+    [pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv")],
 )
 def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=2, longest=30)
-    _, plain = run(folders[family], requests, precision=precision)
+    plain = plain_run(folders[family], requests, precision=precision)
     for drafter, count in ((BranchingDrafter(plain), 15), (HistoryDrafter(bank_tokens=240), 5)):
         _, done = tree_run(folders[family], requests, drafter, count, precision=precision)
         assert bits(done) == bits(plain), drafter.name
@@ -140,7 +141,7 @@ def test_fp8_keeps_its_bits_in_trees(family, precision, folders):  # noqa: F811
 def test_changing_between_shapes_and_drafters_changes_nothing(folders):  # noqa: F811
     """With a pool so small that rows are preempted and come back, chunked prefills and siblings."""
     requests = grouped_requests(prompts=6, samples=3, longest=50)
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     rng = random.Random(3)
     choices = [
         PLAIN,
@@ -169,7 +170,7 @@ def test_stops_and_limits_cut_inside_an_accepted_path(folders):  # noqa: F811
     """Every max_tokens from 1 to 20 and a stop token inside the path, with a drafter that is mostly right."""
     prompt = (5, 6, 7)
     free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9)
-    _, long = run(folders["llama"], [Request("r", prompt, 3, free)])
+    long = plain_run(folders["llama"], [Request("r", prompt, 3, free)])
     tokens = long["r"].tokens
     requests = [Request(str(n), prompt, 3, replace(free, max_tokens=n)) for n in range(1, 21)]
     requests += [
@@ -188,7 +189,7 @@ def test_stops_and_limits_cut_inside_an_accepted_path(folders):  # noqa: F811
 
 def test_the_models_own_limit_is_respected(folders):  # noqa: F811
     request = Request("r", (5,) * 240, 3, SamplingParams(max_tokens=50, ignore_eos=True))
-    _, plain = run(folders["llama"], [request])
+    plain = plain_run(folders["llama"], [request])
     _, done = tree_run(folders["llama"], [request], BranchingDrafter(plain, right=1.3), 15)
     assert bits(done) == bits(plain) and len(plain["r"].tokens) == 16
 
@@ -208,11 +209,11 @@ def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind,
             str(i),
             (5 + i % 3, 6, 7),
             50 + i,
-            SamplingParams(max_tokens=25, ignore_eos=True, **settings[i % 5]),
+            SamplingParams(max_tokens=16, ignore_eos=True, **settings[i % 5]),
         )
-        for i in range(15)
+        for i in range(10)
     ]
-    _, plain = run(folders["qwen3"], requests)
+    plain = plain_run(folders["qwen3"], requests)
     drafter = HistoryDrafter() if kind == "history" else make_drafter(kind, folders["qwen3"], draft_vocab=70)
     _, done = tree_run(folders["qwen3"], requests, drafter, 7)
     assert bits(done) == bits(plain)
@@ -221,7 +222,7 @@ def test_top_logprobs_truncation_and_greedy_rows_come_out_as_without_trees(kind,
 
 def test_routing_moves_with_the_path(folders):  # noqa: F811
     requests = grouped_requests(prompts=3, samples=3, longest=40)
-    _, plain = run(folders["qwen3_moe"], requests, records_routing=True)
+    plain = plain_run(folders["qwen3_moe"], requests, records_routing=True)
     _, done = tree_run(folders["qwen3_moe"], requests, BranchingDrafter(plain), 11, records_routing=True)
     assert bits(done) == bits(plain)
     assert {n: c.routing for n, c in done.items()} == {n: c.routing for n, c in plain.items()}
@@ -231,7 +232,7 @@ def test_routing_moves_with_the_path(folders):  # noqa: F811
 def test_planted_bugs_are_seen(bug, folders, monkeypatch):  # noqa: F811
     """The tests above can fail."""
     requests = grouped_requests(prompts=2, samples=3, longest=40)
-    _, plain = run(folders["llama"], requests)
+    plain = plain_run(folders["llama"], requests)
     if bug == "a sibling's keys":
         gather = step_tokens.gather_tree
 
