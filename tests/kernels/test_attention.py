@@ -69,9 +69,9 @@ def test_references_are_brute_force(num_heads, num_kv_heads, head_dim):
 def test_paged_kernel(device, num_heads, num_kv_heads, head_dim, num_queries, one_program, monkeypatch):
     if one_program:
         monkeypatch.setattr(decode, "multiprocessors", lambda _: 1)
-    k, v, table = caches(num_kv_heads, head_dim, 4, 576)
-    context = torch.tensor([0, 130, -1, 550])
-    forget(k, v, table, [num_queries, 130 + num_queries, 0, 550 + num_queries])
+    k, v, table = caches(num_kv_heads, head_dim, 4, 320)
+    context = torch.tensor([0, 70, -1, 290])  # a tile, two, none, and a group and its next
+    forget(k, v, table, [num_queries, 70 + num_queries, 0, 290 + num_queries])
     q = torch.randn(4, num_queries, num_heads, head_dim)
     out = paged_attention_triton(*(t.to(device) for t in (q, k, v, table, context)))
     torch.testing.assert_close(

@@ -111,7 +111,7 @@ def test_decode_attention(device, queries):
         )
 
 
-@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("fp8_cache", [True, False])
 def test_decode_attention_quantises_its_heads(device, programs, fp8_cache):
     """What a product takes: the plain result, rounded as it would be stored, then quantised head by head."""

@@ -80,12 +80,19 @@ def test_kernel(device, unwritten_is_nan, heads, rows, tile, gathered):
     check(device, heads, rows, tile, gathered, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
 
-@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half):
+@pytest.mark.parametrize(
+    "half, heads, rows",
+    [
+        pytest.param(False, (4, 2, 32), 16, id="small"),
+        pytest.param(False, (14, 2, 64), 64, id="groups of 7", marks=pytest.mark.slow),
+        pytest.param(True, (14, 2, 64), 64, id="half, groups of 7", marks=pytest.mark.slow),
+    ],
+)
+def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half, heads, rows):
     """The interpreter has no products in bfloat16, and float32 takes another kernel on a GPU."""
-    rows, tile = (64, 32) if device == "cpu" else (flat.QUERY_ROWS, flat.FLAT_TILE)
+    rows, tile = (rows, 32) if device == "cpu" else (flat.QUERY_ROWS, flat.FLAT_TILE)
     dtype = torch.float16 if half else torch.float32 if device == "cpu" else torch.bfloat16
-    check(device, (14, 2, 64), rows, tile, gathered=True, fp8=True, dtype=dtype)
+    check(device, heads, rows, tile, gathered=True, fp8=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

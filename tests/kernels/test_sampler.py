@@ -63,12 +63,12 @@ def test_ties_take_the_lowest_id(device):
 
 
 def test_a_row_of_nan_gives_a_token_that_exists_and_no_logprob(device):
-    logits, *noise_of = inputs(4, 2500)
+    logits, *noise_of = inputs(3, 2500)
     logits[1] = torch.nan
     logits[2, 2499] = torch.nan
     token, logprob = sample_triton(logits.to(device), *(t.to(device) for t in noise_of))
     assert ((token >= 0) & (token < 2500)).all()
-    assert logprob.isnan().tolist() == [False, True, True, False]
+    assert logprob.isnan().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("vocab_size", [130, 5001])
