@@ -58,7 +58,7 @@ def watched_requests() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "requests", [grouped_requests(6, 3, 60), watched_requests()], ids=["plain", "watched"]
+    "requests", [grouped_requests(6, 3, 40), watched_requests()], ids=["plain", "watched"]
 )
 def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, requests):
     at_once = run(make_engine(policy), requests)
@@ -73,7 +73,7 @@ def test_a_late_outcome_is_never_credited_to_the_next_owner_of_a_slot(policy, re
 @pytest.mark.parametrize("steps_ahead", [0, 5])
 def test_draft_statistics_account_for_every_token(policy, steps_ahead):
     """Where every step speculates, a draft emits one token and those it had right."""
-    requests = grouped_requests(8, 4, 30)
+    requests = grouped_requests(5, 4, 30)
     plain = run(make_engine(policy), requests)
     tokens = sum(len(c.tokens) for c in plain.values())
     for drafter, name in ((OracleDrafter(plain), "oracle"), (RandomDrafter(), "random")):

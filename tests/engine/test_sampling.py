@@ -89,7 +89,11 @@ def in_pieces_of(monkeypatch, tokens: int, rows: int) -> list[list[int]]:
 
 # "both" has what each of the slow kinds has: the core suite takes it.
 CASES = [
-    pytest.param(shape, kind, marks=pytest.mark.slow if kind in SLOW_KINDS else ())
+    pytest.param(
+        shape,
+        kind,
+        marks=pytest.mark.slow if kind in SLOW_KINDS or (shape, kind) == ("experts", "plain") else (),
+    )
     for shape in SHAPES
     for kind in KINDS
 ]

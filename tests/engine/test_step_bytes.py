@@ -56,7 +56,9 @@ def shallow(shape: DecoderConfig) -> DecoderConfig:
 
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp8+kv"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "llama-3.1-8b" else ()) for n in CASES]
+)
 def test_no_step_holds_more_than_its_estimate(name, precision):
     shape = shallow(CASES[name])
     settings = EngineSettings(
@@ -99,7 +101,7 @@ def make_drafter(kind: str, shape: DecoderConfig):
     return EagleDrafter(EagleHead(config, torch.bfloat16, META), fp8=kind == "eagle, FP8")
 
 
-@pytest.mark.parametrize("verify", ["shared-noise", "rejection"])
+@pytest.mark.parametrize("verify", [pytest.param("shared-noise", marks=pytest.mark.slow), "rejection"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle, 32000 tokens", "eagle, FP8", "draft model"])
 def test_no_draft_holds_more_than_its_estimate(kind, verify):
     shape = dataclasses.replace(SHAPES["qwen3-8b"], num_layers=4)
