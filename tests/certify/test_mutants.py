@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "certify.md"
 # One of every kind, for the core suite.
 QUICK = {
     "top-k keeps k + 1",
-    "top-p keeps 0.2 too little",
     "the bonus token is always greedy",
     "two positions share their noise",
     "a rejected token's cache slot is not overwritten",
