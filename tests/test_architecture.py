@@ -1,6 +1,7 @@
 """docs/architecture.md says which package may import which; this reads the imports and holds them to that."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -16,6 +17,7 @@ def package_of(parts: tuple[str, ...]) -> str:
     return f"{parts[0]}/" if (SOURCE / parts[0]).is_dir() else f"{parts[0]}.py"
 
 
+@functools.cache
 def imported(file: Path) -> set[str]:
     """Returns the packages that a file imports when it is itself imported, or later inside a function."""
     nodes = list(ast.walk(ast.parse(file.read_text())))

@@ -25,6 +25,7 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=")
 REPOSITORY_PATH = re.compile(r"(?:src|docs|tests|examples)/[\w./-]*\w/?")
 EXTRAS = re.compile(r"pip install [^`\n]*'\.\[([a-z,]+)\]'")
+COMMAND = typer.main.get_command(app)
 END_OF_COMMAND = ("#", "|", "&&", ";", ">")
 
 
@@ -78,7 +79,7 @@ def test_links_resolve(page):
 def test_commands_and_options_exist(page):
     for words in commands(page):
         shown = f"{name_of(page)}: paceline {' '.join(words)}"
-        command = typer.main.get_command(app)
+        command = COMMAND
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
         needs_another = hasattr(command, "commands") and not command.invoke_without_command
