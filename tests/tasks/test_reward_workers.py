@@ -209,10 +209,10 @@ def test_memory_has_a_limit_and_the_next_call_works(pool):
 
 
 def test_imports_within_a_call_do_not_count(pool, tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(4.5)\nONE = 1.0\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3.0)\nONE = 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    workers = pool("imports_slowly", time_limit=3.0)
-    # A machine that pauses may spend the three seconds, then once more; an import that counts always would.
+    workers = pool("imports_slowly", time_limit=2.0)
+    # A machine that pauses may spend the two seconds, then once more; an import that counts always would.
     assert any(call(workers, "a", "b") == [1.0, 1.0] for _ in range(4))
 
 

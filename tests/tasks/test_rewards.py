@@ -212,6 +212,10 @@ def test_coroutines_wait_together_and_their_failures_are_counted(scoring):
     scores = score(rewards, *["abcde"] * 60)
     assert time.monotonic() - before < 12, "0.3 s each, all at once"
     assert all(s.components == {"judge": 0.5, "judge_group": 5.0} for s in scores)
+    rewards = scoring(
+        {"function": f"{EXAMPLES}:judge", "time_limit": 3},
+        {"function": f"{EXAMPLES}:judge_group", "batch": True},
+    )
     scores = score(rewards, "hang", "raise", "a")
     assert [sorted(s.components) for s in scores] == [
         ["failed/judge/timeout", "judge", "judge_group"],
