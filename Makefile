@@ -15,6 +15,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# Tests start many processes: what is imported is compiled once, also where the user wants no files of it.
+TESTING = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARTS ?= 4
 SECONDS ?= 600
 SEED ?= 0
@@ -52,12 +54,12 @@ train: $(VENV)/.core
 	$(BIN)/paceline train $(ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TESTING) -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.full
 	sh scripts/browser.sh
 	PYTHON=$(PYTHON) sh scripts/vllm_env.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TESTING) -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 	$(BIN)/python -m pytest -m "not slow" tests/tasks $(ARGS)
 
 soak: $(VENV)/.test
