@@ -185,7 +185,7 @@ def test_no_thrash_at_a_boundary():
     step.
     """
     world = World({"eagle": head(0.12, seconds_per_token=1e-5)})
-    steady = simulate(world, make_pacer("eagle"), [3000] * 8)
+    steady = simulate(world, make_pacer("eagle"), [1500] * 8)
     assert steady.switches < len(steady.strategies) / 60, steady.switches
 
     pacer, switches, last = make_pacer("eagle"), 0, PLAIN
@@ -248,7 +248,7 @@ def test_saving_changes_no_choice():
                 self.state()
             return super().choose(moment)
 
-    world, lengths = World({"x": head(0.3), "y": head(0.6)}, noise=0.05), long_tailed(64, 400)
+    world, lengths = World({"x": head(0.3), "y": head(0.6)}, noise=0.05), long_tailed(64, 200)
     settings = PacingSettings(BUCKETS, tuple(strategies("x", "y")), seed=3)
     assert (
         simulate(world, Saving(settings), lengths).strategies

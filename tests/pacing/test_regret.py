@@ -7,12 +7,13 @@ from tests.pacing.simulated import head, make_pacer, random_world, strategies
 from tests.pacing.world import BestPacer, World, long_tailed, simulate
 
 
-def test_regret_over_random_worlds_is_small():
+@pytest.mark.parametrize("worlds", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_regret_over_random_worlds_is_small(worlds):
     """Two rollouts as RL would run them, nothing known before: against knowing the best strategy for each
     context, and plain decoding.
     """
     regrets, against_plain = [], []
-    for seed in range(8):
+    for seed in range(worlds):
         world, lengths = random_world(seed)
         pacer = make_pacer(*world.drafters)
         paced = sum(simulate(world, pacer, lengths, seed=i).seconds for i in range(2))
@@ -65,7 +66,10 @@ def test_a_drafter_that_is_never_right_costs_under_two_percent(seconds_per_token
 
 
 @pytest.mark.parametrize("names", [pytest.param("a", marks=pytest.mark.slow), "abc"])
-@pytest.mark.parametrize("seconds_per_token, switch_seconds", [(1e-5, 5e-2), (2e-3, 5e-2), (2.5e-4, 5e-3)])
+@pytest.mark.parametrize(
+    "seconds_per_token, switch_seconds",
+    [(1e-5, 5e-2), pytest.param(2e-3, 5e-2, marks=pytest.mark.slow), (2.5e-4, 5e-3)],
+)
 def test_what_must_catch_up_costs_under_two_percent_in_short_rollouts_too(
     names, seconds_per_token, switch_seconds
 ):
