@@ -79,7 +79,7 @@ def test_bits_depend_on_nothing_but_the_request(family, folders):
     """Batch size, siblings, a tiny pool with preemption, chunked prefill, arrival order: the same float32
     bits.
     """
-    requests = grouped_requests(prompts=4, samples=3, longest=40)
+    requests = grouped_requests(prompts=4, samples=3, longest=60)
     alone = {}
     for request in requests:
         alone |= run(make_engine(folders[family], max_running=1), [request])
