@@ -44,7 +44,13 @@ def complete(engine, requests):
 
 
 @pytest.mark.parametrize(
-    "family, precision", [("qwen3", "fp8+kv"), ("qwen2", "fp8"), ("qwen3_moe", "fp8+kv"), ("qwen2", "kv")]
+    "family, precision",
+    [
+        pytest.param("qwen3", "fp8+kv", marks=pytest.mark.slow),
+        ("qwen2", "fp8"),
+        ("qwen3_moe", "fp8+kv"),
+        ("qwen2", "kv"),
+    ],
 )
 def test_any_drafter_gives_the_same_bits(family, precision, folders):
     requests = grouped_requests(prompts=3, samples=2, longest=30)

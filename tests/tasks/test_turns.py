@@ -37,7 +37,7 @@ def make_sampler(policy_folder):
         policy = load_policy(policy_folder, torch.float32)
         tokenizer = load_tokenizer(policy_folder)
         config = TaskConfig(
-            turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=8, eval_problems=1
+            turns=TurnsConfig(step=f"{EXAMPLES}:{tool}", stop=list(stop)), train_problems=5, eval_problems=1
         )
         task = make_task(config, tokenizer, policy_folder)
         settings = RolloutConfig(max_running=16, **rollout)
