@@ -1,6 +1,7 @@
 """A head that learns while the policy does: that it helps, in whose time, and that nothing else changes."""
 
 import copy
+import functools
 import time
 from pathlib import Path
 
@@ -65,7 +66,14 @@ def moved():
 
 
 def groups_of(policy, count: int) -> list[Group]:
-    """Responses that the policy itself wrote."""
+    """Responses that the policy itself wrote; nobody changes it, so it writes them once."""
+    return [
+        Group("sums", tuple(Sample(completion, Score(0.0, False)) for completion in written(policy, count)))
+    ]
+
+
+@functools.cache
+def written(policy, count: int) -> list[Completion]:
     prompts = [(3 + i % 5, 9, 4, 8, 5, 7) for i in range(count)]
     requests = [
         Request(str(i), prompt, 1000 + i, SamplingParams(max_tokens=40, ignore_eos=True))
@@ -74,8 +82,7 @@ def groups_of(policy, count: int) -> list[Group]:
     backend = ReferenceBackend(policy)
     backend.submit(requests)
     with torch.inference_mode():
-        completions = list(backend.completions())
-    return [Group("sums", tuple(Sample(completion, Score(0.0, False)) for completion in completions))]
+        return list(backend.completions())
 
 
 def online(policy, head, when: str = "always", **settings) -> OnlineDrafter:
