@@ -15,8 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "certify.md"
 # One of every kind, for the core suite.
 QUICK = {
     "top-k keeps k + 1",
-    "the bonus token is always greedy",
-    "two positions share their noise",
     "a rejected token's cache slot is not overwritten",
     "a stop text in the middle of a run is missed",
     "cached prompts outlive a weight update",
