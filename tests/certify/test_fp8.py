@@ -177,7 +177,7 @@ def test_perturbing_moves_equal_beginnings_alike_and_copies_differently(policies
     "kind, precision, dtype, settings",
     [
         ("biases", "fp8+kv", torch.float32, {}),
-        ("qk_norm", "fp8", torch.float32, {"base_precision_layers": 1}),
+        pytest.param("qk_norm", "fp8", torch.float32, {"base_precision_layers": 1}, marks=pytest.mark.slow),
         ("qk_norm", "fp8+kv", torch.bfloat16, {"kv_scales_per_head": True}),
         pytest.param(
             "experts", "fp8+kv", torch.bfloat16, {"base_precision_layers": 1}, marks=pytest.mark.slow

@@ -34,7 +34,7 @@ RULES = [
     (PLAIN, "shared-noise"),
     (Strategy("history", 3), "shared-noise"),
     (Strategy("draft_model", 4), "rejection"),
-    (Strategy("history", 2), "rejection"),
+    pytest.param(Strategy("history", 2), "rejection", marks=pytest.mark.slow),
 ]
 KINDS = {
     "plain": ({}, {"temperature": 0.7}, {"temperature": 0.0}),

@@ -162,7 +162,7 @@ def check_invariance(num_heads, num_kv_heads, head_dim, dtype, device, total=2 *
                 break  # the batch of 180 is slow here
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(4, 2, 32), (4, 4, 32), (3, 1, 16)])
 def test_cpu_bits_are_invariant(num_heads, num_kv_heads, head_dim, dtype):
     check_invariance(num_heads, num_kv_heads, head_dim, dtype, "cpu")

@@ -95,7 +95,9 @@ def test_kernel_over_an_e4m3_cache(device, unwritten_is_nan, half, heads, rows):
     check(device, heads, rows, tile, gathered=True, fp8=True, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "E4M3"])
 def test_gathered_keys_are_the_caches_numbers(device, unwritten_is_nan, dtype, fp8):
     """Exactly; zeros up to the end of the last tile; and nothing after that, or where nobody asks."""

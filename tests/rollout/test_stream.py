@@ -46,8 +46,15 @@ def open_sampler(folder, backend: str, turns: TurnsConfig) -> GroupSampler:
     return GroupSampler(engine, task, tokenizer, run_seed=5)
 
 
-@pytest.mark.parametrize("turns", [TurnsConfig(), TURNS], ids=["plain", "turns"])
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    "backend, turns",
+    [
+        pytest.param("native", TurnsConfig(), id="native-plain"),
+        pytest.param("native", TURNS, id="native-turns"),
+        pytest.param("reference", TurnsConfig(), id="reference-plain", marks=pytest.mark.slow),
+        pytest.param("reference", TURNS, id="reference-turns"),
+    ],
+)
 def test_samples_that_were_taken_off_and_written_down_are_the_ones_sync_gives(folder, backend, turns):
     """Between steps everything is taken off the backend, written down and read by another source."""
     rollout = RolloutConfig(
