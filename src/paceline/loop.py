@@ -324,9 +324,11 @@ class Trainer:
             )
 
     def _learn(self, groups: list[Group], inspect: MismatchCheck) -> dict[str, float]:
+        follows = False
         if self.drafter is not None:
             self.drafter.online.expect(groups)
-        with self.clock("learn"), self.session.learning(stays=self.drafter is not None):
+            follows = self.drafter.online.needs_memory
+        with self.clock("learn"), self.session.learning(stays=follows):
             return self.learner.update(groups, inspect)
 
     def _train_drafter(self, drafter: RunDrafter, step_seconds: float) -> dict[str, float]:

@@ -30,6 +30,7 @@ from paceline.pacing.strategy import FixedPacer, Strategy
 from paceline.policy.huggingface import load_policy
 from paceline.policy.states import TextStates
 from paceline.report.console import Console
+from paceline.session import Session
 from paceline.stats import DraftStats
 from paceline.types import Completion, FinishReason, Group, Request, Sample, SamplingParams, Score
 from tests.loop_helpers import comparable_metrics
@@ -865,3 +866,18 @@ def test_a_head_learns_where_the_graphs_read_it():
     follow(drafter, 1, groups_of(policy, 16))
     assert drafter.publisher.current.version == 1
     assert accepted(old) == accepted(engine()) != before
+
+
+def test_the_cache_is_given_up_once_a_step(tmp_path, monkeypatch):
+    """The policy learns, then its head, then the generator gets its memory back; and rollouts find it."""
+    calls = []
+    monkeypatch.setattr(Session, "_gives_memory", True)
+    for name in ("sleep", "wake"):
+        plain = getattr(Engine, name)
+        monkeypatch.setattr(
+            Engine, name, lambda self, name=name, plain=plain: (calls.append(name), plain(self))[1]
+        )
+    follow = RunDrafter.follow
+    monkeypatch.setattr(RunDrafter, "follow", lambda *given: (calls.append("drafter"), follow(*given))[1])
+    run(tmp_path, "sleeps", "run.steps=2", "rollout.speculation.online.when=always")
+    assert calls[:6] == ["sleep", "drafter", "wake"] * 2 and "wake" not in calls[6:], "it ends asleep"
