@@ -327,7 +327,8 @@ class Trainer:
         follows = False
         if self.drafter is not None:
             self.drafter.online.expect(groups)
-            follows = self.drafter.online.needs_memory
+            # The sentinel may want another cache after the update.
+            follows = self.drafter.online.needs_memory and not self.sentinel.armed
         with self.clock("learn"), self.session.learning(stays=follows):
             return self.learner.update(groups, inspect)
 

@@ -24,6 +24,7 @@ from paceline.drafting.when import PATIENCE
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.reference import ReferenceBackend
 from paceline.learning.batch import pack
+from paceline.learning.sentinel import Sentinel
 from paceline.loop import train
 from paceline.models.source import BUILTIN_POLICY
 from paceline.pacing.strategy import FixedPacer, Strategy
@@ -868,10 +869,15 @@ def test_a_head_learns_where_the_graphs_read_it():
     assert accepted(old) == accepted(engine()) != before
 
 
-def test_the_cache_is_given_up_once_a_step(tmp_path, monkeypatch):
-    """The policy learns, then its head, then the generator gets its memory back; and rollouts find it."""
+@pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
+    """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
+
+    Twice where the sentinel may want another cache after the update.
+    """
     calls = []
     monkeypatch.setattr(Session, "_gives_memory", True)
+    monkeypatch.setattr(Sentinel, "armed", armed)
     for name in ("sleep", "wake"):
         plain = getattr(Engine, name)
         monkeypatch.setattr(
@@ -880,4 +886,5 @@ def test_the_cache_is_given_up_once_a_step(tmp_path, monkeypatch):
     follow = RunDrafter.follow
     monkeypatch.setattr(RunDrafter, "follow", lambda *given: (calls.append("drafter"), follow(*given))[1])
     run(tmp_path, "sleeps", "run.steps=2", "rollout.speculation.online.when=always")
-    assert calls[:6] == ["sleep", "drafter", "wake"] * 2 and "wake" not in calls[6:], "it ends asleep"
+    expected = [*(["sleep", "wake"] if armed else []), "sleep", "drafter", "wake"] * 2
+    assert calls[: len(expected)] == expected and "wake" not in calls[len(expected) :], "it ends asleep"

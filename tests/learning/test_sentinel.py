@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -390,16 +389,10 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     asleep = [False]
     states = []
 
-    @contextmanager
-    def learning_memory(self, needed):
-        asleep[0] = True
-        try:
-            yield
-        finally:
-            asleep[0] = False
-
     real = BreakingBackend.fall_back_to_base_precision
-    monkeypatch.setattr(session.Session, "_learning_memory", learning_memory)
+    monkeypatch.setattr(session.Session, "_gives_memory", True)
+    monkeypatch.setattr(BreakingBackend, "sleep", lambda self: asleep.__setitem__(0, True))
+    monkeypatch.setattr(BreakingBackend, "wake", lambda self: asleep.__setitem__(0, False))
     monkeypatch.setattr(
         BreakingBackend, "fall_back_to_base_precision", lambda self: states.append(asleep[0]) or real(self)
     )

@@ -83,8 +83,8 @@ class Sentinel:
         """Makes one step from `roll_out` and `learn`, and returns its groups and metrics.
 
         Where low-precision rollouts turn out not to be trustworthy it calls `rewind` and makes the step again
-        in base precision: the weights have not moved, so it is the same step. `learn` must have given the
-        device back when it returns, because falling back builds another KV pool.
+        in base precision: the weights have not moved, so it is the same step. While it is `armed`,
+        `learn` must have given the device back when it returns: falling back builds another KV pool.
         """
         try:
             groups, metrics = self._attempt(step, roll_out, learn)
