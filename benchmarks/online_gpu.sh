@@ -5,7 +5,7 @@
 #
 #   tests            GPU tests of the head's training and publishing
 #   policy           the long-tailed workload's policy (countdown), unless $COUNTDOWN names one
-#   heads            an in-domain and a general head for each policy
+#   heads            an in-domain and a general head for each policy; head:TASK:START is one of them
 #   TASK:START:WHEN  one run of $STEPS steps: TASK countdown, sums; START own, general; WHEN never, drift, auto,
 #                    always. `runs` makes all of them that are missing
 #   identical        the same run with and without learning, deterministic: metrics and weights must be equal
@@ -39,11 +39,12 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
   tail -n 6 "$OUT/$name.log" | cut -c1-200 | sed 's/^/    /'
 }
 tests() {
-  part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_online.py
+  part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_head_pass.py \
+    tests/drafting/test_online.py tests/drafting/test_states.py
 }
 policy() {
   [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \
-    --recipe countdown --policy "$SMOLLM" --examples 40000 --epochs 1 --batch-size 64 --lr 3e-4
+    --recipe countdown --policy "$SMOLLM" --examples "${EXAMPLES:-40000}" --epochs 1 --batch-size 64 --lr 3e-4
 }
 recipe() { # TASK: the recipe's name and overrides
   case $1 in
@@ -59,13 +60,20 @@ train_head() { # NAME POLICY RECIPE OVERRIDE...
     rollout.max_running=512 --recipe "$recipe" --responses 3072 --draft-vocab 2048 --steps 400 --unroll 5 \
     --batch 64 --lr 1e-3 --out "$OUT/$name"
 }
-heads() { # own: of the task itself; general: of what the same policy writes for another task's prompts
+one_head() { # TASK:START; own: of the task itself; general: of what the policy writes for another task's prompts
   # shellcheck disable=SC2086
-  train_head sums-own "$SMOLLM" chain-sum $SUMS &
-  train_head sums-general "$SMOLLM" countdown rollout.max_tokens=256 &
-  train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=300000 &
-  # shellcheck disable=SC2086
-  train_head countdown-general "$COUNTDOWN" chain-sum $SUMS &
+  case $1 in
+  sums:own) train_head sums-own "$SMOLLM" chain-sum $SUMS ;;
+  sums:general) train_head sums-general "$SMOLLM" countdown rollout.max_tokens=256 ;;
+  countdown:own) train_head countdown-own "$COUNTDOWN" countdown rollout.kv_tokens=300000 ;;
+  countdown:general) train_head countdown-general "$COUNTDOWN" chain-sum $SUMS ;;
+  *) echo "unknown head $1" >&2 && exit 2 ;;
+  esac
+}
+heads() {
+  for task in sums countdown; do
+    for start in own general; do one_head "$task:$start" & done
+  done
   wait
 }
 train() { # NAME TASK OVERRIDE...: goes on where the last call ended
@@ -132,6 +140,6 @@ table() { "$PYTHON" "$HERE/online_table.py" runs "$OUT/runs"; }
 
 for stage in "${@:-tests policy heads runs identical cost offline table}"; do
   for name in $stage; do
-    case $name in *:*) one "$name" ;; *) $name ;; esac
+    case $name in head:*) one_head "${name#head:}" ;; *:*) one "$name" ;; *) $name ;; esac
   done
 done

@@ -15,8 +15,12 @@ def steps_of(run: Path) -> list[dict]:
 
 
 def show_runs(folder: Path) -> None:
-    """Accept length by step, learning time by kind, and what it came to of a step."""
-    columns = f"{'s/step':>8}{'added':>8}{'idle':>8}"
+    """Accept length by step, learning time by kind, and what it came to of a step.
+
+    `added` is what the drafter counts itself, copies for it in the learner's time included; `stage` is all
+    that happens between the policy's update and the new weights, saving included.
+    """
+    columns = f"{'s/step':>8}{'added':>8}{'stage':>8}{'idle':>8}{'updates':>9}"
     print(f"{'run':<34}{'steps':>6}  {'accept length at steps 1, 6, 11 ..':<56}{columns}")
     for run in sorted(path for path in folder.iterdir() if (path / "metrics.jsonl").is_file()):
         steps = steps_of(run)
@@ -25,8 +29,13 @@ def show_runs(folder: Path) -> None:
         seconds = statistics.median(step["time/step"] for step in steps[1:] or steps)
         added = sum(step.get("time/drafter_displaced", 0.0) for step in steps)
         idle = sum(step.get("time/drafter_idle", 0.0) for step in steps)
-        share = added / max(1e-9, sum(step["time/step"] for step in steps) - added)
-        print(f"{run.name:<34}{len(steps):>6}  {shown:<56}{seconds:>8.2f}{share:>8.2%}{idle:>7.1f}s")
+        stage = sum(step.get("time/drafter", 0.0) for step in steps)
+        whole = sum(step["time/step"] for step in steps)
+        shares = f"{added / max(1e-9, whole - added):>8.2%}{stage / max(1e-9, whole - stage):>8.2%}"
+        updates = sum(step.get("drafter/updates", 0.0) for step in steps)
+        print(
+            f"{run.name:<34}{len(steps):>6}  {shown:<56}{seconds:>8.2f}{shares}{idle:>7.1f}s{updates:>9.0f}"
+        )
     _show_gap(folder)
 
 
