@@ -578,6 +578,18 @@ def test_the_engine_records_while_the_learner_passes_over_texts(moved):
     assert recording.wanted == [True, False, True, True, False], "at first nobody knows"
 
 
+def test_where_time_is_short_no_second_pass_is_made_for_texts_beside_those_with_states(moved):
+    policy, head = moved
+    groups = groups_of(policy, 8)
+    for when, rebuilt in (("auto", 0), ("always", 7)):
+        drafter = online(policy, head, when=when, unroll=1, batch=2, tokens=320)
+        drafter._tokens = 320
+        drafter.expect(groups)
+        text = drafter._texts[0]
+        metrics = drafter.follow(1, {text.tokens: states_of(drafter, text)}, 1e6)
+        assert metrics["drafter/rebuilt"] == rebuilt and metrics["drafter/updates"] > 0
+
+
 def test_idle_work_ends_at_once(moved):
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=4, budget=1e-9)

@@ -82,11 +82,14 @@ class ExampleBuffer:
         """Returns the longest examples within `tokens` sampled tokens, and at least one that has any."""
         return _within(self.examples, tokens)
 
-    def offered(self, tokens: int) -> list[Example]:
-        """Returns what to learn `tokens` from: all that has states and, if too little, the longest others."""
+    def offered(self, tokens: int, thrifty: bool = False) -> list[Example]:
+        """Returns what to learn `tokens` from: all that has states and, if too little, the longest others.
+
+        `thrifty`: others only where nothing has any states, since it takes another pass to make them.
+        """
         ready = [example for example in self.examples if example.states is not None]
         missing = tokens - sum(example.sequence.loss_tokens for example in ready)
-        if missing <= 0:
+        if missing <= 0 or (ready and thrifty):
             return ready
         return ready + _within([example for example in self.examples if example.states is None], missing)
 

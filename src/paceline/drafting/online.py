@@ -175,7 +175,7 @@ class OnlineDrafter(HeadFollower):
         granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
         if not (within_budget and self._is_out_of_reach(granted, owed)):
-            self.plan(str(step), self.buffer.offered(self._tokens), self._tokens)
+            self.plan(str(step), self.buffer.offered(self._tokens, within_budget), self._tokens)
             for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
                 pass
         if within_budget and self._is_out_of_reach(granted, owed):
