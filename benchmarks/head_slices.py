@@ -3,7 +3,8 @@
     python benchmarks/head_slices.py [--profile] [SHAPE ...]     such as smollm2-135m (the default) and 8b
 
 Random weights, states and texts of 1,700 to 3,400 tokens; of the policy only what the head looks at. Medians
-of five, each part waited for: making the batch and sending its states, the gradients, the update. With
+of five, each part waited for: making the batch and sending its states, the gradients, the update; and how
+often memory was asked of the device in them, which takes about a millisecond each time. With
 `--profile` follows, for the first case, how long the GPU is busy with the gradients and the update, in how
 many launches, and with what.
 """
@@ -31,6 +32,12 @@ DEVICE = torch.device("cuda")
 LAYERS = (1, 2, 3)
 PROMPT, LONGEST, TEXTS = 120, 3400, 10
 CASES = ((256, 4096), (512, 4096), (512, 8192), (1024, 16384))  # tokens of a passage, and of a slice
+WARM_UP, TIMED = 10, 5  # slices: the first ones set libraries up, and find out what memory is needed
+
+
+def asked_for_memory() -> int:
+    """Returns how often memory was asked of the device so far."""
+    return torch.cuda.memory_stats(DEVICE)["num_device_alloc"]
 
 
 def make_text(policy: Decoder, rng: random.Random) -> Example:
@@ -81,14 +88,17 @@ def main() -> None:
             learning = SlicedLearning(policy, trainer, batch=16)
             every = [p for text in texts for p in passages(text, passage_rows)]
             times: list[tuple[float, ...]] = []
-            for _ in range(6):  # the first one sets libraries up
+            for turn in range(WARM_UP + TIMED):
+                if turn == WARM_UP:
+                    before = asked_for_memory()
                 make, inputs = timed(learning.inputs, rng.sample(every, rows // passage_rows))
                 gradients, _ = timed(trainer.accumulate_rows, *inputs)
                 times.append((make, gradients, timed(trainer.update)[0]))
-            make, gradients, update = map(statistics.median, zip(*times[1:], strict=True))
+            make, gradients, update = map(statistics.median, zip(*times[WARM_UP:], strict=True))
             print(
                 f"{name}: {rows} tokens in passages of {passage_rows}: inputs {make:.1f} ms, "
-                f"gradients {gradients:.1f} ms, update {update:.1f} ms",
+                f"gradients {gradients:.1f} ms, update {update:.1f} ms, "
+                f"{(asked_for_memory() - before) / TIMED:.1f} allocations",
                 flush=True,
             )
             if "--profile" in sys.argv and (passage_rows, rows) == CASES[0]:
