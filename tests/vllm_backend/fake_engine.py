@@ -44,6 +44,9 @@ class FakeEngine:
     def sleep(self) -> None:
         self.loads.append("sleep")
 
+    def wake(self) -> None:
+        self.loads.append("wake")
+
     def close(self) -> None:
         self.running.clear()
 

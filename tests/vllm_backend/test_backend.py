@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from paceline.policy.tokenizer import character_tokenizer
@@ -71,6 +72,19 @@ def test_what_vllm_began_ahead_is_taken_in_before_anything_changes(change):
     (completion,) = vllm.completions()
     assert completion.segments[0] == Segment(0, 4 if change == "weights" else 8, 0)
     assert vllm.take_stats().generated_tokens == 8
+
+
+def test_a_head_that_is_published_in_its_sleep_is_loaded_when_it_wakes():
+    """Asleep its weights lie elsewhere, and what they were comes back."""
+    vllm = VllmBackend(FakeEngine(), replace(SETTINGS, sleeps=True), None)
+    vllm.sleep()
+    for version in (1, 2):
+        vllm.speculation.publish_drafter(version, {"fc": torch.tensor([version])})
+    vllm.wake()
+    vllm.sleep()
+    vllm.wake()
+    vllm.speculation.publish_drafter(3, {})
+    assert vllm.engine.loads == ["sleep", "wake", "drafter", "sleep", "wake", "drafter"]
 
 
 def test_an_aborted_request_keeps_what_it_has():

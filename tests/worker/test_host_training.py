@@ -164,3 +164,20 @@ def test_the_trainer_hears_of_new_weights_and_of_what_is_published(hosted):
     assert learner.heard == ["note 9 before 0", "publish 2", "take_head"] and learner.version == 9
     names, arrays = tensor_arrays({"head": torch.ones(2)})
     assert line.ask(Message("judge_drafter", {"tensors": names}, arrays)).fields["overlap"] == 2.0
+
+
+def test_what_is_outstanding_waits_while_it_sleeps(hosted):
+    """A step would write into a cache that is not there."""
+    line, learner, host = hosted
+    learner.seconds = 0.01
+    line.inbound.put(submit_message([Request("a", (1, 2), 7, SamplingParams(max_tokens=200))]))
+    while not learner.rows or not learner.rows[0][1]:
+        time.sleep(0.005)
+    line.ask(Message("sleep"))
+    written = len(learner.rows[0][1])
+    line.inbound.put(submit_message([Request("b", (1, 2), 8, SamplingParams(max_tokens=2))]))
+    line.ask(Message("ping"))
+    time.sleep(0.1)
+    assert len(learner.rows[0][1]) == written and not learner.rows[1][1]
+    line.ask(Message("wake"))
+    assert line.outbound.get(timeout=120).kind == "completion", "it goes on by itself"

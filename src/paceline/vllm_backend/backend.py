@@ -91,6 +91,7 @@ class VllmBackend(Backend):
         self.records: dict[str, Record] = {}
         self.finished: deque[Completion] = deque()
         self.paused = False
+        self.asleep = False
         self.version = 0
         self.stats = RolloutStats()
         draft = settings.draft
@@ -153,11 +154,15 @@ class VllmBackend(Backend):
     def sleep(self) -> None:
         if self.settings.sleeps:
             self.settle()
+            self.asleep = True
             self.engine.sleep()
 
     def wake(self) -> None:
         if self.settings.sleeps:
             self.engine.wake()
+            self.asleep = False
+            if self._speculation is not None:
+                self._speculation.load_late()
 
     def close(self) -> None:
         self.records.clear()
@@ -256,6 +261,7 @@ class VllmSpeculation:
     def __init__(self, backend: VllmBackend) -> None:
         self.backend = backend
         self._published: dict[str, torch.Tensor] = {}
+        self._is_late = False  # what was published has not been loaded
 
     @property
     def keeps_tokens(self) -> bool:
@@ -268,10 +274,21 @@ class VllmSpeculation:
         return None
 
     def publish_drafter(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the head that drafts; tensors have the names of an eagle head's folder."""
-        self.backend.settle()
-        self.backend.engine.load_drafter(weights.items())
+        """Replaces the head that drafts; tensors have the names of an eagle head's folder.
+
+        While vLLM sleeps its weights are elsewhere, so it is replaced on waking.
+        """
         self._published = dict(weights)
+        self._is_late = True
+        if not self.backend.asleep:
+            self.backend.settle()
+            self.load_late()
+
+    def load_late(self) -> None:
+        """Loads what was published while vLLM slept."""
+        if self._is_late:
+            self._is_late = False
+            self.backend.engine.load_drafter(self._published.items())
 
     def record_states(self, max_bytes: int) -> None:
         """Does nothing: the learner's own pass makes the states."""

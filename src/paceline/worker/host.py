@@ -46,6 +46,7 @@ class Host:
         self.outstanding = 0
         # It is new, and the learner is changing the weights that it would read.
         self.lacks_weights = False
+        self.asleep = False
         self.training = False  # there is time that nobody needs
         self.training_time = TrainingTime()
         self._came = 0.0  # when the first message in the inbox did
@@ -101,7 +102,7 @@ class Host:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self.outstanding or self.training) and not self.lacks_weights
+        return bool(self.outstanding or self.training) and not self.lacks_weights and not self.asleep
 
     def _handle(self, message: Message) -> None:
         try:
@@ -175,11 +176,13 @@ class Host:
                 return Message("done", {"logprobs": backend.text_logprobs(fields["tokens"])})
             case "sleep":
                 self.training = False
+                self.asleep = True  # what is outstanding waits
                 backend.sleep()
                 if torch.cuda.is_initialized():  # what training and prefill used is somebody else's now
                     torch.cuda.empty_cache()
             case "wake":
                 backend.wake()
+                self.asleep = False
             case "ping":
                 pass
             case unknown:
