@@ -164,7 +164,8 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     drafter.probation = Probation(proven=True)  # comparisons take time, too
     let_slices_take(1.0, drafter, monkeypatch)
     groups = groups_of(policy, 40)
-    spent = [follow(drafter, step, groups, 250.0)["time/drafter_displaced"] for step in range(1, 9)]
+    steps = [follow(drafter, step, groups, 250.0, recorded=True) for step in range(1, 9)]
+    spent = [metrics["time/drafter_displaced"] for metrics in steps]
     assert 8 * 2.5 - 1 <= sum(spent) <= 8 * 2.5 + 1, spent
     answers = iter([True] * 5 + [False] * 100)
     drafter.learn_while(lambda: next(answers))
@@ -578,15 +579,16 @@ def test_the_engine_records_while_the_learner_passes_over_texts(moved):
     assert recording.wanted == [True, False, True, True, False], "at first nobody knows"
 
 
-def test_where_time_is_short_no_second_pass_is_made_for_texts_beside_those_with_states(moved):
+def test_where_time_is_short_no_second_pass_is_made_if_an_update_has_its_states(moved):
+    """An update is of two passages of 64 tokens."""
     policy, head = moved
     groups = groups_of(policy, 8)
-    for when, rebuilt in (("auto", 0), ("always", 7)):
+    for when, ready, rebuilt in (("auto", 4, 0), ("auto", 3, 5), ("always", 4, 4)):  # 40 tokens each
         drafter = online(policy, head, when=when, unroll=1, batch=2, tokens=320)
         drafter._tokens = 320
         drafter.expect(groups)
-        text = drafter._texts[0]
-        metrics = drafter.follow(1, {text.tokens: states_of(drafter, text)}, 1e6)
+        states = {text.tokens: states_of(drafter, text) for text in drafter._texts[:ready]}
+        metrics = drafter.follow(1, states, 1e6)
         assert metrics["drafter/rebuilt"] == rebuilt and metrics["drafter/updates"] > 0
 
 

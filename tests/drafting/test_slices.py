@@ -307,7 +307,7 @@ def test_slices_that_are_filled_up_learn_the_same_and_have_few_sizes(policy):
     parts = [every[:5], every[5:9], every[9:]]
     expected = gradients(learning, parts)
     learning.pads = False
-    learning.slice_rows, learning.token_budget = 400, 1800
+    learning.slice_rows, learning.token_budget = 800, 1800
     for ours, theirs in zip(gradients(learning, parts), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     sizes = set()
@@ -319,7 +319,7 @@ def test_slices_that_are_filled_up_learn_the_same_and_have_few_sizes(policy):
         assert tokens <= learning.token_budget or sum(map(_length, every[-count:])) + 100 > 1800
         if tokens <= learning.token_budget:
             sizes.add((rows, tokens))
-    assert all(rows % 100 == 0 and tokens % 300 == 0 for rows, tokens in sizes) and len(sizes) < 10
+    assert all(rows % 200 == 0 and tokens % 300 == 0 for rows, tokens in sizes) and len(sizes) < 10
 
 
 def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
@@ -337,6 +337,9 @@ def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
     assert all(sequence.prompt_length >= 5 for sequence in filler if sequence.loss_mask)
     for ours, theirs in zip(gradients(learning, [chosen]), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    learning.slice_rows = 151
+    filler = learning._filler([passage.sequence for passage in chosen])
+    assert sum(len(sequence.loss_mask) for sequence in filler) == 1, "no more rows than a slice may have"
 
 
 def _length(passage: Passage) -> int:

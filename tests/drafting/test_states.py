@@ -88,7 +88,7 @@ def test_the_learners_pass_leaves_the_states_of_the_policy_before_the_update(ove
     groups = groups_of_texts()
     texts = [training_sequence(sample.completion) for group in groups for sample in group.samples]
     watched, plain = learner_of(*overrides), learner_of(*overrides)
-    tap = StateTap(LAYERS)
+    tap = StateTap(LAYERS, 1 << 30)
     tap.choose(texts)
     watched.capture_states = tap.watch
     metrics = watched.update(groups)
@@ -111,7 +111,7 @@ def test_the_learners_pass_leaves_the_states_of_the_policy_before_the_update(ove
 
 def test_a_tap_keeps_its_own_copies(policy):
     text = training_sequence(groups_of_texts()[0].samples[0].completion)
-    tap = StateTap(LAYERS)
+    tap = StateTap(LAYERS, 1 << 30)
     tap.choose([text])
     batch = pack([text], policy.device)
     tokens = batch.tokens_T, batch.attention.positions_T, batch.attention
@@ -119,6 +119,19 @@ def test_a_tap_keeps_its_own_copies(policy):
     states = tap.take()[text.tokens]
     places = {tensor.untyped_storage().data_ptr() for tensor in (hidden_TE, *policy.parameters())}
     assert not places & {t.untyped_storage().data_ptr() for t in (states.hidden_RE, *states.captured_TE)}
+
+
+def test_the_first_pass_over_a_text_counts(policy):
+    """Later ones have seen an update; what is packed twice is copied once."""
+    text = training_sequence(groups_of_texts()[0].samples[0].completion)
+    tap = StateTap(LAYERS, 1 << 30)
+    tap.choose([text])
+    batch = pack([text, text], policy.device)
+    capture = tap.watch([text, text])
+    assert len(capture.places) == 1
+    policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture)
+    assert tap.watch([text]) is None
+    assert_aligned(policy, LAYERS, text, tap.take()[text.tokens])
 
 
 def test_copies_lie_in_one_block_as_long_as_it_has_room():
@@ -137,7 +150,7 @@ def test_copies_lie_in_one_block_as_long_as_it_has_room():
 
 def test_a_step_of_texts_fits_the_block_that_its_tap_pins():
     texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
-    tap = StateTap(LAYERS)
+    tap = StateTap(LAYERS, 1 << 30)
     tap.choose(texts)
     width = 24
     block = tap.pin(width * 4)
@@ -149,13 +162,16 @@ def test_a_step_of_texts_fits_the_block_that_its_tap_pins():
     tap.choose(texts[:1])
     smaller = tap.pin(width * 4)
     assert smaller is not block and len(smaller.bytes_B) == len(block.bytes_B), "its size is found again"
+    bounded = StateTap(LAYERS, 1000)
+    bounded.choose(texts)
+    assert len(bounded.pin(width * 4).bytes_B) == 1000
 
 
 @pytest.mark.gpu
 def test_a_gpus_states_reach_the_host_in_one_pinned_block():
     policy = load_policy(BUILTIN_POLICY, torch.float32, torch.device("cuda"))
     texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
-    tap = StateTap(LAYERS)
+    tap = StateTap(LAYERS, 1 << 30)
     tap.choose(texts)
     batch = pack(texts, policy.device)
     policy(batch.tokens_T, batch.attention.positions_T, batch.attention, tap.watch(texts))

@@ -82,14 +82,15 @@ class ExampleBuffer:
         """Returns the longest examples within `tokens` sampled tokens, and at least one that has any."""
         return _within(self.examples, tokens)
 
-    def offered(self, tokens: int, thrifty: bool = False) -> list[Example]:
+    def offered(self, tokens: int, enough: int | None = None) -> list[Example]:
         """Returns what to learn `tokens` from: all that has states and, if too little, the longest others.
 
-        `thrifty`: others only where nothing has any states, since it takes another pass to make them.
+        It takes another pass to make states for these; `enough` tokens with states do without, if given.
         """
         ready = [example for example in self.examples if example.states is not None]
-        missing = tokens - sum(example.sequence.loss_tokens for example in ready)
-        if missing <= 0 or (ready and thrifty):
+        there = sum(example.sequence.loss_tokens for example in ready)
+        missing = tokens - there
+        if there >= (tokens if enough is None else min(enough, tokens)):
             return ready
         return ready + _within([example for example in self.examples if example.states is None], missing)
 

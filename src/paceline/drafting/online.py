@@ -87,8 +87,8 @@ class OnlineDrafter(HeadFollower):
         self.average = WeightAverage(self.trainer.optimiser.masters())
         self.probation = Probation()
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
-        self.tap = StateTap(self.head.config.captured_layers)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
+        self.tap = StateTap(self.head.config.captured_layers, self.buffer.max_bytes // STEPS_KEPT)
         self.budget = TimeBudget(config.budget)
         self.spent = Spent()
         self._texts: list[TrainingSequence] = []
@@ -124,7 +124,7 @@ class OnlineDrafter(HeadFollower):
     @property
     def needs_memory(self) -> bool:
         """Whether `follow` will learn, or compare heads."""
-        return self.due or self.publisher.suspect
+        return self.due or self.publisher.suspect or self.probation.is_due(self.average.updates)
 
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
@@ -175,7 +175,8 @@ class OnlineDrafter(HeadFollower):
         granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
         if not (within_budget and self._is_out_of_reach(granted, owed)):
-            self.plan(str(step), self.buffer.offered(self._tokens, within_budget), self._tokens)
+            enough = self._update_tokens if within_budget else None
+            self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
             for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
                 pass
         if within_budget and self._is_out_of_reach(granted, owed):
@@ -200,8 +201,13 @@ class OnlineDrafter(HeadFollower):
         """
         if self._reports or self.spent.idle:
             return False
-        rows = self.config.batch * self.learning.passage_rows
-        return self.reach.is_out(max(1.0, rows / self.learning.slice_rows), granted, owed)
+        slices = max(1.0, self._update_tokens / self.learning.slice_rows)
+        return self.reach.is_out(slices, granted, owed)
+
+    @property
+    def _update_tokens(self) -> int:
+        """Response tokens of an update, of full passages."""
+        return self.config.batch * self.learning.passage_rows
 
     def _rest(self) -> None:
         """Stops learning until acceptance has drifted from what it is now."""
@@ -218,7 +224,7 @@ class OnlineDrafter(HeadFollower):
         """
         if self.config.when != "auto":
             return self.config.tokens
-        return min(self.config.tokens, max(2 * learned, self.config.batch * self.learning.passage_rows))
+        return min(self.config.tokens, max(2 * learned, self._update_tokens))
 
     @property
     def has_work(self) -> bool:

@@ -45,12 +45,16 @@ class Probation:
 
     def passes(self, updates: int, learned: Mapping, drafting: Mapping, quality: Quality) -> bool:
         """Returns whether `learned` may draft; compares it with `drafting` where that is not known yet."""
-        if not self.proven and updates >= self.next_at:
+        if self.is_due(updates):
             ours, theirs = quality(learned), quality(drafting)
             if ours is not None and theirs is not None:
                 self.proven = ours >= theirs
                 self.next_at = updates + min(updates, HOPELESS)
         return self.proven
+
+    def is_due(self, updates: int) -> bool:
+        """Returns whether it is time to compare."""
+        return not self.proven and updates >= self.next_at
 
     def is_hopeless(self, updates: int) -> bool:
         """Returns whether it has learned for so long that more of it would not help."""

@@ -165,7 +165,8 @@ class SlicedLearning:
         if self.pads:
             return []
         rows, tokens = sum(len(s.loss_mask) for s in sequences), sum(len(s.tokens) for s in sequences)
-        more_rows = -rows % max(1, self.slice_rows // ROW_SIZES)
+        more_rows = -rows % -(-self.slice_rows // ROW_SIZES)
+        more_rows = min(more_rows, max(0, self.slice_rows - rows))
         # Prompts are so long that each query has a key to see, texts no longer than the policy's can be.
         prompt = 2 + self.trainer.settings.unroll
         longest = len(self.trainer.head.rope_table) - prompt

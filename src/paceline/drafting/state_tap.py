@@ -1,7 +1,8 @@
 """Takes the policy's states along chosen texts out of the learner's own forward pass: no second one."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -13,17 +14,20 @@ from paceline.policy.states import HostBlock, TextCapture, TextPlace, TextStates
 class StateTap:
     """Sees the learner's micro-batches (`Learner.capture_states`) and keeps the states of some texts.
 
-    Of several passes over a text the last one counts: its policy is the newest.
+    Of several passes over a text the first one counts: it is the one before the update.
     """
 
-    def __init__(self, layers: tuple[int, ...]) -> None:
+    def __init__(self, layers: tuple[int, ...], max_bytes: int) -> None:
+        """A step's copies from a GPU lie together within `max_bytes`, the rest for themselves."""
         self.layers = layers
+        self.max_bytes = max_bytes
         self.wanted: dict[tuple[int, ...], int] = {}  # prompt tokens, by all tokens
         self.found: dict[tuple[int, ...], TextStates] = {}
-        self.block: HostBlock | None = None  # for this step's copies from a GPU
+        self.block: HostBlock | None = None
         self._block_bytes = 0  # of the largest so far: what has its size is soon found again
-        self.seconds = 0.0  # that copies have taken of the learner's time
-        self.pinning_seconds = 0.0  # and memory for them
+        self._copying: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0  # that copies have taken of a CPU
+        self._pinning_seconds = 0.0
 
     def choose(self, sequences: Iterable[TrainingSequence]) -> None:
         """Says whose states are wanted from now on, and forgets all others."""
@@ -33,13 +37,13 @@ class StateTap:
 
     def watch(self, sequences: Sequence[TrainingSequence]) -> Capture | None:
         """Returns what takes the states out of a pass over these sequences, packed in this order."""
-        places = []
+        places: dict[tuple[int, ...], TextPlace] = {}
         start = 0
         for sequence in sequences:
-            if sequence.tokens in self.wanted:
-                places.append(TextPlace(sequence.tokens, start, sequence.prompt_length))
+            if sequence.tokens in self.wanted and sequence.tokens not in self.found:
+                places[sequence.tokens] = TextPlace(sequence.tokens, start, sequence.prompt_length)
             start += len(sequence.tokens)
-        return _TappedCapture(self, places) if places else None
+        return _TappedCapture(self, [*places.values()]) if places else None
 
     def take(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states by tokens, and expects nothing more."""
@@ -48,8 +52,12 @@ class StateTap:
 
     def take_seconds(self) -> tuple[float, float]:
         """Returns what copies have taken since the last call, and pinning memory for them."""
-        seconds, self.seconds = self.seconds, 0.0
-        pinning_seconds, self.pinning_seconds = self.pinning_seconds, 0.0
+        seconds, self._seconds = self._seconds, 0.0
+        pinning_seconds, self._pinning_seconds = self._pinning_seconds, 0.0
+        copying, self._copying = self._copying, []
+        for began, ended in copying:
+            ended.synchronize()
+            seconds += began.elapsed_time(ended) / 1e3
         return seconds, pinning_seconds
 
     def pin(self, state_bytes: int) -> HostBlock:
@@ -61,10 +69,25 @@ class StateTap:
                 for tokens, prompt in self.wanted.items()
             )
             room = len(self.wanted) * (len(self.layers) + 1) * HostBlock.ALIGNMENT
-            self._block_bytes = max(self._block_bytes, states * state_bytes + room)
+            needed = min(states * state_bytes + room, self.max_bytes)
+            self._block_bytes = max(self._block_bytes, needed)
             self.block = HostBlock(self._block_bytes)
-            self.pinning_seconds += time.perf_counter() - began
+            self._pinning_seconds += time.perf_counter() - began
         return self.block
+
+    @contextmanager
+    def counted(self, device: torch.device) -> Iterator[None]:
+        """Counts what runs within: a GPU's own time, since the host may only wait for what came before."""
+        if device.type == "cuda":
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            yield
+            ended.record()
+            self._copying.append((began, ended))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
 
 
 class _TappedCapture(TextCapture):
@@ -76,12 +99,12 @@ class _TappedCapture(TextCapture):
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
         """Copies what belongs to the texts."""
-        began, pinning = time.perf_counter(), self.tap.pinning_seconds
-        super().finish(hidden_TE)
-        self.tap.seconds += time.perf_counter() - began - (self.tap.pinning_seconds - pinning)
+        if hidden_TE.is_cuda:
+            self.tap.pin(hidden_TE.shape[-1] * hidden_TE.dtype.itemsize)
+        with self.tap.counted(hidden_TE.device):
+            super().finish(hidden_TE)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy in host memory."""
-        if tensor.device.type != "cuda":
-            return super().copy(tensor)
-        return self.tap.pin(tensor.shape[-1] * tensor.dtype.itemsize).copy(tensor)
+        block = self.tap.block
+        return super().copy(tensor) if block is None else block.copy(tensor)
