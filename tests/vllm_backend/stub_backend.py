@@ -15,6 +15,7 @@ class StubEngine:
 
 class StubBackend(Backend):
     precision = Precision.BASE
+    asleep = False
 
     def __init__(self, accepted: int, lost: bool) -> None:
         self.accepted = accepted
