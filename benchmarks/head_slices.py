@@ -4,7 +4,7 @@
 
 Random weights, states and texts of 1,700 to 3,400 tokens; of the policy only what the head looks at. Medians
 of five, each part waited for: making the batch and sending its states, the gradients, the update; and how
-often memory was asked of the device in them, which takes about a millisecond each time. With
+often memory was asked of the device in them. With
 `--profile` follows, for the first case, how long the GPU is busy with the gradients and the update, in how
 many launches, and with what.
 """

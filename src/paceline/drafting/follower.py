@@ -93,7 +93,7 @@ class HeadFollower(ABC):
         """Whether the engine is to record the policy's states."""
         return self.due
 
-    def wait(self, seconds: float) -> None:  # noqa: B027  (who learns elsewhere counts there)
+    def charge(self, seconds: float) -> None:  # noqa: B027  (who learns elsewhere counts there)
         """Takes in what others needed on behalf of the head."""
 
     @property

@@ -117,7 +117,7 @@ class OnlineDrafter(HeadFollower):
         """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
         return self.due and (self.config.when != "auto" or self._passed_over)
 
-    def wait(self, seconds: float) -> None:
+    def charge(self, seconds: float) -> None:
         """Takes in what others needed on behalf of the head."""
         self._displace(seconds, owed=self.due)
 

@@ -106,7 +106,7 @@ class RunDrafter:
         """Lets the head learn from a step whose update is made; saves now and then."""
         began = time.perf_counter()
         recorded = self.recording.take_states()
-        self.online.wait(time.perf_counter() - began)
+        self.online.charge(time.perf_counter() - began)
         metrics = self.online.follow(step, recorded, step_seconds)
         self.recording.want_states(self.online.wants_states)
         if self.saver is not None and self.saver.due and metrics["drafter/updates"]:

@@ -70,8 +70,8 @@ class TextCapture(Capture):
 class HostBlock:
     """Pinned memory for copies from a GPU that come and go together.
 
-    It takes the system about a second to pin a gigabyte, so copies of their own would take longer to make
-    room for than to make. What all of them have let go of torch gives out again, to whom asks for as much.
+    Pinning takes longer than copying, so copies of their own would cost more to make room for than to make.
+    What all of them have let go of torch gives out again, to whom asks for as much.
     """
 
     # Bytes that copies begin at multiples of.
