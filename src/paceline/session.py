@@ -132,7 +132,7 @@ class Session:
     def learning(self, needs_memory: bool = True, stays: bool = False) -> Iterator[None]:
         """Gives the learner all cores, a device where nothing is captured and, if planned, the KV pool.
 
-        `stays`: somebody else is about to learn, so the generator sleeps on until that is done, or until `wake`.
+        `stays`: somebody else learns next, so the generator sleeps on until that is done, or until `wake`.
         """
         with learning_threads(self.config), self.backend.training():
             if needs_memory and not self._asleep and self._gives_memory:
