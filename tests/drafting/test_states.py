@@ -148,6 +148,23 @@ def test_copies_lie_in_one_block_as_long_as_it_has_room():
     assert torch.equal(outside, sources[0])
 
 
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch):
+    empty = torch.empty
+    refused = []
+
+    def refusing(*shape, pin_memory=False, **options):
+        if pin_memory:
+            refused.append(shape)
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", refusing)
+    source = torch.randn(3, 5)
+    assert torch.equal(HostBlock(1000).copy(source), source)
+    assert refused, "pinned memory was not asked for"
+
+
 def test_a_step_of_texts_fits_the_block_that_its_tap_pins():
     texts = [training_sequence(sample.completion) for sample in groups_of_texts()[0].samples]
     tap = StateTap(LAYERS, 1 << 30)

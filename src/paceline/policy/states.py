@@ -8,6 +8,7 @@ They are copies on the host, without a gradient: what is learned from them reach
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +79,7 @@ class HostBlock:
     ALIGNMENT = 256
 
     def __init__(self, num_bytes: int) -> None:
-        self.bytes_B = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.bytes_B = _pinned((num_bytes,), torch.uint8)
         self.used = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,10 +95,20 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy in host memory; from a GPU, complete when the current stream has got there."""
     if tensor.device.type != "cuda":
         return tensor.detach().clone(memory_format=torch.contiguous_format)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach(), non_blocking=True)
+    return _pinned(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies to the device; to a GPU through pinned memory, so that the host does not wait for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # as in `_pinned`
+            host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns room in host memory, pinned where the machine lets us: without, copies are slower, not wrong."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
