@@ -207,6 +207,16 @@ def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypat
             assert drafter.learning.rebuilt == 0
 
 
+def test_what_sets_libraries_up_is_counted_but_is_no_debt(moved, monkeypatch):
+    """A second each: the first slice that makes states, the first through the head, one that is owed."""
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=16, budget=0.01)
+    let_slices_take(1.0, drafter, monkeypatch)
+    spent = follow(drafter, 1, groups_of(policy, 60), 50.0)["time/drafter_displaced"]
+    assert spent == 3
+    assert drafter.budget.credit == pytest.approx(0.5 - 1)
+
+
 def test_states_are_kept_of_more_texts_than_are_learned_from(moved):
     """Twice as many tokens, if the buffer holds those of two steps; passages come from all of them."""
     policy, head = moved

@@ -285,14 +285,14 @@ class OnlineDrafter(HeadFollower):
                 break
             seconds = time.perf_counter() - start
             through_head = rebuilt == self.learning.rebuilt
-            self._note(report, seconds, idle, first=through_head and self.reach.note(seconds))
+            self._note(report, seconds, idle, first=self.reach.note(seconds, through_head))
             yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.
             self._halve_budget()
 
     def _note(self, report: HeadStep | None, seconds: float, idle: bool, first: bool) -> None:
-        """Counts a slice; `first`: no other has been through the head."""
+        """Counts a slice; `first`: of its kind."""
         if idle:
             self.spent.idle += seconds
         elif first:

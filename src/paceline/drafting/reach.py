@@ -20,16 +20,17 @@ class Reach:
         self.budget = budget
         self.warn = warn
         self.seconds: deque[float] = deque(maxlen=REMEMBERED)
-        self._set_up = False
+        self._set_up: set[bool] = set()
         self._told = False
 
-    def note(self, seconds: float) -> bool:
-        """Takes in a slice's time; returns whether it is the first one, which sets libraries up.
+    def note(self, seconds: float, through_head: bool = True) -> bool:
+        """Takes in a slice's time; returns whether it is the first of its kind, which sets libraries up.
 
-        That one says nothing of those that follow.
+        That one says nothing of those that follow. A slice that is not `through_head` makes states.
         """
-        first, self._set_up = not self._set_up, True
-        if not first:
+        first = through_head not in self._set_up
+        self._set_up.add(through_head)
+        if through_head and not first:
             self.seconds.append(seconds)
         return first
 

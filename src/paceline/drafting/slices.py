@@ -19,7 +19,7 @@ from paceline.drafting.examples import Example, Passage
 from paceline.drafting.training import HeadStep, HeadTrainer
 from paceline.learning.batch import TrainingSequence, pack
 from paceline.policy.decoder import Decoder
-from paceline.policy.states import TextCapture, TextPlace, TextStates
+from paceline.policy.states import HostBlock, TextCapture, TextPlace, TextStates
 
 # Response tokens of a passage at most, by device.
 PASSAGE_ROWS = {"cpu": 64, "cuda": 256, "meta": 256}
@@ -199,7 +199,13 @@ class SlicedLearning:
             places.append(TextPlace(key, start, example.sequence.prompt_length))
             start += len(key)
         batch = pack([example.sequence for example in chosen.values()], self.policy.device)
-        capture = TextCapture(self.trainer.head.config.captured_layers, places, found)
+        layers = self.trainer.head.config.captured_layers
+        block = None
+        if self.policy.device.type == "cuda":
+            state_bytes = self.policy.config.hidden_size * self.policy.dtype.itemsize
+            sizes = [(len(place.key), place.prompt) for place in places]
+            block = HostBlock(HostBlock.needed(sizes, len(layers), state_bytes))
+        capture = TextCapture(layers, places, found, block)
         self.policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture, batch.replay)
         for key, example in chosen.items():
             example.states = found[key]

@@ -64,12 +64,8 @@ class StateTap:
         """Returns the step's block, with room for the texts that are wanted; a state has so many bytes."""
         if self.block is None:
             began = time.perf_counter()
-            states = sum(
-                len(tokens) * len(self.layers) + len(tokens) - prompt
-                for tokens, prompt in self.wanted.items()
-            )
-            room = len(self.wanted) * (len(self.layers) + 1) * HostBlock.ALIGNMENT
-            needed = min(states * state_bytes + room, self.max_bytes)
+            sizes = [(len(tokens), prompt) for tokens, prompt in self.wanted.items()]
+            needed = min(HostBlock.needed(sizes, len(self.layers), state_bytes), self.max_bytes)
             self._block_bytes = max(self._block_bytes, needed)
             self.block = HostBlock(self._block_bytes)
             self._pinning_seconds += time.perf_counter() - began
@@ -100,11 +96,6 @@ class _TappedCapture(TextCapture):
     def finish(self, hidden_TE: torch.Tensor) -> None:
         """Copies what belongs to the texts."""
         if hidden_TE.is_cuda:
-            self.tap.pin(hidden_TE.shape[-1] * hidden_TE.dtype.itemsize)
+            self.block = self.tap.pin(hidden_TE.shape[-1] * hidden_TE.dtype.itemsize)
         with self.tap.counted(hidden_TE.device):
             super().finish(hidden_TE)
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory."""
-        block = self.tap.block
-        return super().copy(tensor) if block is None else block.copy(tensor)

@@ -46,11 +46,13 @@ class TextCapture(Capture):
         layers: tuple[int, ...],
         places: Sequence[TextPlace],
         found: dict[tuple[int, ...], TextStates],
+        block: "HostBlock | None" = None,
     ) -> None:
-        """`found` receives the states under each text's tokens."""
+        """`found` receives the states under each text's tokens; `block` is where copies lie, if given."""
         super().__init__(layers)
         self.places = places
         self.found = found
+        self.block = block
 
     def finish(self, hidden_TE: torch.Tensor) -> None:
         """Copies what belongs to the texts, and lets go of the rest."""
@@ -58,14 +60,13 @@ class TextCapture(Capture):
             stop = place.start + len(place.key)
             predictors = slice(place.start + place.prompt - 1, stop - 1)
             self.found[place.key] = TextStates(
-                self.copy(hidden_TE.detach()[predictors]),
-                tuple(self.copy(states_TE[place.start : stop]) for states_TE in self.states_TE),
+                self._copy(hidden_TE.detach()[predictors]),
+                tuple(self._copy(states_TE[place.start : stop]) for states_TE in self.states_TE),
             )
         self.states_TE = []
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy in host memory."""
-        return to_host(tensor)
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return to_host(tensor) if self.block is None else self.block.copy(tensor)
 
 
 class HostBlock:
@@ -81,6 +82,12 @@ class HostBlock:
     def __init__(self, num_bytes: int) -> None:
         self.bytes_B = _pinned((num_bytes,), torch.uint8)
         self.used = 0
+
+    @classmethod
+    def needed(cls, texts: Sequence[tuple[int, int]], layers: int, state_bytes: int) -> int:
+        """Returns the bytes for texts of so many tokens, so many of them the prompt's."""
+        states = sum(layers * length + length - prompt for length, prompt in texts)
+        return states * state_bytes + len(texts) * (layers + 1) * cls.ALIGNMENT
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, complete when the current stream has got there; elsewhere if it does not fit."""
@@ -107,7 +114,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns room in host memory, pinned where the machine lets us: without, copies are slower, not wrong."""
+    """Returns room in host memory, pinned where that can be had: copies are faster then."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
