@@ -71,7 +71,7 @@ never_right() { # a drafter whose proposals are always wrong
 }
 fp8() { for p in fp8 fp8+kv; do decode $p && rollout $p; done; }
 kv_bound() { # responses of 8-9k tokens, 11 GB of cache: twice the tokens in FP8
-  for p in bf16:75000 fp8:75000 fp8+kv:150000; do
+  for p in base:75000 kv:150000 fp8:75000 fp8+kv:150000; do
     $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 12 --prompt 512 \
       --lengths lognormal:8400,0.05,8000,10000 --kv-tokens ${p#*:} --repeats 0 \
       --json "$OUT/kv-bound-${p%:*}.json"

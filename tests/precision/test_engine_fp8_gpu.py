@@ -45,13 +45,15 @@ def make_engine(policy: Decoder, **settings) -> Engine:
     )
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
-def test_deterministic_bits_depend_on_nothing_but_the_request(config):
+@pytest.mark.parametrize(
+    ("config", "precision"), [(CONFIG, "fp8+kv"), (EXPERTS, "fp8+kv"), (CONFIG, "kv"), (EXPERTS, "kv")]
+)
+def test_deterministic_bits_depend_on_nothing_but_the_request(config, precision):
     policy = Decoder(config, torch.bfloat16, "cuda").initialise(0)
     requests = make_requests(32)
-    expected = bits(run(make_engine(policy, max_running=1), requests))
-    assert bits(run(make_engine(policy), requests)) == expected
-    cramped = make_engine(policy, kv_tokens=1024, prefill_tokens=64)
+    expected = bits(run(make_engine(policy, max_running=1, precision=precision), requests))
+    assert bits(run(make_engine(policy, precision=precision), requests)) == expected
+    cramped = make_engine(policy, kv_tokens=1024, prefill_tokens=64, precision=precision)
     assert bits(run(cramped, requests)) == expected and cramped.preemptions > 0
 
 
@@ -77,7 +79,7 @@ def test_engine_and_learner_agree_to_fp8():
     from tests.precision.test_engine_fp8 import logprob_differences
 
     policy = Decoder(CONFIG, torch.bfloat16, "cuda").initialise(0)
-    for precision in ("fp8", "fp8+kv"):
+    for precision, least in (("fp8", 1e-3), ("fp8+kv", 1e-3), ("kv", 1e-4)):
         engine = make_engine(policy, precision=precision, deterministic=False)
         differences = logprob_differences(engine, run(engine, make_requests(24, longest=60)))
-        assert 1e-3 < differences.mean() < 0.1, differences.mean()
+        assert least < differences.mean() < 0.1, (precision, differences.mean())
