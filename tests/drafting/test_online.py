@@ -14,7 +14,7 @@ from paceline.drafting import online as online_module
 from paceline.drafting import state_tap
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
-from paceline.drafting.examples import TOKEN_BYTES, longest_texts
+from paceline.drafting.examples import TOKEN_BYTES, Example, longest_texts
 from paceline.drafting.model_card import MeasuredAcceptance, write_card
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.online_state import load_early_state, load_online_state, online_state
@@ -590,16 +590,33 @@ def test_the_engine_records_while_the_learner_passes_over_texts(moved):
 
 
 def test_where_time_is_short_no_second_pass_is_made_if_an_update_has_its_states(moved):
-    """An update is of two passages of 64 tokens."""
+    """An update is of two passages of 64 tokens, and a quarter of that is enough."""
     policy, head = moved
     groups = groups_of(policy, 8)
-    for when, ready, rebuilt in (("auto", 4, 0), ("auto", 3, 5), ("always", 4, 4)):  # 40 tokens each
+    for when, ready, rebuilt in (("auto", 4, 0), ("auto", 1, 0), ("auto", 0, 8), ("always", 4, 4)):
         drafter = online(policy, head, when=when, unroll=1, batch=2, tokens=320)
         drafter._tokens = 320
         drafter.expect(groups)
         states = {text.tokens: states_of(drafter, text) for text in drafter._texts[:ready]}
         metrics = drafter.follow(1, states, 1e6)
         assert metrics["drafter/rebuilt"] == rebuilt and metrics["drafter/updates"] > 0
+
+
+def test_what_an_update_has_begun_with_keeps_its_states(moved):
+    """The buffer lets go of them while half of the update is made; a pass would have to make them again."""
+    policy, head = moved
+    groups = groups_of(policy, 8)
+    drafter = online(policy, head, when="auto", unroll=1, batch=4, tokens=320)
+    drafter._tokens = 320
+    drafter.expect(groups)
+    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter._texts])
+    drafter.plan("1", drafter.buffer.examples, 320)
+    slices = drafter.slices(lambda: False, idle=False)
+    assert next(slices) is None and drafter.trainer.accumulated, "an update has several slices"
+    drafter.buffer.max_bytes = 1
+    drafter.buffer.shrink()
+    assert not drafter.buffer.examples
+    assert any(report is not None for report in slices) and drafter.learning.rebuilt == 0
 
 
 def test_idle_work_ends_at_once(moved):

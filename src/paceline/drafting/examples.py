@@ -63,14 +63,17 @@ class ExampleBuffer:
         self.shrink()
 
     def shrink(self) -> None:
-        """Lets go of states, then of whole examples, shortest first, until the rest fits."""
+        """Lets go of states, then of whole examples, shortest first, until the rest fits.
+
+        Work that is planned keeps what it needs.
+        """
         excess = self.bytes - self.max_bytes
-        for example in reversed(self.examples):
+        for place, example in reversed([*enumerate(self.examples)]):
             if excess <= 0:
                 return
             if example.states is not None:
                 excess -= example.states.bytes
-                example.states = None
+                self.examples[place] = replace(example, states=None)
         while self.examples and excess > 0:
             excess -= self.examples.pop().bytes
 

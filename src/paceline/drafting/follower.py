@@ -62,7 +62,6 @@ class HeadFollower(ABC):
         """Hands over what the head has learned."""
         self.publisher.publish(version, self.learned_weights())
         self.drift.note_update()
-        self.auto.note_update()
 
     def learned_weights(self) -> dict[str, torch.Tensor]:
         """Returns the weights that learning came to, where the head is; nobody else will change them."""

@@ -48,6 +48,9 @@ COMPARED_PASSAGES = 8
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 2
+# Where time is short, one update's tokens by this are enough to learn from, if no others have states: making
+# them costs a pass through the whole policy.
+ENOUGH = 4
 # Where time is short, the engine records states while the learner passes over more than this share of texts.
 PASSED_OVER = 0.25
 
@@ -175,7 +178,7 @@ class OnlineDrafter(HeadFollower):
         granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
         if not (within_budget and self._is_out_of_reach(granted, owed)):
-            enough = self._update_tokens if within_budget else None
+            enough = self._update_tokens // ENOUGH if within_budget else None
             self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
             for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
                 pass
@@ -304,6 +307,7 @@ class OnlineDrafter(HeadFollower):
             self._reports.append(report)
             self.average.update(self.trainer.optimiser.masters())
             self._learned_tokens += int(report.tokens)
+            self.auto.note_update(statistics.mean(report.overlap))
 
     def _displace(self, seconds: float, owed: bool = True) -> None:
         """Counts time that others needed; `owed`: the budget is to pay for it."""
@@ -387,6 +391,7 @@ class OnlineDrafter(HeadFollower):
         self.trainer.restart()
         self.average.restart(self.trainer.optimiser.masters())
         self.probation = Probation()
+        self.auto.restart()
 
     def learned_weights(self) -> dict[str, torch.Tensor]:
         """Returns the mean of the newest weights in the head's type, where the head is."""

@@ -8,9 +8,11 @@ import torch
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import OnlineDrafter
 from paceline.drafting.publishing import Probation
-from paceline.drafting.when import AutoMonitor, DriftMonitor
+from paceline.drafting.when import AutoMonitor, DriftMonitor, Tally
 
 PREFIX = "online."
+# The policy's states along examples: on the host, and nobody changes them.
+STATES = f"{PREFIX}states."
 
 
 def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
@@ -104,11 +106,13 @@ def _drift(counters: Mapping[str, float]) -> DriftMonitor:
 def _auto(counters: Mapping[str, float]) -> AutoMonitor:
     return AutoMonitor(
         bool(counters["learning"]),
-        counters["accepted"],
-        counters["drafts"],
-        int(counters["rollouts"]),
-        counters["accepted_before"],
-        counters["drafts_before"],
+        _tally(_below(counters, "trial.")),
+        _tally(_below(counters, "before.")),
         _drift(_below(counters, "drift.")),
-        int(counters.get("updates", 0)),
     )
+
+
+def _tally(counters: Mapping[str, float]) -> Tally:
+    if not counters:  # of a run that began with an earlier version: a trial begins
+        return Tally()
+    return Tally(int(counters["count"]), counters["total"], counters["squares"])

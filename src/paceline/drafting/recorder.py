@@ -2,17 +2,17 @@
 
     prefill   prompt but its last token ──▶ handed over when the row enters
     step      position p of a row       ──▶ record[row, p], written again while the token there is not final
-    leave     a finished response       ──▶ states of its tokens, on the host, the longest within a limit
+    leave     a finished response       ──▶ its states, on the host, the longest within a limit
 
 A step writes its queries by their positions. Those behind the last kept sample hold states of tokens
 that were not kept, and the row's next step begins there, so it overwrites them: what a finished row has at p
-is what the policy computed for the token at p. The last token of a response is never run, and has none.
+is what the policy computed for the token at p. The last token of a response is never run, and has zeros:
+nothing attends to it.
 
 Rows beyond the recorder's share one line that nobody reads, so a captured graph need not know who is
 recorded. Where nothing is captured, a step without a recorded row writes nothing.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +61,13 @@ class Finished(NamedTuple):
 
     tokens_T: torch.Tensor
     prompt: int
-    states_CTE: torch.Tensor  # of all tokens but the last
+    states_CTE: torch.Tensor
+
+    @property
+    def states(self) -> TextStates:
+        """Its states, which share their memory."""
+        *captured, hidden_TE = self.states_CTE
+        return TextStates(hidden_TE[self.prompt - 1 : -1], tuple(captured))
 
 
 class StateRecorder:
@@ -118,7 +124,9 @@ class StateRecorder:
         self.row_S[slot] = self.shape.rows
         self.free.append(row)
         if finished and len(tokens_T) > len(request.prompt):
-            states_CTE = to_host(self.record_CNLE[:, row, : len(tokens_T) - 1])
+            self.record_CNLE[:, row, len(tokens_T) - 1] = 0.0
+            with torch.inference_mode(False):  # nothing could be learned from what is made under it
+                states_CTE = to_host(self.record_CNLE[:, row, : len(tokens_T)])
             self.finished.append(Finished(to_host(tokens_T), len(request.prompt), states_CTE))
             self._shrink()
 
@@ -129,33 +137,9 @@ class StateRecorder:
             shortest = min(range(len(self.finished)), key=lambda place: len(self.finished[place].tokens_T))
             excess -= self.finished.pop(shortest).states_CTE.nbytes
 
-    def take(self) -> Mapping[tuple[int, ...], TextStates]:
+    def take(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states of the responses that finished since the last call, by their tokens."""
         if self.record_CNLE.is_cuda:  # the copies to the host are complete then
             torch.cuda.current_stream(self.record_CNLE.device).synchronize()
         finished, self.finished = self.finished, []
-        return _Taken({tuple(text.tokens_T.tolist()): text for text in finished})
-
-
-class _Taken(Mapping[tuple[int, ...], TextStates]):
-    """States by tokens, each brought into its form when somebody asks for it: most are not needed."""
-
-    def __init__(self, finished: dict[tuple[int, ...], Finished]) -> None:
-        self.finished = finished
-
-    def __getitem__(self, tokens: tuple[int, ...]) -> TextStates:
-        """Returns the states of a text."""
-        text = self.finished[tokens]
-        # Copies: what was made under inference mode cannot be learned from.
-        states_CTE = text.states_CTE.clone()
-        last_1E = torch.zeros_like(states_CTE[0, :1])  # nothing attends to the last token's
-        captured = tuple(torch.cat((states_TE, last_1E)) for states_TE in states_CTE[:-1])
-        return TextStates(states_CTE[-1, text.prompt - 1 :], captured)
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Goes through the texts."""
-        return iter(self.finished)
-
-    def __len__(self) -> int:
-        """Returns how many texts there are."""
-        return len(self.finished)
+        return {tuple(text.tokens_T.tolist()): text.states for text in finished}

@@ -16,7 +16,7 @@ from paceline.drafting.eagle_folder import eagle_folder, head_for
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
 from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.online_state import load_early_state, load_online_state, online_state
+from paceline.drafting.online_state import STATES, load_early_state, load_online_state, online_state
 from paceline.drafting.saving import DrafterSaver
 from paceline.drafting.when import SIGMAS, TOLERANCE
 from paceline.policy.states import TextStates
@@ -76,6 +76,7 @@ class RunDrafter:
     def begin(self, run: Path, step: int) -> None:
         """Takes the run's folder, to save in; `step` is the last that was made."""
         self.saver = self.saver or DrafterSaver(run, self.warn)
+        self.saver.expect(sum(p.numel() for p in self.online.head.parameters()))
         self._kept = [step]
         self._compared = step > 0
         self.recording.want_states(self.online.wants_states)
@@ -118,7 +119,9 @@ class RunDrafter:
         assert self.saver is not None, "the run has begun"
         self._kept = list(kept)
         began = time.monotonic()
-        self.saver.save(step, self.online.head_to_keep(), online_state(self.online), kept)
+        state = online_state(self.online)
+        lasting = {name: state.pop(name) for name in [*state] if name.startswith(STATES)}
+        self.saver.save(step, self.online.head_to_keep(), state, kept, lasting)
         self.saver.waited = time.monotonic() - began
 
     def close(self) -> None:

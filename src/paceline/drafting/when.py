@@ -1,9 +1,9 @@
 """When a head learns during a run, from how often the first token of its drafts is accepted.
 
     drift    learns while the share is below what it was in the first rollouts
-    auto     learns on trial, goes on while the share clearly rises, rests at its level, and begins again when
-             it has drifted: whether a frozen head is enough differs from run to run; rests at once where its
-             budget is too small for any update to come about
+    auto     learns on trial, goes on while updates make the head better, rests then, and begins again when
+             the share has drifted: whether a frozen head is enough differs from run to run; rests at once
+             where its budget is too small for any update to come about
 
 Shares are compared by their standard deviation: a rollout with few drafts says little.
 """
@@ -20,13 +20,15 @@ BASELINE_ROLLOUTS = 4
 # Heads that are published after a fall; what they do not bring back is the policy's own doing, such as more
 # entropy.
 PATIENCE = 8
-# Rollouts of a trial; acceptance must clearly rise from one trial to the next for learning to go on,
-TRIAL_ROLLOUTS = 4
-# by more than this, and than chance explains, in standard deviations.
+# Updates of a trial; from one trial to the next the head's overlap with the policy must rise for learning to
+# go on,
+TRIAL_UPDATES = 8
+# by more than this, and than so many standard errors: few, since going on by mistake costs a trial, and to
+# rest by mistake what would have been learned.
 RISE = 0.003
-RISE_SIGMAS = 2.0
+RISE_ERRORS = 1.0
 # Steps within whose budget an update must come about: one that takes longer is no trial.
-REACH = 2 * TRIAL_ROLLOUTS
+REACH = 8
 # So many times as long is too long whatever disturbed the one slice that was timed.
 FAR = 3
 
@@ -72,65 +74,74 @@ class DriftMonitor:
 
 
 @dataclass
+class Tally:
+    """Numbers, by what their mean and its standard error follow from."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Takes a number in."""
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return self.total / max(1, self.count)
+
+    @property
+    def variance_of_mean(self) -> float:
+        """The square of the mean's standard error."""
+        deviations = max(0.0, self.squares - self.count * self.mean**2)
+        return deviations / max(1, self.count * (self.count - 1))
+
+
+@dataclass
 class AutoMonitor:
-    """Decides for `auto`; it begins with a trial, since nobody knows yet what learning gives."""
+    """Decides for `auto`; it begins with a trial, since nobody knows yet what learning gives.
+
+    What an update sees of the head before it learns, along responses that are mostly new, tells whether
+    learning still gives anything. Accepted first tokens do not: from 3.08 to 3.29 tokens a draft their share
+    stayed where it was, since what comes after them got better (docs/drafters.md).
+    """
 
     learning: bool = True
-    # Sums of the trial at hand, and of the one before: accepted first tokens, drafts, rollouts.
-    accepted: float = 0.0
-    drafts: float = 0.0
-    rollouts: int = 0
-    accepted_before: float = 0.0
-    drafts_before: float = 0.0
+    trial: Tally = field(default_factory=Tally)  # overlaps of the updates at hand
+    before: Tally = field(default_factory=Tally)  # and of the trial before
     drift: DriftMonitor = field(default_factory=DriftMonitor)
-    updates: int = 0  # of the head, in the trial at hand
 
-    def note_update(self) -> None:
-        """Takes in that the head was replaced by one that has learned.
-
-        With the first one the trial begins: what drafted before has learned nothing in it.
-        """
-        if not self.updates:
-            self._count_anew()
-        self.updates += 1
+    def note_update(self, overlap: float) -> None:
+        """Takes in how well the head agreed with the policy along what an update learned from, of 1."""
+        self.trial.add(overlap)
+        if self.trial.count < TRIAL_UPDATES:
+            return
+        if self.before.count and not self._has_risen():
+            self.rest()
+        else:
+            self.before, self.trial = self.trial, Tally()
 
     def update(self, share: float, drafts: int) -> bool:
         """Takes in a rollout's share of accepted first tokens; returns whether the head should learn now."""
-        if not self.learning:
-            if not self.drift.update(share, drafts):
-                return False
-            self._begin()
-        self.accepted += share * drafts
-        self.drafts += drafts
-        self.rollouts += 1
-        if self.rollouts == TRIAL_ROLLOUTS:
-            if self.updates:  # of a head that did not learn, nothing follows
-                self.learning = not self.drafts_before or self._risen()
-            if not self.learning:
-                self.drift = DriftMonitor()
-            self.accepted_before, self.drafts_before = self.accepted, self.drafts
-            self._count_anew()
+        if not self.learning and self.drift.update(share, drafts):
+            self.learning = True
         return self.learning
 
     def rest(self) -> None:
         """Stops learning until acceptance drifts."""
-        self._begin()
         self.learning = False
+        self.restart()
         self.drift = DriftMonitor()
 
-    def _begin(self) -> None:
-        self.learning = True
-        self.accepted_before = self.drafts_before = 0.0
-        self._count_anew()
+    def restart(self) -> None:
+        """Begins a trial: the head is another one."""
+        self.trial, self.before = Tally(), Tally()
 
-    def _count_anew(self) -> None:
-        self.accepted = self.drafts = 0.0
-        self.rollouts = self.updates = 0
-
-    def _risen(self) -> bool:
-        before, now = self.accepted_before / self.drafts_before, self.accepted / self.drafts
-        chance = RISE_SIGMAS * deviation(before, self.drafts_before, now, self.drafts)
-        return now > before + max(RISE, chance)
+    def _has_risen(self) -> bool:
+        chance = math.sqrt(self.before.variance_of_mean + self.trial.variance_of_mean)
+        return self.trial.mean > self.before.mean + max(RISE, RISE_ERRORS * chance)
 
 
 @dataclass
