@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 # The mean is over about one update in so many: the newest,
-PART = 4
+PART = 8
 # and over no more than these, since what they follow moves.
 LONGEST = 32
 

@@ -37,7 +37,7 @@ from paceline.drafting.reach import Reach
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
-from paceline.drafting.when import DriftMonitor, TimeBudget
+from paceline.drafting.when import REACH, DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -48,6 +48,9 @@ COMPARED_PASSAGES = 8
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 2
+# Where time is short, it is saved up for so many slices: the first one of a step takes longer than those that
+# follow, and what all of them come to is published once.
+SAVED_SLICES = 3
 # Where time is short, one update's tokens by this are enough to learn from, if no others have states: making
 # them costs a pass through the whole policy.
 ENOUGH = 4
@@ -164,7 +167,8 @@ class OnlineDrafter(HeadFollower):
         self.buffer.shrink()
         if self.probation.proven and (self._reports or not proven):
             self.publish(step)
-        self._tokens = self._tokens_of(self._learned_tokens)
+        if self._learned_tokens or self.budget.credit <= 0:  # it does not only save up
+            self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.
         self._displace(time.perf_counter() - began - (self.spent.displaced - counted), owed=due)
         return self.take_metrics() | {
@@ -177,7 +181,7 @@ class OnlineDrafter(HeadFollower):
         within_budget = self.config.when == "auto"
         granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
-        if not (within_budget and self._is_out_of_reach(granted, owed)):
+        if not (within_budget and (self._is_out_of_reach(granted, owed) or self._saves_up(granted))):
             enough = self._update_tokens // ENOUGH if within_budget else None
             self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
             for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
@@ -206,6 +210,10 @@ class OnlineDrafter(HeadFollower):
             return False
         slices = max(1.0, self._update_tokens / self.learning.slice_rows)
         return self.reach.is_out(slices, granted, owed)
+
+    def _saves_up(self, granted: float) -> bool:
+        """Returns whether it is better to wait, in steps that grant so many seconds each."""
+        return self.budget.credit < min(SAVED_SLICES * self.reach.median, REACH / 2 * granted)
 
     @property
     def _update_tokens(self) -> int:

@@ -42,10 +42,13 @@ class Reach:
         """
         if owed > REACH * granted:
             return True
-        if not self.seconds:
-            return False
         within = REACH if len(self.seconds) >= TRUSTED else FAR * REACH
-        return slices * statistics.median(self.seconds) > within * granted
+        return slices * self.median > within * granted
+
+    @property
+    def median(self) -> float:
+        """What a slice takes; 0 as long as nobody knows."""
+        return statistics.median(self.seconds) if self.seconds else 0.0
 
     def tell(self) -> None:
         """Says once that the head does not learn."""
