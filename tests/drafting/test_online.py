@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.config import ConfigError, OnlineDrafterConfig, load_config
+from paceline.drafting import judging, state_tap
 from paceline.drafting import online as online_module
-from paceline.drafting import state_tap
 from paceline.drafting.eagle import EagleDrafter
 from paceline.drafting.eagle_folder import load_eagle, save_eagle
 from paceline.drafting.examples import TOKEN_BYTES, Example, longest_texts
@@ -286,7 +286,7 @@ def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
     start = {name: p.detach().clone() for name, p in head.named_parameters()}
     groups = groups_of(policy, 1)
     first = online(policy, head, unroll=1, batch=32)
-    first.quality = iter_quality(0.6, 0.7)
+    first.judge.quality = iter_quality(0.6, 0.7)
     for step in range(1, 9):
         assert follow(first, step, groups)["drafter/updates"] == 1
         assert not first.probation.proven and first.publisher.current.version == 0
@@ -299,7 +299,7 @@ def test_a_head_drafts_when_it_is_as_good_as_the_one_that_does(moved):
     for name, weight in second.publisher.current.weights.items():
         assert torch.equal(weight, start[name]), name
     for drafter in (first, second):
-        drafter.quality = iter_quality(0.7, 0.7)
+        drafter.judge.quality = iter_quality(0.7, 0.7)
         for step in (9, 10):
             follow(drafter, step, groups)
             assert drafter.probation.proven and drafter.publisher.current.version == step, "compared once"
@@ -313,14 +313,14 @@ def test_a_head_that_is_found_good_drafts_at_once(moved, monkeypatch):
     policy, head = moved
     drafter, groups = online(policy, head, when="auto", unroll=1, batch=32), groups_of(policy, 1)
     let_slices_take(1.0, drafter, monkeypatch)
-    drafter.quality = iter_quality(0.8, 0.7)
+    drafter.judge.quality = iter_quality(0.8, 0.7)
     for step in range(1, FIRST_COMPARED + 1):
         assert follow(drafter, step, groups, 1000.0)["drafter/updates"] == 1
     assert drafter.publisher.current.version == 0
     drafter.budget.credit = -100.0
     metrics = follow(drafter, 5, groups, 1000.0)
     assert metrics["drafter/updates"] == 0 and drafter.publisher.current.version == 5
-    drafter.quality = iter_quality()
+    drafter.judge.quality = iter_quality()
     assert follow(drafter, 6, groups, 1000.0)["drafter/version"] == 5, "nothing new to publish"
 
 
@@ -329,10 +329,10 @@ def test_heads_are_compared_along_texts_that_they_have_not_learned_from(moved):
     policy, head = moved
     drafter = online(policy, head, unroll=1, batch=32)
     seen = []
-    quality = drafter.quality
-    drafter.quality = lambda head: (
+    quality = drafter.judge.quality
+    drafter.judge.quality = lambda head, count: (
         seen.append((max(e.step for e in drafter.buffer), drafter.average.updates)),
-        quality(head),
+        quality(head, count),
     )[1]
     for step in range(1, 6):
         follow(drafter, step, groups_of(policy, 1))
@@ -351,7 +351,7 @@ def test_without_memory_heads_are_not_compared(moved, monkeypatch):
     def no_memory(*arguments):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(online_module, "compare_rows", no_memory)
+    monkeypatch.setattr(judging, "compare_rows", no_memory)
     for step in range(1, 7):
         follow(drafter, step, groups)
     assert not drafter.probation.proven and drafter.publisher.current.version == 0
@@ -363,7 +363,7 @@ def test_drift_counts_the_steps_after_which_a_head_was_published(moved):
     """Good enough after 8 updates, one a step: what they brought back shows in the rollouts after that."""
     policy, head = moved
     drafter, groups = online(policy, head, when="drift", unroll=1, batch=32), groups_of(policy, 1)
-    drafter.quality = iter_quality(0.6, 0.7, 0.7, 0.7)
+    drafter.judge.quality = iter_quality(0.6, 0.7, 0.7, 0.7)
     drafter.observe(0.9, 5000)
     follow(drafter, 0, groups)
     versions = []
@@ -399,7 +399,7 @@ def test_a_debt_is_paid_off_while_auto_rests(moved):
 def iter_quality(*values: float):
     """Returns a `quality` that gives these answers, and no more."""
     answers = iter(values)
-    return lambda head: next(answers)
+    return lambda head, count: next(answers)
 
 
 def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
@@ -408,7 +408,7 @@ def test_a_comparison_looks_at_both_heads_and_changes_neither(moved):
     follow(drafter, 1, groups)
     before = {name: p.detach().clone() for name, p in drafter.head.named_parameters()}
     ruined = {name: torch.zeros_like(p) for name, p in before.items()}
-    assert drafter._judge(before) == drafter.quality(drafter.head) > drafter._judge(ruined) + 0.2
+    assert drafter._judge(before) == drafter.judge.quality(drafter.head) > drafter._judge(ruined) + 0.2
     assert all(torch.equal(p, before[name]) for name, p in drafter.head.named_parameters())
     masters = drafter.trainer.optimiser.masters()
     assert all(torch.equal(masters[name], weight) for name, weight in before.items())
@@ -476,7 +476,7 @@ def test_a_comparison_of_heads_is_paid_from_the_budget(moved, monkeypatch):
     follow(drafter, 1, groups, 1e6)
     drafter.observe(0.5, 5000)
     clock = let_slices_take(0.0, drafter, monkeypatch)
-    drafter.quality = lambda head: clock.__setitem__(0, clock[0] + 1.0) or 0.5
+    drafter.judge.quality = lambda head, count: clock.__setitem__(0, clock[0] + 1.0) or 0.5
     drafter.due = False
     credit = drafter.budget.credit
     assert drafter.publisher.suspect and drafter.needs_memory

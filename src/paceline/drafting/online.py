@@ -32,19 +32,18 @@ from paceline.drafting.examples import (
     passages,
 )
 from paceline.drafting.follower import HeadFollower
+from paceline.drafting.judging import HeadJudge
 from paceline.drafting.publishing import Drafting, Probation, restore
 from paceline.drafting.reach import Reach
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
-from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining, compare_rows
+from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
 from paceline.drafting.when import REACH, DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
 from paceline.types import Group
 
-# Passages along which two versions of a head are compared.
-COMPARED_PASSAGES = 8
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 2
@@ -94,6 +93,7 @@ class OnlineDrafter(HeadFollower):
         self.probation = Probation()
         self.learning = SlicedLearning(policy, self.trainer, config.batch)
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
+        self.judge = HeadJudge(policy, self.learning, self.buffer)
         self.tap = StateTap(self.head.config.captured_layers, self.buffer.max_bytes // STEPS_KEPT)
         self.budget = TimeBudget(config.budget)
         self.spent = Spent()
@@ -334,34 +334,15 @@ class OnlineDrafter(HeadFollower):
             f"{self.learning.slice_rows} tokens at a time"
         )
 
-    @torch.no_grad()
-    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
-        """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
-
-        They are of the newest step whose texts have states; None where no text has.
-        """
-        ready = [e for e in self.buffer if e.states is not None]
-        newest = max((e.step for e in ready), default=0)
-        chosen = [p for e in ready if e.step == newest for p in passages(e, self.learning.passage_rows)]
-        sums = [
-            compare_rows(self.policy, head, *self.learning.inputs(part))
-            for part in self.learning.cut(chosen[:count])
-        ]
-        tokens = sum(tokens for _, tokens in sums)
-        return sum(total for total, _ in sums) / tokens if tokens else None
-
     def _judge(self, weights: Mapping[str, torch.Tensor]) -> float | None:
-        """Returns the `quality` of a head of these weights, at the expense of the time to learn in.
+        """Returns how well a head of these weights drafts, at the expense of the time to learn in.
 
-        None where there is no memory for it, too.
+        None where nothing tells it, or there is no memory for it.
         """
         began = time.perf_counter()
         overlap = None
-        present = super().learned_weights()
-        restore(self.head, weights)
         with suppress(torch.OutOfMemoryError):
-            overlap = self.quality(self.head)
-        restore(self.head, present)
+            overlap = self.judge.quality_of(self.head, weights)
         self._displace(time.perf_counter() - began)
         return overlap
 

@@ -17,8 +17,9 @@ import torch
 from paceline.config import Config
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.examples import Example
-from paceline.drafting.online import COMPARED_PASSAGES, OnlineDrafter
-from paceline.drafting.publishing import restore, snapshot
+from paceline.drafting.judging import COMPARED_PASSAGES
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.publishing import snapshot
 from paceline.drafting.run_drafter import Recording, record_bytes
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
@@ -93,11 +94,7 @@ class ReplicaTrainer:
         """Returns how well a head of these weights drafts along this replica's texts; None: it has none."""
         if not len(self.online.buffer):
             return None
-        present = snapshot(self.online.head)
-        restore(self.online.head, weights)
-        overlap = self.online.quality(self.online.head, self._compared)
-        restore(self.online.head, present)
-        return overlap
+        return self.online.judge.quality_of(self.online.head, weights, self._compared)
 
     def _plan(self) -> None:
         """Plans the term's work: of a term that went on, only what has come since."""

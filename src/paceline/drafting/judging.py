@@ -1,0 +1,51 @@
+"""How well heads draft along the newest responses: what is compared before one takes another's place."""
+
+from collections.abc import Mapping
+
+import torch
+
+from paceline.drafting.eagle_head import EagleHead
+from paceline.drafting.examples import ExampleBuffer, passages
+from paceline.drafting.publishing import restore
+from paceline.drafting.slices import SlicedLearning
+from paceline.drafting.training import compare_rows
+from paceline.policy.decoder import Decoder
+
+# Passages along which two versions of a head are compared.
+COMPARED_PASSAGES = 8
+
+
+class HeadJudge:
+    """Compares heads along passages of the newest step whose texts have states."""
+
+    def __init__(self, policy: Decoder, learning: SlicedLearning, buffer: ExampleBuffer) -> None:
+        self.policy = policy
+        self.learning = learning
+        self.buffer = buffer
+
+    @torch.no_grad()
+    def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
+        """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
+
+        None where no text has states.
+        """
+        ready = [e for e in self.buffer if e.states is not None]
+        newest = max((e.step for e in ready), default=0)
+        chosen = [p for e in ready if e.step == newest for p in passages(e, self.learning.passage_rows)]
+        sums = [
+            compare_rows(self.policy, head, *self.learning.inputs(part))
+            for part in self.learning.cut(chosen[:count])
+        ]
+        tokens = sum(tokens for _, tokens in sums)
+        return sum(total for total, _ in sums) / tokens if tokens else None
+
+    def quality_of(
+        self, head: EagleHead, weights: Mapping[str, torch.Tensor], count: int = COMPARED_PASSAGES
+    ) -> float | None:
+        """Returns the quality that the head has with these weights; it has its own again afterwards."""
+        present = {name: p.detach().clone() for name, p in head.named_parameters()}
+        restore(head, weights)
+        try:
+            return self.quality(head, count)
+        finally:
+            restore(head, present)
