@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,14 +142,14 @@ def test_drift_decides(moved):
     assert updates == [0, 1, 1, 0, 0], "as the last rollout in which it drafted said"
 
 
-def let_slices_take(seconds: float, drafter: OnlineDrafter, monkeypatch) -> list[float]:
+def let_slices_take(seconds: float | Callable[[], float], drafter: OnlineDrafter, monkeypatch) -> list[float]:
     """Replaces the clock by one that only slices move on; returns what it shows."""
     clock = [0.0]
 
     def slow(function):
         def run(*arguments) -> None:
             function(*arguments)
-            clock[0] += seconds
+            clock[0] += seconds() if callable(seconds) else seconds
 
         return run
 
@@ -166,7 +168,7 @@ def test_auto_stays_within_its_budget_and_uses_time_that_nobody_needs(moved, mon
     groups = groups_of(policy, 40)
     steps = [follow(drafter, step, groups, 250.0, recorded=True) for step in range(1, 9)]
     spent = [metrics["time/drafter_displaced"] for metrics in steps]
-    assert 8 * 2.5 - 1 <= sum(spent) <= 8 * 2.5 + 1, spent
+    assert 8 * 2.5 - 1 <= sum(spent) - 1 <= 8 * 2.5, "the first slice sets libraries up"
     answers = iter([True] * 5 + [False] * 100)
     drafter.learn_while(lambda: next(answers))
     metrics = drafter.take_metrics()
@@ -188,6 +190,61 @@ def test_auto_saves_up_for_several_slices(moved, monkeypatch):
     steps = [follow(drafter, step, groups, 90.0, recorded=True) for step in range(1, 13)]
     spent = [metrics["time/drafter_displaced"] for metrics in steps]
     assert set(spent[1:]) <= {0.0, 3.0, 4.0} and 0.9 * 11 - 4 <= sum(spent[1:]) <= 0.9 * 12, spent
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_adds_less_than_its_share_whatever_slices_take(moved, monkeypatch, seed):
+    """What a slice takes is saved up before it begins; learning goes on all the same."""
+    policy, head = moved
+    rng = random.Random(seed)
+    drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
+    drafter.probation = Probation(proven=True)
+    let_slices_take(lambda: rng.uniform(0.8, 1.4), drafter, monkeypatch)
+    groups = groups_of(policy, 8)
+    seconds = [rng.uniform(60.0, 200.0) for _ in range(30)]
+    steps = [follow(drafter, step, groups, s, recorded=True) for step, s in enumerate(seconds, 1)]
+    share = sum(metrics["time/drafter_displaced"] for metrics in steps[1:]) / sum(seconds[1:])
+    assert 0.008 < share < 0.01, "in the first step a slice sets libraries up"
+
+
+def test_steps_that_only_save_up_copy_no_states(moved, monkeypatch):
+    """A second a slice, 1% of steps of 50 s: six steps save up for the next three slices.
+
+    In the step after a new head was published its texts may have to say how good it is.
+    """
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=2, budget=0.01)
+    drafter.probation = Probation(proven=True)
+    let_slices_take(1.0, drafter, monkeypatch)
+    groups = groups_of(policy, 8)
+    asked, learned = [], []
+    for step in range(1, 25):
+        drafter.expect(groups)
+        asked.append(bool(drafter.tap.wanted))
+        assert drafter.wants_states == asked[-1] or not drafter._passed_over
+        needs_memory = drafter.needs_memory
+        drafter.observe(0.9, 5000)
+        states = {text.tokens: states_of(drafter, text) for text in drafter._texts} if asked[-1] else {}
+        metrics = drafter.follow(step, states, 50.0)
+        learned.append(metrics["time/drafter_displaced"] > 0)
+        assert needs_memory == learned[-1] or step == 1
+    assert 3 <= sum(learned) <= 6, learned
+    after_learning = [False, *learned[:-1]]
+    assert asked == [True] + [a or b for a, b in zip(learned[1:], after_learning[1:], strict=True)]
+
+
+def test_auto_that_rests_lets_go_of_what_it_had_planned(moved):
+    policy, head = moved
+    drafter, groups = online(policy, head, when="auto", unroll=1, batch=4), groups_of(policy, 8)
+    drafter.expect(groups)
+    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in drafter._texts])
+    drafter.plan("1", drafter.buffer.examples, 320)
+    next(drafter.slices(lambda: False, idle=True))
+    assert drafter.learning.work and drafter.trainer.accumulated
+    drafter.auto.rest()  # as after an update that was no better than those before
+    drafter.observe(0.9, 5000)
+    follow(drafter, 2, groups, 1e6)
+    assert not drafter.learning.work and not drafter.trainer.accumulated and not drafter.due
 
 
 def test_auto_rests_where_its_budget_is_too_small_for_an_update(moved, monkeypatch):

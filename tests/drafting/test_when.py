@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paceline.drafting.when import PATIENCE, TRIAL_UPDATES, AutoMonitor, DriftMonitor, TimeBudget
+from paceline.drafting.when import PATIENCE, REACH, TRIAL_UPDATES, AutoMonitor, DriftMonitor, TimeBudget
 
 
 def learns(monitor, chances: list[float], drafts: int, seed: int = 0, updates: bool = True) -> list[bool]:
@@ -72,7 +72,7 @@ def test_auto_tries_and_rests_where_a_frozen_head_is_enough():
 
 
 def test_auto_goes_on_while_updates_make_the_head_better():
-    """A general head on another task gained 0.0026 an update (docs/drafters.md); it settles at the end."""
+    """A general head on another task gained 0.0026 an update (docs/benchmarks/heads.md); it settles."""
     rising = [0.79 + 0.0026 * update for update in range(32)]
     for seed in range(40):
         assert tries(AutoMonitor(), rising, seed=seed) == len(rising)
@@ -109,4 +109,4 @@ def test_time_is_granted_by_steps_saved_up_and_paid_back():
     assert budget.credit < 0
     for _ in range(100):
         budget.grant(10.0)
-    assert budget.credit == pytest.approx(TimeBudget.SAVED_STEPS * 0.1), "not more than a few steps' worth"
+    assert budget.credit == pytest.approx(REACH * 0.1), "not more than a few steps' worth"

@@ -38,7 +38,7 @@ from paceline.drafting.reach import Reach
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
-from paceline.drafting.when import REACH, DriftMonitor, TimeBudget
+from paceline.drafting.when import DriftMonitor, TimeBudget
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -102,6 +102,7 @@ class OnlineDrafter(HeadFollower):
         self._learned_tokens = 0
         self.reach = Reach(config.budget, warn)
         self._passed_over = True  # by the learner, as far as is known
+        self._saving = False  # this step's time for the next ones
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
@@ -109,7 +110,13 @@ class OnlineDrafter(HeadFollower):
     def expect(self, groups: Sequence[Group]) -> None:
         """Chooses the texts to learn from, and asks for their states in the pass that the learner makes."""
         self._texts = longest_texts(groups, self._tokens, SPREAD * self._tokens, self._room)
-        self.tap.choose(self._texts if self.due else [])
+        self.tap.choose(self._texts if self._uses_states else [])
+
+    @property
+    def _uses_states(self) -> bool:
+        """Whether this step's states are learned from, or tell how good a head is that is new."""
+        is_new = not self.publisher.current.drafts or self.publisher.suspect
+        return self.due and (not self._saving or is_new or self.probation.is_due(self.average.updates))
 
     @property
     def _room(self) -> int:
@@ -121,7 +128,7 @@ class OnlineDrafter(HeadFollower):
     @property
     def wants_states(self) -> bool:
         """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
-        return self.due and (self.config.when != "auto" or self._passed_over)
+        return self._uses_states and (self.config.when != "auto" or self._passed_over)
 
     def charge(self, seconds: float) -> None:
         """Takes in what others needed on behalf of the head."""
@@ -130,7 +137,8 @@ class OnlineDrafter(HeadFollower):
     @property
     def needs_memory(self) -> bool:
         """Whether `follow` will learn, or compare heads."""
-        return self.due or self.publisher.suspect or self.probation.is_due(self.average.updates)
+        learns = self.due and not self._saving
+        return learns or self.publisher.suspect or self.probation.is_due(self.average.updates)
 
     def follow(
         self, step: int, recorded: Mapping[tuple[int, ...], TextStates], step_seconds: float = 0.0
@@ -140,19 +148,19 @@ class OnlineDrafter(HeadFollower):
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
         """
-        due = self.due
+        due, saving = self.due, self._saving
         copying, pinning = self.tap.take_seconds()
-        self._displace(copying, owed=due)
-        self._displace(pinning, owed=False)  # as what the first slice sets up
+        self._displace(copying + pinning, owed=due)
         began, counted = time.perf_counter(), self.spent.displaced
-        found = self.tap.take()
+        asked, found = bool(self.tap.wanted), self.tap.take()
         examples = [
             Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))
             for text in self._texts
         ]
         with_states = sum(example.states is not None for example in examples)
         passed_over = sum(text.tokens not in found for text in self._texts)
-        self._passed_over = passed_over > PASSED_OVER * len(examples)
+        if asked:
+            self._passed_over = passed_over > PASSED_OVER * len(examples)
         self._texts = []
         self.buffer.add(step, examples)
         if self.config.when == "auto":
@@ -164,13 +172,17 @@ class OnlineDrafter(HeadFollower):
             self._prove()  # by texts that it has not learned from
             if self.due:
                 self._learn_in_turn(step, step_seconds)
+        if self.config.when == "auto" and not self.auto.learning:
+            self.learning.abandon()  # what is planned holds on to states
+            self.due = False
         self.buffer.shrink()
         if self.probation.proven and (self._reports or not proven):
             self.publish(step)
-        if self._learned_tokens or self.budget.credit <= 0:  # it does not only save up
+        if not saving:
             self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.
         self._displace(time.perf_counter() - began - (self.spent.displaced - counted), owed=due)
+        self._saving = self.config.when == "auto" and self._saves_up(step_seconds)
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
@@ -181,10 +193,10 @@ class OnlineDrafter(HeadFollower):
         within_budget = self.config.when == "auto"
         granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
-        if not (within_budget and (self._is_out_of_reach(granted, owed) or self._saves_up(granted))):
+        if not (within_budget and (self._saving or self._is_out_of_reach(granted, owed))):
             enough = self._update_tokens // ENOUGH if within_budget else None
             self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
-            for _ in self.slices(lambda: within_budget and self.budget.credit <= 0, idle=False):
+            for _ in self.slices(lambda: within_budget and not self._can_pay(step_seconds), idle=False):
                 pass
         if within_budget and self._is_out_of_reach(granted, owed):
             self.reach.tell()
@@ -211,9 +223,18 @@ class OnlineDrafter(HeadFollower):
         slices = max(1.0, self._update_tokens / self.learning.slice_rows)
         return self.reach.is_out(slices, granted, owed)
 
-    def _saves_up(self, granted: float) -> bool:
-        """Returns whether it is better to wait, in steps that grant so many seconds each."""
-        return self.budget.credit < min(SAVED_SLICES * self.reach.median, REACH / 2 * granted)
+    def _price(self, step_seconds: float) -> float:
+        """Returns what a slice is expected to take; what nobody could save up for is tried all the same."""
+        return min(self.reach.median, self.budget.most(step_seconds))
+
+    def _can_pay(self, step_seconds: float) -> bool:
+        """Returns whether there is time for a slice: what it takes is saved up first, not owed afterwards."""
+        return self.budget.credit > 0 and self.budget.credit >= self._price(step_seconds)
+
+    def _saves_up(self, step_seconds: float) -> bool:
+        """Returns whether the next step had better wait, if it takes as long as this one."""
+        several = min(SAVED_SLICES * self.reach.median, self.budget.most(step_seconds) / 2)
+        return self.budget.after(step_seconds) < max(several, self._price(step_seconds))
 
     @property
     def _update_tokens(self) -> int:

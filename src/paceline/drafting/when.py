@@ -105,7 +105,7 @@ class AutoMonitor:
 
     What an update sees of the head before it learns, along responses that are mostly new, tells whether
     learning still gives anything. Accepted first tokens do not: from 3.08 to 3.29 tokens a draft their share
-    stayed where it was, since what comes after them got better (docs/drafters.md).
+    stayed where it was, since what comes after them got better (docs/benchmarks/heads.md).
     """
 
     learning: bool = True
@@ -149,16 +149,20 @@ class TimeBudget:
     """The time that learning may add to steps: a share of what steps take without it."""
 
     share: float
-    # Seconds that may be spent now; below 0 after a slice that took longer than was left.
+    # Seconds that may be spent now; below 0 after what took longer than was left.
     credit: float = 0.0
-
-    # Steps whose share can be saved up, for a slice that is longer than one step's.
-    SAVED_STEPS = 8
 
     def grant(self, step_seconds: float) -> None:
         """Adds a step's share."""
-        granted = self.share * step_seconds
-        self.credit = min(self.credit + granted, self.SAVED_STEPS * granted)
+        self.credit = self.after(step_seconds)
+
+    def after(self, step_seconds: float) -> float:
+        """Returns the credit after a step of so many seconds."""
+        return min(self.credit + self.share * step_seconds, self.most(step_seconds))
+
+    def most(self, step_seconds: float) -> float:
+        """Returns what can be saved up, for a slice that is longer than one step's share."""
+        return REACH * self.share * step_seconds
 
     def spend(self, seconds: float) -> None:
         """Takes what was spent out of the time that others needed."""
