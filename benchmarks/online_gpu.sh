@@ -40,7 +40,7 @@ part() { # NAME COMMAND...: runs a part within its limit; its log is OUT/NAME.lo
 }
 tests() {
   part tests "$PYTHON" -m pytest -q -m gpu tests/drafting/test_draft_attention.py tests/drafting/test_head_pass.py \
-    tests/drafting/test_online.py tests/drafting/test_states.py
+    tests/drafting/test_online_run.py tests/drafting/test_states.py
 }
 policy() {
   [ -e "$COUNTDOWN/config.json" ] || part policy "$PYTHON" -m paceline warmup "$COUNTDOWN" run.device=cuda \

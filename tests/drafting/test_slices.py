@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.drafting.eagle_head import EagleHead, config_for
-from paceline.drafting.examples import Example, ExampleBuffer, Passage, passages
+from paceline.drafting.examples import TOKEN_BYTES, Example, ExampleBuffer, Passage, host_bytes, passages
 from paceline.drafting.head_pass import HeadPass
 from paceline.drafting.slices import SLICE_ROWS, SlicedLearning
 from paceline.drafting.training import HeadTrainer, HeadTraining, compare_rows
@@ -211,7 +211,7 @@ def test_the_buffer_keeps_two_steps_longest_first():
 def test_the_buffer_stays_within_its_bytes_and_lets_the_short_ones_go_first():
     sequences = [text(3, n) for n in (40, 30, 20, 10)]
     made = [Example(s, 1, 0, states_of(s)) for s in sequences]
-    total = sum(e.bytes for e in made)
+    total = sum(TOKEN_BYTES * len(e.sequence.tokens) + e.states.bytes for e in made)
     states = [e.states.bytes for e in made]
     for limit, kept, with_states in (
         (total, 4, 4),
@@ -344,3 +344,12 @@ def test_what_fills_a_slice_is_no_longer_than_the_policys_texts(policy):
 
 def _length(passage: Passage) -> int:
     return passage.example.sequence.prompt_length + passage.stop
+
+
+def test_host_memory_is_counted_with_what_a_block_holds_beside():
+    """A block of pinned memory stays as long as anything in it does; equal responses share their states."""
+    block = torch.zeros(100, 4)
+    lone = TextStates(block[:3], (block[10:15],))
+    other = TextStates(torch.ones(4, 8), (torch.ones(7, 8),))
+    examples = [Example(text(3, 3), 1, 0, s) for s in (lone, lone, other, None)]
+    assert host_bytes(examples) == block.nbytes + other.bytes

@@ -13,6 +13,8 @@ def damage(run: Path, rng: random.Random) -> str:
     if rng.random() < 0.25:
         return rng.choice((_junk_in_metrics, _strange_samples, _strange_checkpoints, _leftovers))(run, rng)
     files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+    if not files:  # a run that was killed early, and lost its recipe before
+        return "nothing"
     victim = rng.choice(files)
     name = str(victim.relative_to(run))
     if name == RECIPE:

@@ -17,7 +17,8 @@ class OnlineDrafterConfig(Section):
         "never",
         description="when the eagle head learns from the run's own responses: "
         "drift: when its acceptance has fallen; always: after every step; "
-        "auto: while its acceptance rises or has fallen, in time that nobody needs and within `budget`",
+        "auto: while updates make it better or its acceptance has fallen, in time that nobody needs and "
+        "within `budget`",
     )
     lr: float = Field(1e-3, gt=0, description="learning rate of the eagle head")
     tokens: int = Field(

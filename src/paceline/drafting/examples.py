@@ -7,7 +7,8 @@ The tail is where speculation pays, so long responses come first, and the shorte
 What is older than the last step was written by a policy of the past, and goes, too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,12 +32,6 @@ class Example:
     version: int  # of the weights that made the states, or will
     states: TextStates | None = None
 
-    @property
-    def bytes(self) -> int:
-        """What it takes of host memory."""
-        own = TOKEN_BYTES * len(self.sequence.tokens)
-        return own if self.states is None else own + self.states.bytes
-
 
 class ExampleBuffer:
     """Examples of the newest steps, longest first within `max_bytes`."""
@@ -53,8 +48,9 @@ class ExampleBuffer:
 
     @property
     def bytes(self) -> int:
-        """What all examples take."""
-        return sum(example.bytes for example in self.examples)
+        """What all examples take; equal responses share their states."""
+        shared = {id(e.states): e.states.bytes for e in self.examples if e.states is not None}
+        return TOKEN_BYTES * sum(len(e.sequence.tokens) for e in self.examples) + sum(shared.values())
 
     def add(self, step: int, examples: Sequence[Example]) -> None:
         """Takes in the examples of a step, and lets go of what is too old or too much."""
@@ -68,14 +64,17 @@ class ExampleBuffer:
         Work that is planned keeps what it needs.
         """
         excess = self.bytes - self.max_bytes
+        holders = Counter(id(e.states) for e in self.examples)
         for place, example in reversed([*enumerate(self.examples)]):
             if excess <= 0:
                 return
             if example.states is not None:
-                excess -= example.states.bytes
+                holders[id(example.states)] -= 1
+                if not holders[id(example.states)]:
+                    excess -= example.states.bytes
                 self.examples[place] = replace(example, states=None)
         while self.examples and excess > 0:
-            excess -= self.examples.pop().bytes
+            excess -= TOKEN_BYTES * len(self.examples.pop().sequence.tokens)
 
     def drop_without_states(self) -> None:
         """Lets go of examples whose states would have to be computed."""
@@ -140,6 +139,18 @@ class ExampleBuffer:
             )
             self.examples.append(Example(sequence, step, version, _states(tensors, index)))
         self.shrink()
+
+
+def host_bytes(examples: Iterable[Example]) -> int:
+    """Returns what the examples' states hold of host memory, with what lies in a block beside them."""
+    tensors = (
+        tensor
+        for example in examples
+        if example.states is not None
+        for tensor in (example.states.hidden_RE, *example.states.captured_TE)
+    )
+    storages = {storage.data_ptr(): storage.nbytes() for t in tensors for storage in [t.untyped_storage()]}
+    return sum(storages.values())
 
 
 def _within(examples: Sequence[Example], tokens: int) -> list[Example]:

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -28,17 +27,18 @@ from paceline.drafting.examples import (
     TOKEN_BYTES,
     Example,
     ExampleBuffer,
+    host_bytes,
     longest_texts,
     passages,
 )
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.judging import HeadJudge
+from paceline.drafting.learning_time import LearningTime
 from paceline.drafting.publishing import Drafting, Probation, restore
-from paceline.drafting.reach import Reach
 from paceline.drafting.slices import SlicedLearning
 from paceline.drafting.state_tap import StateTap
 from paceline.drafting.training import HeadStep, HeadTrainer, HeadTraining
-from paceline.drafting.when import DriftMonitor, TimeBudget
+from paceline.drafting.when import DriftMonitor
 from paceline.learning.batch import TrainingSequence
 from paceline.policy.decoder import Decoder
 from paceline.policy.states import TextStates
@@ -47,22 +47,11 @@ from paceline.types import Group
 # Texts whose states are kept have so many times the tokens that are learned from, where the buffer holds
 # them: passages of few texts are much alike.
 SPREAD = 2
-# Where time is short, it is saved up for so many slices: the first one of a step takes longer than those that
-# follow, and what all of them come to is published once.
-SAVED_SLICES = 3
 # Where time is short, one update's tokens by this are enough to learn from, if no others have states: making
 # them costs a pass through the whole policy.
 ENOUGH = 4
 # Where time is short, the engine records states while the learner passes over more than this share of texts.
 PASSED_OVER = 0.25
-
-
-@dataclass
-class Spent:
-    """Where the time of learning went since the last step, in seconds."""
-
-    idle: float = 0.0  # while nobody needed it
-    displaced: float = 0.0  # that the step got longer by
 
 
 class OnlineDrafter(HeadFollower):
@@ -95,14 +84,12 @@ class OnlineDrafter(HeadFollower):
         self.buffer = ExampleBuffer(int(config.buffer_gb * 1e9))
         self.judge = HeadJudge(policy, self.learning, self.buffer)
         self.tap = StateTap(self.head.config.captured_layers, self.buffer.max_bytes // STEPS_KEPT)
-        self.budget = TimeBudget(config.budget)
-        self.spent = Spent()
+        self.time = LearningTime(config, warn)
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
-        self.reach = Reach(config.budget, warn)
         self._passed_over = True  # by the learner, as far as is known
-        self._saving = False  # this step's time for the next ones
+        self._idle_offered = False  # in this step
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
@@ -115,8 +102,13 @@ class OnlineDrafter(HeadFollower):
     @property
     def _uses_states(self) -> bool:
         """Whether this step's states are learned from, or tell how good a head is that is new."""
-        is_new = not self.publisher.current.drafts or self.publisher.suspect
-        return self.due and (not self._saving or is_new or self.probation.is_due(self.average.updates))
+        is_new = self.publisher.watches or self.probation.is_due(self.average.updates)
+        return is_new or (self.due and self._learns_now)
+
+    @property
+    def _learns_now(self) -> bool:
+        """Whether there is time to learn, if the head is due, rather than to save up."""
+        return self._idle_offered or not self.time.saving
 
     @property
     def _room(self) -> int:
@@ -128,16 +120,16 @@ class OnlineDrafter(HeadFollower):
     @property
     def wants_states(self) -> bool:
         """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
-        return self._uses_states and (self.config.when != "auto" or self._passed_over)
+        return self.due and self._uses_states and (self.config.when != "auto" or self._passed_over)
 
     def charge(self, seconds: float) -> None:
         """Takes in what others needed on behalf of the head."""
-        self._displace(seconds, owed=self.due)
+        self.time.charge(seconds, owed=self.due)
 
     @property
     def needs_memory(self) -> bool:
         """Whether `follow` will learn, or compare heads."""
-        learns = self.due and not self._saving
+        learns = self.due and self._learns_now
         return learns or self.publisher.suspect or self.probation.is_due(self.average.updates)
 
     def follow(
@@ -148,10 +140,11 @@ class OnlineDrafter(HeadFollower):
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
         """
-        due, saving = self.due, self._saving
+        due, only_saves_up = self.due, not self._learns_now
         copying, pinning = self.tap.take_seconds()
-        self._displace(copying + pinning, owed=due)
-        began, counted = time.perf_counter(), self.spent.displaced
+        self.time.charge(copying, owed=due)
+        self.time.charge_set_up(pinning)
+        began, counted = time.perf_counter(), self.time.displaced
         asked, found = bool(self.tap.wanted), self.tap.take()
         examples = [
             Example(text, step, step - 1, found.get(text.tokens) or _whole(recorded.get(text.tokens), text))
@@ -163,43 +156,39 @@ class OnlineDrafter(HeadFollower):
             self._passed_over = passed_over > PASSED_OVER * len(examples)
         self._texts = []
         self.buffer.add(step, examples)
-        if self.config.when == "auto":
-            self.budget.grant(step_seconds)
+        self.time.begin(step_seconds)
         proven = self.probation.proven
         if self.publisher.settle(step, self._judge):
             self._restart()
         else:
             self._prove()  # by texts that it has not learned from
             if self.due:
-                self._learn_in_turn(step, step_seconds)
-        if self.config.when == "auto" and not self.auto.learning:
-            self.learning.abandon()  # what is planned holds on to states
-            self.due = False
+                self._learn_in_turn(step)
         self.buffer.shrink()
         if self.probation.proven and (self._reports or not proven):
             self.publish(step)
-        if not saving:
+        if not only_saves_up:
             self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.
-        self._displace(time.perf_counter() - began - (self.spent.displaced - counted), owed=due)
-        self._saving = self.config.when == "auto" and self._saves_up(step_seconds)
+        self.time.charge(time.perf_counter() - began - (self.time.displaced - counted), owed=due)
+        self.time.look_ahead()
+        self._idle_offered = False
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
 
-    def _learn_in_turn(self, step: int, step_seconds: float) -> None:
+    def _learn_in_turn(self, step: int) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
-        within_budget = self.config.when == "auto"
-        granted, owed = self.config.budget * step_seconds, -self.budget.credit
         # What slices take may be known from an earlier trial.
-        if not (within_budget and (self._saving or self._is_out_of_reach(granted, owed))):
-            enough = self._update_tokens // ENOUGH if within_budget else None
+        if self._learns_now and not self._is_out_of_reach:
+            enough = self._update_tokens // ENOUGH if self.time.limited else None
             self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
-            for _ in self.slices(lambda: within_budget and not self._can_pay(step_seconds), idle=False):
-                pass
-        if within_budget and self._is_out_of_reach(granted, owed):
-            self.reach.tell()
+            if not self.time.saving:  # else idle time has work
+                for _ in self.slices(lambda: not self.time.allows_slice, idle=False):
+                    pass
+        if self._is_out_of_reach:
+            self.time.reach.tell()
             self._rest()
 
     def _prove(self) -> None:
@@ -213,28 +202,15 @@ class OnlineDrafter(HeadFollower):
             restore(self.head, drafting)
             self._restart()
 
-    def _is_out_of_reach(self, granted: float, owed: float) -> bool:
-        """Returns whether no update would come about in steps that grant so many seconds each.
+    @property
+    def _is_out_of_reach(self) -> bool:
+        """Whether no update would come about in steps like this one.
 
         Time that nobody needs comes on top, so where there was any this is not said.
         """
-        if self._reports or self.spent.idle:
+        if self._reports or self.time.idle:
             return False
-        slices = max(1.0, self._update_tokens / self.learning.slice_rows)
-        return self.reach.is_out(slices, granted, owed)
-
-    def _price(self, step_seconds: float) -> float:
-        """Returns what a slice is expected to take; what nobody could save up for is tried all the same."""
-        return min(self.reach.median, self.budget.most(step_seconds))
-
-    def _can_pay(self, step_seconds: float) -> bool:
-        """Returns whether there is time for a slice: what it takes is saved up first, not owed afterwards."""
-        return self.budget.credit > 0 and self.budget.credit >= self._price(step_seconds)
-
-    def _saves_up(self, step_seconds: float) -> bool:
-        """Returns whether the next step had better wait, if it takes as long as this one."""
-        several = min(SAVED_SLICES * self.reach.median, self.budget.most(step_seconds) / 2)
-        return self.budget.after(step_seconds) < max(several, self._price(step_seconds))
+        return self.time.is_out_of_reach(max(1.0, self._update_tokens / self.learning.slice_rows))
 
     @property
     def _update_tokens(self) -> int:
@@ -273,17 +249,15 @@ class OnlineDrafter(HeadFollower):
         for _ in self.slices(should_stop, idle=True):
             yield
 
+    def note_idle_time(self) -> None:
+        """Takes in that there is time that nobody needs, so that there is work for the next."""
+        self._idle_offered = True
+
     def learn_while(self, waiting: Callable[[], bool]) -> None:
         """Learns as long as `waiting` returns True; a slice that outlasts it counts as displacing others."""
-        slices = self.work(lambda: not waiting())
-        while True:
-            idle = self.spent.idle
-            if next(slices, self) is self:
-                return
+        for _ in self.work(lambda: not waiting()):
             if not waiting():
-                late = self.spent.idle - idle
-                self.spent.idle = idle
-                self._displace(late)
+                self.time.outlasted()
 
     # -- learning ---------------------------------------------------------------------------------
 
@@ -316,33 +290,22 @@ class OnlineDrafter(HeadFollower):
             if report is self:
                 break
             seconds = time.perf_counter() - start
-            through_head = rebuilt == self.learning.rebuilt
-            self._note(report, seconds, idle, first=self.reach.note(seconds, through_head))
+            self.time.note_slice(seconds, idle, through_head=rebuilt == self.learning.rebuilt)
+            if report is not None:
+                self._note_update(report)
             yield report
         if out_of_memory:
             # Not where the error is caught: the traceback holds on to the tensors that must go.
             self._halve_budget()
 
-    def _note(self, report: HeadStep | None, seconds: float, idle: bool, first: bool) -> None:
-        """Counts a slice; `first`: of its kind."""
-        if idle:
-            self.spent.idle += seconds
-        elif first:
-            # It sets libraries up: no debt that the next slices would have to wait for.
-            self._displace(seconds, owed=False)
-        else:
-            self._displace(seconds)
-        if report is not None:
-            self._reports.append(report)
-            self.average.update(self.trainer.optimiser.masters())
-            self._learned_tokens += int(report.tokens)
-            self.auto.note_update(statistics.mean(report.overlap))
-
-    def _displace(self, seconds: float, owed: bool = True) -> None:
-        """Counts time that others needed; `owed`: the budget is to pay for it."""
-        self.spent.displaced += seconds
-        if owed:
-            self.budget.spend(seconds)
+    def _note_update(self, report: HeadStep) -> None:
+        self._reports.append(report)
+        self.average.update(self.trainer.optimiser.masters())
+        self._learned_tokens += int(report.tokens)
+        if self.config.when == "auto":
+            self.auto.note_update(report.mean_overlap)
+            if not self.auto.learning:
+                self._rest()
 
     def _halve_budget(self) -> None:
         """A drafter that learns less costs time; a run that ends costs everything."""
@@ -364,29 +327,28 @@ class OnlineDrafter(HeadFollower):
         overlap = None
         with suppress(torch.OutOfMemoryError):
             overlap = self.judge.quality_of(self.head, weights)
-        self._displace(time.perf_counter() - began)
+        self.time.charge(time.perf_counter() - began)
         return overlap
 
     def take_metrics(self) -> dict[str, float]:
         """Returns what learning did since the last call, and begins to count anew."""
         reports, self._reports = self._reports, []
         tokens, self._learned_tokens = self._learned_tokens, 0
-        spent, self.spent = self.spent, Spent()
         rebuilt, self.learning.rebuilt = self.learning.rebuilt, 0
         metrics = {
             "drafter/updates": float(len(reports)),
             "drafter/version": float(self.publisher.current.version),
             "drafter/rollbacks": float(self.publisher.rollbacks),
             "drafter/rebuilt": float(rebuilt),
-            "memory/drafter_buffer_gb": self.buffer.bytes / 1e9,
-            "time/drafter_idle": spent.idle,
-            "time/drafter_displaced": spent.displaced,
+            "memory/drafter_buffer_gb": host_bytes([*self.buffer, *self.learning.examples]) / 1e9,
+            **self.time.take_metrics(),
         }
         if reports:
             metrics |= {
                 "drafter/tokens": float(tokens),
                 "drafter/kl": statistics.mean(report.divergence[0] for report in reports),
                 "drafter/overlap": statistics.mean(report.overlap[0] for report in reports),
+                "drafter/mean_overlap": statistics.mean(report.mean_overlap for report in reports),
                 "drafter/grad_norm": statistics.mean(report.grad_norm for report in reports),
             }
         return metrics

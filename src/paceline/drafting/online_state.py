@@ -7,12 +7,12 @@ import torch
 
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.publishing import Probation
+from paceline.drafting.publishing import HeadPublisher, Probation, Published
 from paceline.drafting.when import AutoMonitor, DriftMonitor, Tally
 
 PREFIX = "online."
-# The policy's states along examples: on the host, and nobody changes them.
-STATES = f"{PREFIX}states."
+# The policy's states along examples, and the weights before the newest: on the host, and nobody changes them.
+LASTING = (f"{PREFIX}states.", f"{PREFIX}before.")
 
 
 def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
@@ -23,10 +23,17 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
     counters: dict[str, float] = {
         "due": online.due,
         "version": online.publisher.current.version,
+        "share": online.publisher.current.share,
+        "drafts": online.publisher.current.drafts,
+        "suspect": online.publisher.suspect,
         **_flat(asdict(online.drift), "drift."),
         **_flat(asdict(online.auto), "auto."),
     }
     own = {f"head.{name}": p.detach() for name, p in online.head.named_parameters()}
+    before = online.publisher.before
+    if before is not None:
+        counters |= {f"before.{key}": getattr(before, key) for key in ("version", "share", "drafts")}
+        own |= {f"before.{name}": tensor for name, tensor in before.weights.items()}
     if isinstance(online, OnlineDrafter):
         counters |= {
             "steps": online.trainer.optimiser.steps,
@@ -49,6 +56,7 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     counters = {name: tensor.item() for name, tensor in _below(own, "counter.").items()}
     head, average = _below(own, "head."), _below(own, "average.")
     online.take_head(_below(own, "published.") or average or head, int(counters["version"]))
+    _watch(online.publisher, counters, _below(own, "before."))
     online.due = bool(counters["due"])
     online.drift = _drift(_below(counters, "drift."))
     online.auto = _auto(_below(counters, "auto."))
@@ -73,6 +81,18 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
         online.warn("the eagle head was trained by another optimiser: this one begins anew")
         optimiser.load_masters(head | _below(own, "master."))
         online.average.restart(optimiser.masters())
+
+
+def _watch(publisher: HeadPublisher, counters: Mapping[str, float], weights: dict[str, torch.Tensor]) -> None:
+    """Goes on watching the newest version beside the one before."""
+    if "share" not in counters:  # of a run that began with an earlier version
+        return
+    current = publisher.current
+    current.share, current.drafts = counters["share"], int(counters["drafts"])
+    publisher.suspect = bool(counters["suspect"])
+    before = _below(counters, "before.")
+    if before:
+        publisher.before = Published(int(before["version"]), weights, before["share"], int(before["drafts"]))
 
 
 def load_early_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:

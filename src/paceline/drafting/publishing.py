@@ -23,9 +23,9 @@ from paceline.policy.states import to_host
 # How well a head of these weights drafts along the newest texts; None: there is nothing to tell it by.
 Quality = Callable[[Mapping[str, torch.Tensor]], float | None]
 # Updates after which a head that began to learn is compared with the one that drafts; where it is worse,
-# after as many again, but no more than
+# after as many again, up to
 FIRST_COMPARED = 4
-# these, after which it is no use to go on for who counts the time.
+# these, after which it is no use to go on for who counts the time; who goes on is compared as often.
 HOPELESS = 16
 
 
@@ -49,7 +49,7 @@ class Probation:
             ours, theirs = quality(learned), quality(drafting)
             if ours is not None and theirs is not None:
                 self.proven = ours >= theirs
-                self.next_at = updates + min(updates, HOPELESS)
+                self.next_at = min(2 * updates, HOPELESS) if updates < HOPELESS else updates + HOPELESS
         return self.proven
 
     def is_due(self, updates: int) -> bool:
@@ -99,6 +99,11 @@ class HeadPublisher:
         self.suspect = before is not None and share < before.share - max(
             TOLERANCE, SIGMAS * deviation(before.share, before.drafts, share, drafts)
         )
+
+    @property
+    def watches(self) -> bool:
+        """Whether the newest version is, or may turn out, worse than the one before."""
+        return self.before is not None and (self.suspect or not self.current.drafts)
 
     def settle(self, version: int, quality: Quality) -> bool:
         """Rolls a suspect head back if the one before is clearly better; returns whether it was."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.drafting.base import HIDDEN, TargetStep
-from paceline.policy.states import TextStates, to_host
+from paceline.policy.states import HostBlock, TextStates, to_host
 from paceline.types import Purpose, Request
 
 # Rows that are recorded at most.
@@ -60,14 +60,7 @@ class Finished(NamedTuple):
     """A response that was recorded to its end."""
 
     tokens_T: torch.Tensor
-    prompt: int
-    states_CTE: torch.Tensor
-
-    @property
-    def states(self) -> TextStates:
-        """Its states, which share their memory."""
-        *captured, hidden_TE = self.states_CTE
-        return TextStates(hidden_TE[self.prompt - 1 : -1], tuple(captured))
+    states: TextStates
 
 
 class StateRecorder:
@@ -126,16 +119,24 @@ class StateRecorder:
         if finished and len(tokens_T) > len(request.prompt):
             self.record_CNLE[:, row, len(tokens_T) - 1] = 0.0
             with torch.inference_mode(False):  # nothing could be learned from what is made under it
-                states_CTE = to_host(self.record_CNLE[:, row, : len(tokens_T)])
-            self.finished.append(Finished(to_host(tokens_T), len(request.prompt), states_CTE))
+                states = self._copy(row, len(request.prompt), len(tokens_T))
+            self.finished.append(Finished(to_host(tokens_T), states))
             self._shrink()
+
+    def _copy(self, row: int, prompt: int, length: int) -> TextStates:
+        """Returns what is recorded of a row, in one block of the host."""
+        token_bytes = self.shape.hidden_size * self.shape.dtype.itemsize
+        block = HostBlock(HostBlock.needed([(length, prompt)], len(self.shape.layers), token_bytes))
+        captured_CTE = block.copy(self.record_CNLE[:-1, row, :length])
+        hidden_RE = block.copy(self.record_CNLE[-1, row, prompt - 1 : length - 1])
+        return TextStates(hidden_RE, tuple(captured_CTE))
 
     def _shrink(self) -> None:
         """Lets go of finished responses, shortest first, until the others fit."""
-        excess = sum(text.states_CTE.nbytes for text in self.finished) - self.shape.finished_bytes
+        excess = sum(text.states.bytes for text in self.finished) - self.shape.finished_bytes
         while excess > 0:
             shortest = min(range(len(self.finished)), key=lambda place: len(self.finished[place].tokens_T))
-            excess -= self.finished.pop(shortest).states_CTE.nbytes
+            excess -= self.finished.pop(shortest).states.bytes
 
     def take(self) -> dict[tuple[int, ...], TextStates]:
         """Returns the states of the responses that finished since the last call, by their tokens."""

@@ -42,7 +42,8 @@ class ReplicaTrainer:
     ) -> None:
         """Lets `recording`, the engine's speculation, keep states; before anything is generated."""
         own = config.rollout.speculation.online
-        own = own.model_copy(update={"buffer_gb": own.buffer_gb / config.cluster.replicas})
+        # The run's process knows when; in the time that a replica is given, it learns.
+        own = own.model_copy(update={"when": "always", "buffer_gb": own.buffer_gb / config.cluster.replicas})
         self.online = OnlineDrafter(policy, head, own, config.run.seed, warn, warmup=WARMUP_UPDATES)
         self.online.learning.gives_up = True
         self.temperature = config.rollout.temperature or 1.0  # as `training_sequence` has it

@@ -16,7 +16,7 @@ from paceline.drafting.eagle_folder import eagle_folder, head_for
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
 from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.online_state import STATES, load_early_state, load_online_state, online_state
+from paceline.drafting.online_state import LASTING, load_early_state, load_online_state, online_state
 from paceline.drafting.saving import DrafterSaver
 from paceline.drafting.when import SIGMAS, TOLERANCE
 from paceline.policy.states import TextStates
@@ -120,7 +120,7 @@ class RunDrafter:
         self._kept = list(kept)
         began = time.monotonic()
         state = online_state(self.online)
-        lasting = {name: state.pop(name) for name in [*state] if name.startswith(STATES)}
+        lasting = {name: state.pop(name) for name in [*state] if name.startswith(LASTING)}
         self.saver.save(step, self.online.head_to_keep(), state, kept, lasting)
         self.saver.waited = time.monotonic() - began
 
@@ -137,7 +137,10 @@ class RunDrafter:
         assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
 
         def work(waiting: Callable[[], bool]) -> None:
-            if waiting() and online.has_work:
+            if not waiting():
+                return
+            online.note_idle_time()
+            if online.has_work:
                 with context():
                     online.learn_while(waiting)
 

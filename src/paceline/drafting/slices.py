@@ -64,6 +64,11 @@ class SlicedLearning:
         """Response tokens of a passage at most."""
         return min(PASSAGE_ROWS[self.policy.device.type], self.slice_rows)
 
+    @property
+    def examples(self) -> list[Example]:
+        """What is learned from in the work that is planned."""
+        return [passage.example for part in self.work for passage in part.passages]
+
     def plan(self, passages: Sequence[Passage]) -> None:
         """Puts optimiser steps of these passages, in this order, in place of those that are not begun."""
         begun = self.trainer.accumulated
@@ -189,6 +194,8 @@ class SlicedLearning:
         chosen: dict[tuple[int, ...], Example] = {}
         tokens = 0
         for example in examples:
+            if example.sequence.tokens in chosen:
+                continue
             tokens += len(example.sequence.tokens)
             if chosen and tokens > self.token_budget:
                 break
@@ -207,8 +214,8 @@ class SlicedLearning:
             block = HostBlock(HostBlock.needed(sizes, len(layers), state_bytes))
         capture = TextCapture(layers, places, found, block)
         self.policy(batch.tokens_T, batch.attention.positions_T, batch.attention, capture, batch.replay)
-        for key, example in chosen.items():
-            example.states = found[key]
+        for example in (*examples, *self.examples):  # equal responses share them
+            example.states = found.get(example.sequence.tokens, example.states)
         self.rebuilt += len(chosen)
 
 

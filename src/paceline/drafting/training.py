@@ -89,6 +89,8 @@ class HeadStep:
     divergence: tuple[float, ...]
     # Mean 1 - TV between the two, over the whole vocabulary: what rejection sampling would accept.
     overlap: tuple[float, ...]
+    # The same over all steps together, each as often as a draft got there.
+    mean_overlap: float
     grad_norm: float
     tokens: float = 0.0  # that a draft's first step learned from
 
@@ -204,7 +206,8 @@ class HeadTrainer:
         self._clear()
         divergence = tuple(divergence / max(1.0, count) for count, divergence, _ in sums)
         overlap = tuple(overlap / max(1.0, count) for count, _, overlap in sums)
-        return HeadStep(divergence, overlap, norm, sums[0][0])
+        mean_overlap = sum(overlap for *_, overlap in sums) / max(1.0, sum(count for count, *_ in sums))
+        return HeadStep(divergence, overlap, mean_overlap, norm, sums[0][0])
 
     def discard(self) -> None:
         """Drops what was accumulated, where it cannot be used."""

@@ -1,11 +1,12 @@
-"""When a head learns during a run, from how often the first token of its drafts is accepted.
+"""When a head learns during a run.
 
     drift    learns while the share is below what it was in the first rollouts
     auto     learns on trial, goes on while updates make the head better, rests then, and begins again when
              the share has drifted: whether a frozen head is enough differs from run to run; rests at once
              where its budget is too small for any update to come about
 
-Shares are compared by their standard deviation: a rollout with few drafts says little.
+Drift is told by how often the first token of drafts is accepted, and shares are compared by their standard
+deviation: a rollout with few drafts says little. What learning gives is told by what updates see.
 """
 
 import math

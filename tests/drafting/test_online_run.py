@@ -1,0 +1,239 @@
+"""A head that learns in a whole run: that nothing else changes, and what the run keeps and says of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.config import ConfigError, OnlineDrafterConfig, load_config
+from paceline.drafting.eagle import EagleDrafter
+from paceline.drafting.eagle_folder import load_eagle, save_eagle
+from paceline.drafting.model_card import MeasuredAcceptance, write_card
+from paceline.drafting.online import OnlineDrafter
+from paceline.drafting.publishing import Probation
+from paceline.drafting.run_drafter import RunDrafter
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.learning.sentinel import Sentinel
+from paceline.loop import train
+from paceline.models.source import BUILTIN_POLICY
+from paceline.pacing.strategy import FixedPacer, Strategy
+from paceline.policy.huggingface import load_policy
+from paceline.report.console import Console
+from paceline.session import Session
+from paceline.types import Request, SamplingParams
+from tests.drafting.online_helpers import SMALL, follow, groups_of
+from tests.loop_helpers import comparable_metrics
+
+
+def run(tmp_path, name: str, *overrides: str):
+    config = load_config(None, [*SMALL, f"run.root={tmp_path}", f"run.name={name}", *overrides])
+    return train(config).summary.run
+
+
+def learned(run) -> list[dict]:
+    return [record for record in comparable_metrics(run) if record["kind"] == "train"]
+
+
+def final_policy(run) -> dict[str, torch.Tensor]:
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    return load_file(newest / "policy" / "model.safetensors") | {
+        f"optimiser.{name}": tensor for name, tensor in load_file(newest / "optimiser.safetensors").items()
+    }
+
+
+def spoiled_head(folder: Path) -> Path:
+    """Writes the built-in head with noise in its matrices: one that a few updates make better."""
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    head = load_eagle("builtin-eagle", policy, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.6 * parameter.data.std() * noise
+    save_eagle(head, folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["always", "auto"])
+def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
+    """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
+    keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
+    plain_run = run(tmp_path, "plain", *keys)
+    online_keys = [
+        f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=3e-3")
+    ]
+    follows_run = run(tmp_path, "follows", *keys, *online_keys)
+    plain, follows = learned(plain_run), learned(follows_run)
+    own = ("drafter/", "speculation/", "rollout/decode_steps", "rollout/tail_steps")
+    for before, after in zip(plain, follows, strict=True):
+        kept = {key: value for key, value in before.items() if not key.startswith(own)}
+        assert kept == {key: after[key] for key in kept}
+    weights, again = final_policy(plain_run), final_policy(follows_run)
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    for file in sorted((plain_run / "samples").glob("*.jsonl")):
+        assert file.read_text() == (follows_run / "samples" / file.name).read_text()
+    if when == "always":
+        assert all(step["drafter/updates"] > 0 for step in follows)
+        assert all(step["drafter/rebuilt"] == 0 for step in follows), "no second pass"
+        assert [step["drafter/drafting_version"] for step in follows] == [0, 0, 2], "compared in the second"
+        assert follows[-1]["speculation/eagle/accept_length"] != plain[-1]["speculation/eagle/accept_length"]
+
+
+@pytest.mark.slow
+def test_a_head_in_another_process_learns_too(tmp_path):
+    """And is the better for it: what the worker drafts with is what was published last."""
+    keys = [
+        "rollout.mode=async",
+        "rollout.max_lag=1",
+        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2")),
+    ]
+    steps = learned(run(tmp_path, "apart", "run.steps=4", *keys))
+    assert all(step["drafter/updates"] > 0 for step in steps)
+    assert steps[-1]["drafter/drafting_version"] == 3
+
+
+@pytest.mark.slow
+def test_a_new_head_can_be_made_in_the_run(tmp_path):
+    keys = [
+        "rollout.speculation.eagle_path=fresh",
+        *(f"rollout.speculation.online.{key}" for key in ("when=always", "unroll=1", "batch=2", "lr=3e-3")),
+    ]
+    steps = learned(run(tmp_path, "fresh", "run.steps=6", *keys))
+    assert steps[-1]["drafter/overlap"] > steps[0]["drafter/overlap"] + 0.1, [
+        step["drafter/overlap"] for step in steps
+    ]
+    head = load_eagle(
+        str(tmp_path / "fresh" / "drafter"),
+        load_policy(BUILTIN_POLICY, torch.float32),
+        torch.float32,
+    )
+    assert head.config.draft_vocab == head.config.layer.vocab_size
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
+    online_keys = (
+        "rollout.speculation.online.when=always",
+        "rollout.speculation.online.unroll=2",
+        "checkpoint.every=1",
+    )
+    whole = learned(run(tmp_path, "whole", "run.steps=4", *online_keys))
+    first = run(tmp_path, "cut", "run.steps=2", *online_keys)
+    config = load_config(None, [*SMALL, f"run.root={tmp_path}", "run.name=cut", "run.steps=4", *online_keys])
+    train(config, resume=first)
+    assert learned(first) == whole
+    card = (first / "drafter" / "README.md").read_text()
+    assert "| 0 |" in card and "| 3 |" in card, "how it started, and its last rollout"
+    kept = [path.name for path in sorted((first / "drafter_training").iterdir())]
+    assert kept[-1] == "step_000004.safetensors" and all(name.startswith("step_") for name in kept)
+
+
+@pytest.mark.slow
+def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys):
+    policy = load_policy(BUILTIN_POLICY, torch.float32)
+    folder = tmp_path / "head"
+    save_eagle(load_eagle("builtin-eagle", policy, torch.float32), folder)
+    write_card(folder, None, MeasuredAcceptance("builtin", "other sums", 1.0, 9, 500, 6.0, 0.999))
+    config = load_config(
+        None,
+        [
+            *SMALL,
+            f"run.root={tmp_path}",
+            "run.name=told",
+            "run.steps=1",
+            f"rollout.speculation.eagle_path={folder}",
+            "rollout.speculation.online.when=drift",
+        ],
+    )
+    train(config, console=Console())
+    said = capsys.readouterr()
+    text = " ".join((said.out + said.err).split())
+    assert "other sums" in text and "less than expected" in text
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.when=drift"],
+            "online.when = 'drift' does not apply.*lacks 'eagle'",
+        ),
+        (
+            ["rollout.speculation.eagle_path=fresh", "rollout.speculation.online.when=drift"],
+            "'fresh' starts from nothing.*Use online.when=always or auto",
+        ),
+        (
+            ["rollout.speculation.online.when=always", "rollout.speculation.online.budget=0.1"],
+            "online.budget = 0.1 does not apply.*Use when=auto",
+        ),
+        (
+            ["rollout.speculation.online.lr=2e-3"],
+            "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'",
+        ),
+    ],
+)
+def test_keys_that_nobody_would_read_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [*SMALL, *overrides])
+
+
+def test_a_policy_without_a_head_is_refused(tmp_path):
+    from tests.loop_helpers import make_tiny_policy
+
+    folder = make_tiny_policy(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match="no eagle head drafts for this policy.*paceline drafter train"):
+        run(
+            tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always"
+        )
+
+
+@pytest.mark.gpu
+def test_a_head_learns_where_the_graphs_read_it():
+    """Drafts of an engine whose graphs were captured before the head learned are those of a new engine."""
+    policy = load_policy(BUILTIN_POLICY, torch.bfloat16, torch.device("cuda"))
+    head = load_eagle("builtin-eagle", policy, torch.bfloat16, torch.device("cuda"))
+
+    def engine() -> Engine:
+        settings = EngineSettings(max_running=8, kv_tokens=4096, deterministic=True)
+        return Engine(policy, settings, drafters=[EagleDrafter(head)], pacer=FixedPacer(Strategy("eagle", 3)))
+
+    def accepted(engine: Engine) -> list[int]:
+        requests = [
+            Request(str(i), (3 + i, 9, 4, 8), i, SamplingParams(max_tokens=60, ignore_eos=True))
+            for i in range(8)
+        ]
+        engine.submit(requests)
+        assert len(list(engine.completions())) == 8
+        return engine.take_stats().drafts["eagle"].accepted_at
+
+    old = engine()
+    before = accepted(old)
+    config = OnlineDrafterConfig(when="always", lr=1e-2, unroll=2, batch=2)
+    drafter = OnlineDrafter(policy, head, config, 0, print, drafting=old)
+    drafter.probation = Probation(proven=True)  # however it drafts
+    follow(drafter, 1, groups_of(policy, 16))
+    assert drafter.publisher.current.version == 1
+    assert accepted(old) == accepted(engine()) != before
+
+
+@pytest.mark.parametrize("armed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
+    """The policy learns, then its head, then the generator gets its memory back; and rollouts find it.
+
+    Twice where the sentinel may want another cache after the update.
+    """
+    calls = []
+    monkeypatch.setattr(Session, "_gives_memory", True)
+    monkeypatch.setattr(Sentinel, "armed", armed)
+    for name in ("sleep", "wake"):
+        plain = getattr(Engine, name)
+        monkeypatch.setattr(
+            Engine, name, lambda self, name=name, plain=plain: (calls.append(name), plain(self))[1]
+        )
+    follow = RunDrafter.follow
+    monkeypatch.setattr(RunDrafter, "follow", lambda *given: (calls.append("drafter"), follow(*given))[1])
+    run(tmp_path, "sleeps", "run.steps=2", "rollout.speculation.online.when=always")
+    expected = [*(["sleep", "wake"] if armed else []), "sleep", "drafter", "wake"] * 2
+    assert calls[: len(expected)] == expected and "wake" not in calls[len(expected) :], "it ends asleep"
