@@ -15,10 +15,10 @@ SUMS="$SUMS "'task.options={"min_terms":2,"max_terms":4,"min_digits":1,"max_digi
 began=$(date +%s)
 
 decode() {
-  $P bench decode --model qwen3-8b --repeats 2 --precision "${1:-bf16}" --json "$OUT/decode-${1:-bf16}.json"
+  $P bench decode --model qwen3-8b --repeats 2 --precision "${1:-base}" --json "$OUT/decode-${1:-base}.json"
 }
 rollout() {
-  $P bench rollout --model qwen3-8b --precision "${1:-bf16}" --json "$OUT/rollout-${1:-bf16}.json"
+  $P bench rollout --model qwen3-8b --precision "${1:-base}" --json "$OUT/rollout-${1:-base}.json"
 }
 long() { # too little KV for 12 x 28,000 tokens
   $P bench rollout --model qwen3-8b --requests 12 --prompt 28000 --lengths lognormal:750,0.6,256,2000 \
@@ -69,7 +69,7 @@ never_right() { # a drafter whose proposals are always wrong
   $P bench pacing --model qwen3-8b --draft-megabytes 650 --tokens 3 --rollouts 2 --acceptance 0 \
     --lengths lognormal:256,1.0,16,2048
 }
-fp8() { for p in fp8 fp8+kv; do decode $p && rollout $p; done; }
+fp8() { for p in base kv fp8 fp8+kv; do decode $p && rollout $p; done; }
 kv_bound() { # responses of 8-9k tokens, 11 GB of cache: twice the tokens in FP8
   for p in base:75000 kv:150000 fp8:75000 fp8+kv:150000; do
     $P bench rollout --model qwen3-8b --precision ${p%:*} --requests 12 --prompt 512 \
@@ -78,7 +78,7 @@ kv_bound() { # responses of 8-9k tokens, 11 GB of cache: twice the tokens in FP8
   done
 }
 experts() {
-  for p in bf16 fp8; do
+  for p in base fp8; do
     $P bench decode --model qwen3-30b-a3b --precision $p --repeats 2 --json "$OUT/experts-$p.json"
   done
 }
