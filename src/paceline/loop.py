@@ -181,10 +181,10 @@ class Trainer:
                 )
                 self._hand_over_weights()
                 finished = self._make_steps(interruption)
-            if finished and self.live:
-                self._compare_with_plain_decoding(interruption)
             if self.drafter is not None:
                 self.drafter.close()
+            if finished and self.live:
+                self._compare_with_plain_decoding(interruption)
         return Result(finished, summarise_run(self.directory))
 
     def _make_steps(self, interruption: Interruption) -> bool:
@@ -223,7 +223,7 @@ class Trainer:
         groups, metrics = self.sentinel.supervise(step, self._roll_out, self._learn, self.source.rewinder())
         stats = self.source.take_stats()
         if self.drafter is not None:
-            self.drafter.observe(step - 1, stats.drafts)
+            self.drafter.observe(step - 1, stats.drafts, stats.reward_wait_seconds)
             metrics |= self._train_drafter(self.drafter, time.perf_counter() - start)
             metrics["drafter/drafting_version"] = float(stats.drafter_version or 0)
         with self.clock("sync"):

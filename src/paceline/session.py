@@ -135,7 +135,7 @@ class Session:
         `stays`: somebody else learns next, so the generator sleeps on until that is done, or until `wake`.
         """
         with learning_threads(self.config), self.backend.training():
-            if needs_memory and not self._asleep and self._gives_memory:
+            if needs_memory and not self._asleep and self.gives_memory:
                 self.backend.sleep()
                 self._asleep = True
             try:
@@ -147,7 +147,7 @@ class Session:
                 self.wake()
 
     @property
-    def _gives_memory(self) -> bool:
+    def gives_memory(self) -> bool:
         """Whether the generator sleeps while the policy learns."""
         if isinstance(self.backend, WorkerBackend):
             return self.backend.gives_memory

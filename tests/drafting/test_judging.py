@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paceline.drafting import judging
+from paceline.drafting.examples import Example, longest_texts
 from paceline.drafting.online_state import load_online_state, online_state
-from paceline.drafting.publishing import FIRST_COMPARED, HOPELESS, Probation
+from paceline.drafting.publishing import FIRST_COMPARED, HOPELESS, UNANSWERED, Probation, Published
 from paceline.drafting.when import PATIENCE
 from tests.drafting.online_helpers import follow, groups_of, let_slices_take, online, states_of
 
@@ -96,7 +97,8 @@ def test_heads_are_compared_along_texts_that_they_have_not_learned_from(moved):
         example.states = None
     assert drafter._judge(drafter.average.mean) is None
     unknown = Probation()
-    assert not unknown.passes(4, {}, {}, lambda weights: None) and unknown == Probation(), "asked again"
+    assert not unknown.passes(4, {}, {}, lambda weights: None), "nothing tells"
+    assert unknown.is_due(5) and unknown == Probation(unanswered=1), "asked again"
 
 
 def test_a_head_that_rests_is_judged_along_texts_that_it_has_not_learned_from(moved, monkeypatch):
@@ -117,6 +119,35 @@ def test_a_head_that_rests_is_judged_along_texts_that_it_has_not_learned_from(mo
     assert judged and all(max(steps) == 2 for steps in judged)
     drafter.expect(groups)
     assert not drafter.tap.wanted, "it is settled"
+
+
+def test_nothing_is_told_by_a_step_whose_texts_have_no_states(moved):
+    """Those of the step before have some: the head has learned from them."""
+    policy, head = moved
+    drafter = online(policy, head, unroll=1, batch=4)
+    texts = longest_texts(groups_of(policy, 4), 160)
+    drafter.buffer.add(1, [Example(text, 1, 0, states_of(drafter, text)) for text in texts[:2]])
+    assert drafter.judge.quality(drafter.head) is not None
+    drafter.buffer.add(2, [Example(text, 2, 1) for text in texts[2:]])
+    assert drafter.judge.quality(drafter.head) is None
+
+
+def test_a_head_that_nothing_tells_of_is_asked_about_again_and_then_given_up(moved):
+    """Not at once: what tells may only be missing in this step."""
+    policy, head = moved
+    drafter = online(policy, head, when="auto", unroll=1, batch=4)
+    drafter.average.updates = HOPELESS
+    drafter._judge = lambda weights: None
+    for step in range(1, UNANSWERED + 1):
+        assert drafter.due
+        drafter._learn_in_turn = lambda step: None
+        follow(drafter, step, groups_of(policy, 4), 1e6)
+    assert not drafter.due
+    publisher = drafter.publisher
+    publisher.before, publisher.suspect = Published(1, dict(publisher.current.weights)), True
+    for _ in range(UNANSWERED):
+        assert publisher.watches and not publisher.settle(5, lambda weights: None)
+    assert not publisher.watches and publisher.before is None
 
 
 @pytest.mark.parametrize("updates_a_step", [1, 3, 5, 6, 7, 16])

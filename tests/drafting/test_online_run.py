@@ -225,7 +225,7 @@ def test_the_cache_is_given_up_once_a_step(armed, tmp_path, monkeypatch):
     Twice where the sentinel may want another cache after the update.
     """
     calls = []
-    monkeypatch.setattr(Session, "_gives_memory", True)
+    monkeypatch.setattr(Session, "gives_memory", True)
     monkeypatch.setattr(Sentinel, "armed", armed)
     for name in ("sleep", "wake"):
         plain = getattr(Engine, name)

@@ -390,7 +390,7 @@ def test_nothing_falls_back_while_the_kv_pool_sleeps(policy, tmp_path, monkeypat
     states = []
 
     real = BreakingBackend.fall_back_to_base_precision
-    monkeypatch.setattr(session.Session, "_gives_memory", True)
+    monkeypatch.setattr(session.Session, "gives_memory", True)
     monkeypatch.setattr(BreakingBackend, "sleep", lambda self: asleep.__setitem__(0, True))
     monkeypatch.setattr(BreakingBackend, "wake", lambda self: asleep.__setitem__(0, False))
     monkeypatch.setattr(

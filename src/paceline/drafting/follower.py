@@ -95,6 +95,9 @@ class HeadFollower(ABC):
     def charge(self, seconds: float) -> None:  # noqa: B027  (who learns elsewhere counts there)
         """Takes in what others needed on behalf of the head."""
 
+    def note_wait(self, seconds: float) -> None:  # noqa: B027  (as above)
+        """Takes in how long a step waited for rewards."""
+
     @property
     @abstractmethod
     def needs_memory(self) -> bool:

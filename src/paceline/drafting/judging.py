@@ -27,11 +27,11 @@ class HeadJudge:
     def quality(self, head: EagleHead, count: int = COMPARED_PASSAGES) -> float | None:
         """Returns the mean overlap of drafts' first tokens with the policy, in `count` passages.
 
-        None where no text has states.
+        None where no text of the newest step has states: the head may have learned from older ones.
         """
-        ready = [e for e in self.buffer if e.states is not None]
-        newest = max((e.step for e in ready), default=0)
-        chosen = [p for e in ready if e.step == newest for p in passages(e, self.learning.passage_rows)]
+        newest = max((e.step for e in self.buffer), default=0)
+        ready = [e for e in self.buffer if e.step == newest and e.states is not None]
+        chosen = [p for e in ready for p in passages(e, self.learning.passage_rows)]
         sums = [
             compare_rows(self.policy, head, *self.learning.inputs(part))
             for part in self.learning.cut(chosen[:count])

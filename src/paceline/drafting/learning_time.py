@@ -1,12 +1,14 @@
 """Whose time a head learns in: what it took, what of that others needed, and what it may still take.
 
-    step of 8 s ──1%──▶ credit ──a slice's time is saved up first──▶ slices
-    nobody needs it ──────────────────────────────────────────────▶ slices, which cost nothing
+    step of 8 s ──1%──▶ credit ──what a step of learning takes is saved up first──▶ copies, slices
+    waiting for rewards, as long as the last waits were ─────────────────────────▶ slices, which cost nothing
 
 With `auto` learning pays for what others needed out of a share of the steps' time; the other ways to learn
 are counted and not limited.
 """
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 
 from paceline.config import OnlineDrafterConfig
@@ -16,6 +18,8 @@ from paceline.drafting.when import TimeBudget
 # Time is saved up for so many slices: the first one of a step takes longer than those that follow, and what
 # all of them come to is published once.
 SAVED_SLICES = 3
+# Newest steps whose times count, and newest waits, all of which were as long as is counted on.
+STEPS, WAITS = 8, 4
 
 
 class LearningTime:
@@ -26,28 +30,43 @@ class LearningTime:
         self.budget = TimeBudget(config.budget)
         self.reach = Reach(config.budget, warn)
         self.saving = False  # this step's time for the next ones
+        self.counts_on_idle = False  # this step leaves time that nobody needs, if it is like those before
         self.idle = 0.0  # seconds since the last step, while nobody needed them
         self.displaced = 0.0  # seconds that the step got longer by
-        self._step_seconds = 0.0
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._waits: deque[float] = deque(maxlen=WAITS)
+        self._besides: deque[float] = deque(maxlen=STEPS)  # what steps of learning took besides slices
+        self._besides_now = 0.0
+        self._may_begin = True  # the first slice of a step that was saved up for
         self._last_slice, self._last_is_first = 0.0, False
-        self._set_up = 0.0  # owed, and no sign of what learning takes
+        self._late = 0.0  # that idle slices took in all which ended too late
+        self._apart = 0.0  # owed, and no sign of what learning takes
+
+    # -- what it took -----------------------------------------------------------------------------
 
     def begin(self, step_seconds: float) -> None:
         """Grants the share of a step that took so long."""
-        self._step_seconds = step_seconds
+        self._steps.append(step_seconds)
         if self.limited:
             self.budget.grant(step_seconds)
+            if self.budget.credit >= 0:
+                self._apart = 0.0
+
+    def note_wait(self, seconds: float) -> None:
+        """Takes in how long the step waited for rewards, its idle slices included."""
+        self._waits.append(max(0.0, seconds - self._late))
+        self._late = 0.0
 
     def charge(self, seconds: float, owed: bool = True) -> None:
-        """Counts time that others needed; `owed`: the budget is to pay for it."""
-        self.displaced += seconds
+        """Counts time that others needed, besides slices; `owed`: the budget is to pay for it."""
+        self._count(seconds, owed)
         if owed:
-            self.budget.spend(seconds)
+            self._besides_now += seconds
 
-    def charge_set_up(self, seconds: float) -> None:
-        """Counts what is done once: the budget pays for it, and learning waits, but is not given up."""
-        self.charge(seconds)
-        self._set_up += seconds
+    def charge_apart(self, seconds: float) -> None:
+        """Counts what is done now and then: the budget pays for it, but it says nothing of the next steps."""
+        self._count(seconds, owed=True)
+        self._apart += seconds
 
     def note_slice(self, seconds: float, idle: bool, through_head: bool) -> None:
         """Counts a slice; one that is not `through_head` makes states."""
@@ -60,36 +79,85 @@ class LearningTime:
     def outlasted(self) -> None:
         """Takes in that the last idle slice ended later than there was idle time."""
         self.idle -= self._last_slice
+        self._late += self._last_slice
         self._charge_slice()
 
     def _charge_slice(self) -> None:
+        self._may_begin = False
         # The first one of its kind sets libraries up: no debt that the next ones would have to wait for.
-        self.charge(self._last_slice, owed=not self._last_is_first)
+        self._count(self._last_slice, owed=not self._last_is_first)
 
-    @property
-    def allows_slice(self) -> bool:
-        """Whether there is time for a slice: what it takes is saved up first, not owed afterwards."""
-        return not self.limited or (self.budget.credit > 0 and self.budget.credit >= self._price)
-
-    def is_out_of_reach(self, slices: float) -> bool:
-        """Returns whether so many slices take longer than their time can be saved up for."""
-        granted = self.budget.share * self._step_seconds
-        return self.limited and self.reach.is_out(slices, granted, -self.budget.credit - self._set_up)
-
-    def look_ahead(self) -> None:
-        """Decides whether the next step had better only save up, if it takes as long as this one."""
-        most = self.budget.most(self._step_seconds)
-        several = min(SAVED_SLICES * self.reach.median, most / 2)
-        wanted = max(several, self._price)
-        self.saving = self.limited and self.budget.after(self._step_seconds) < wanted
-
-    @property
-    def _price(self) -> float:
-        """What a slice is expected to take; what nobody could save up for is tried all the same."""
-        return min(self.reach.median, self.budget.most(self._step_seconds))
+    def _count(self, seconds: float, owed: bool) -> None:
+        self.displaced += seconds
+        if owed:
+            self.budget.spend(seconds)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns what learning took since the last call, and begins to count anew."""
         metrics = {"time/drafter_idle": self.idle, "time/drafter_displaced": self.displaced}
         self.idle = self.displaced = 0.0
         return metrics
+
+    # -- what it may take -------------------------------------------------------------------------
+
+    @property
+    def allows_slice(self) -> bool:
+        """Whether there is time for a slice that others have to wait for: it has been saved up.
+
+        A step that was saved up for has one in any case, whatever came before it.
+        """
+        return not self.limited or self._may_begin or self._affords_slice
+
+    @property
+    def allows_idle_slice(self) -> bool:
+        """Whether a slice may begin while nobody needs the time: it will end in it, or could be paid for."""
+        return self._affords_slice or 0 < self.idle + self._price <= self._wait
+
+    @property
+    def learns_now(self) -> bool:
+        """Whether there is time to learn in this step, or after it and before the next one's update."""
+        return self.counts_on_idle or not self.saving
+
+    def is_out_of_reach(self, slices: float) -> bool:
+        """Returns whether an update of so many slices takes longer than their time can be saved up for."""
+        given = self.budget.share * self._step + self._wait
+        owed = -self.budget.credit - self._apart
+        return self.limited and self.reach.is_out(slices, given, owed, self._beside)
+
+    def look_ahead(self, used_states: bool) -> None:
+        """Decides what the next step is for, if it is like those before; this one may have used states."""
+        if used_states:
+            self._besides.append(self._besides_now)
+        self._besides_now = 0.0
+        if not self.limited:
+            return
+        most = self.budget.most(self._step)
+        several = min(SAVED_SLICES * self.reach.median, most / 2)
+        after = self.budget.after(self._step)
+        self.saving = after < min(most, self._beside + max(several, self._price))
+        self.counts_on_idle = 0 < self._wait >= self._price and after >= self._beside
+        self._may_begin = not self.saving
+
+    @property
+    def _affords_slice(self) -> bool:
+        return self.budget.credit > 0 and self.budget.credit >= self._price
+
+    @property
+    def _price(self) -> float:
+        """What a slice is expected to take; what nobody could save up for is tried all the same."""
+        return min(self.reach.median, self.budget.most(self._step))
+
+    @property
+    def _step(self) -> float:
+        """Seconds of a step."""
+        return statistics.mean(self._steps) if self._steps else 0.0
+
+    @property
+    def _wait(self) -> float:
+        """Seconds that a step waits for rewards at least."""
+        return min(self._waits, default=0.0)
+
+    @property
+    def _beside(self) -> float:
+        """Seconds that a step of learning takes besides slices."""
+        return statistics.median(self._besides) if self._besides else 0.0

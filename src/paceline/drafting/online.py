@@ -89,7 +89,6 @@ class OnlineDrafter(HeadFollower):
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
         self._passed_over = True  # by the learner, as far as is known
-        self._idle_offered = False  # in this step
         self._tokens = self._tokens_of(learned=0)
 
     # -- the order of a step ----------------------------------------------------------------------
@@ -103,12 +102,7 @@ class OnlineDrafter(HeadFollower):
     def _uses_states(self) -> bool:
         """Whether this step's states are learned from, or tell how good a head is that is new."""
         is_new = self.publisher.watches or self.probation.is_due(self.average.updates)
-        return is_new or (self.due and self._learns_now)
-
-    @property
-    def _learns_now(self) -> bool:
-        """Whether there is time to learn, if the head is due, rather than to save up."""
-        return self._idle_offered or not self.time.saving
+        return is_new or (self.due and self.time.learns_now)
 
     @property
     def _room(self) -> int:
@@ -120,16 +114,20 @@ class OnlineDrafter(HeadFollower):
     @property
     def wants_states(self) -> bool:
         """Whether the engine is to record states; where time is short, only if the learner leaves too few."""
-        return self.due and self._uses_states and (self.config.when != "auto" or self._passed_over)
+        return self._uses_states and (self.config.when != "auto" or self._passed_over)
 
     def charge(self, seconds: float) -> None:
         """Takes in what others needed on behalf of the head."""
         self.time.charge(seconds, owed=self.due)
 
+    def note_wait(self, seconds: float) -> None:
+        """Takes in how long a step waited for rewards: time that nobody needs."""
+        self.time.note_wait(seconds)
+
     @property
     def needs_memory(self) -> bool:
         """Whether `follow` will learn, or compare heads."""
-        learns = self.due and self._learns_now
+        learns = self.due and self.time.learns_now
         return learns or self.publisher.suspect or self.probation.is_due(self.average.updates)
 
     def follow(
@@ -140,10 +138,10 @@ class OnlineDrafter(HeadFollower):
         `recorded` are states that the engine kept, for texts that the learner skipped; `step_seconds` is
         what the step took so far.
         """
-        due, only_saves_up = self.due, not self._learns_now
+        owes = self.due or self._uses_states
         copying, pinning = self.tap.take_seconds()
-        self.time.charge(copying, owed=due)
-        self.time.charge_set_up(pinning)
+        self.time.charge(copying, owed=owes)
+        self.time.charge_apart(pinning)
         began, counted = time.perf_counter(), self.time.displaced
         asked, found = bool(self.tap.wanted), self.tap.take()
         examples = [
@@ -167,12 +165,11 @@ class OnlineDrafter(HeadFollower):
         self.buffer.shrink()
         if self.probation.proven and (self._reports or not proven):
             self.publish(step)
-        if not only_saves_up:
+        if self.time.learns_now:
             self._tokens = self._tokens_of(self._learned_tokens)
         # Slices and comparisons have counted themselves.
-        self.time.charge(time.perf_counter() - began - (self.time.displaced - counted), owed=due)
-        self.time.look_ahead()
-        self._idle_offered = False
+        self.time.charge(time.perf_counter() - began - (self.time.displaced - counted), owed=owes)
+        self.time.look_ahead(used_states=asked)
         return self.take_metrics() | {
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
@@ -181,7 +178,7 @@ class OnlineDrafter(HeadFollower):
     def _learn_in_turn(self, step: int) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
         # What slices take may be known from an earlier trial.
-        if self._learns_now and not self._is_out_of_reach:
+        if self.time.learns_now and not self._is_out_of_reach:
             enough = self._update_tokens // ENOUGH if self.time.limited else None
             self.plan(str(step), self.buffer.offered(self._tokens, enough), self._tokens)
             if not self.time.saving:  # else idle time has work
@@ -249,13 +246,9 @@ class OnlineDrafter(HeadFollower):
         for _ in self.slices(should_stop, idle=True):
             yield
 
-    def note_idle_time(self) -> None:
-        """Takes in that there is time that nobody needs, so that there is work for the next."""
-        self._idle_offered = True
-
     def learn_while(self, waiting: Callable[[], bool]) -> None:
         """Learns as long as `waiting` returns True; a slice that outlasts it counts as displacing others."""
-        for _ in self.work(lambda: not waiting()):
+        for _ in self.work(lambda: not (waiting() and self.time.allows_idle_slice)):
             if not waiting():
                 self.time.outlasted()
 
@@ -327,7 +320,7 @@ class OnlineDrafter(HeadFollower):
         overlap = None
         with suppress(torch.OutOfMemoryError):
             overlap = self.judge.quality_of(self.head, weights)
-        self.time.charge(time.perf_counter() - began)
+        self.time.charge_apart(time.perf_counter() - began)
         return overlap
 
     def take_metrics(self) -> dict[str, float]:

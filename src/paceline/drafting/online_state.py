@@ -76,7 +76,9 @@ def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor])
     if optimiser.state().keys() <= own.keys():
         optimiser.load_state(own, int(counters["steps"]))
         saved = _below(counters, "probation.")
-        online.probation = Probation(bool(saved["proven"]), int(saved["next_at"]))
+        online.probation = Probation(
+            bool(saved["proven"]), int(saved["next_at"]), int(saved.get("unanswered", 0))
+        )
     else:
         online.warn("the eagle head was trained by another optimiser: this one begins anew")
         optimiser.load_masters(head | _below(own, "master."))

@@ -27,6 +27,8 @@ Quality = Callable[[Mapping[str, torch.Tensor]], float | None]
 FIRST_COMPARED = 4
 # these, after which it is no use to go on for who counts the time; who goes on is compared as often.
 HOPELESS = 16
+# Steps in which nothing told how good a head is, after which nobody waits for it any more.
+UNANSWERED = 4
 
 
 class Drafting(Protocol):
@@ -42,12 +44,15 @@ class Probation:
 
     proven: bool = False
     next_at: int = FIRST_COMPARED
+    unanswered: int = 0  # times that it was to be compared, and nothing told
 
     def passes(self, updates: int, learned: Mapping, drafting: Mapping, quality: Quality) -> bool:
         """Returns whether `learned` may draft; compares it with `drafting` where that is not known yet."""
         if self.is_due(updates):
             ours, theirs = quality(learned), quality(drafting)
-            if ours is not None and theirs is not None:
+            if ours is None or theirs is None:
+                self.unanswered += 1
+            else:
                 self.proven = ours >= theirs
                 self.next_at = min(2 * updates, HOPELESS) if updates < HOPELESS else updates + HOPELESS
         return self.proven
@@ -57,8 +62,9 @@ class Probation:
         return not self.proven and updates >= self.next_at
 
     def is_hopeless(self, updates: int) -> bool:
-        """Returns whether it has learned for so long that more of it would not help."""
-        return not self.proven and updates >= HOPELESS
+        """Returns whether it was worse after so long that more of it would not help."""
+        was_compared = self.next_at > HOPELESS or self.unanswered >= UNANSWERED
+        return not self.proven and updates >= HOPELESS and was_compared
 
 
 @dataclass
@@ -82,13 +88,16 @@ class HeadPublisher:
         self.current = Published(0, snapshot(head))
         self.before: Published | None = None
         self.suspect = False
+        self.unanswered = 0  # times that it was to be compared, and nothing told
         self.rollbacks = 0
+        self._is_fresh = False  # the newest version, which may have drafted since
 
     def publish(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Hands these weights over, from wherever they are."""
         # What has not drafted yet is no measure for the next.
         if self.current.drafts:
             self.before = self.current
+        self._is_fresh, self.unanswered = True, 0
         self.current = Published(version, {name: to_host(tensor) for name, tensor in weights.items()})
         self._send(weights)
 
@@ -103,16 +112,23 @@ class HeadPublisher:
     @property
     def watches(self) -> bool:
         """Whether the newest version is, or may turn out, worse than the one before."""
-        return self.before is not None and (self.suspect or not self.current.drafts)
+        return self.before is not None and (self.suspect or self._is_fresh)
 
     def settle(self, version: int, quality: Quality) -> bool:
-        """Rolls a suspect head back if the one before is clearly better; returns whether it was."""
+        """Rolls a suspect head back if the one before is clearly better; returns whether it was.
+
+        Where nothing tells, the next step is asked.
+        """
+        self._is_fresh = False
         if not self.suspect or self.before is None:
             return False
-        self.suspect = False
         before, worse = self.before, self.current
         now, then = quality(worse.weights), quality(before.weights)
-        self.before = None
+        if now is None or then is None:
+            self.unanswered += 1
+            if self.unanswered < UNANSWERED:
+                return False
+        self.suspect, self.before = False, None
         if now is None or then is None or then <= now + TOLERANCE:
             return False  # the policy has become harder to draft for, the head has not become worse
         self.rollbacks += 1

@@ -34,16 +34,16 @@ class Reach:
             self.seconds.append(seconds)
         return first
 
-    def is_out(self, slices: float, granted: float, owed: float) -> bool:
-        """Returns whether so many slices take longer than REACH steps that grant so many seconds each.
+    def is_out(self, slices: float, given: float, owed: float, beside: float) -> bool:
+        """Returns whether so many slices take longer than REACH steps that give so many seconds each.
 
-        What slices take is known after a few, and after one where it is far too much; what earlier steps owe
-        is known at once.
+        So does what a step of learning takes `beside` them. What slices take is known after a few, and after
+        one where it is far too much; what earlier steps owe is known at once.
         """
-        if owed > REACH * granted:
+        if owed > REACH * given:
             return True
         within = REACH if len(self.seconds) >= TRUSTED else FAR * REACH
-        return slices * self.median > within * granted
+        return beside + slices * self.median > within * given
 
     @property
     def median(self) -> float:

@@ -70,6 +70,7 @@ class RunDrafter:
         self.saver: DrafterSaver | None = None
         self._kept: list[int] = []  # steps whose saves belong to checkpoints
         self._compared = False
+        self._closed = False
         recording.record_states(record_bytes(config))
         recording.want_states(online.wants_states)
 
@@ -90,8 +91,12 @@ class RunDrafter:
         else:
             load_early_state(self.online, drafters)
 
-    def observe(self, step: int, drafts: Mapping[str, Drafts]) -> None:
-        """Takes in a rollout's drafts by drafter; `step` is that of the policy that made it."""
+    def observe(self, step: int, drafts: Mapping[str, Drafts], reward_wait_seconds: float = 0.0) -> None:
+        """Takes in a rollout's drafts by drafter, and how long it waited for rewards.
+
+        `step` is that of the policy that made it.
+        """
+        self.online.note_wait(reward_wait_seconds)
         own = drafts.get(self.online.name)
         if own is None or not own.begun:
             return
@@ -125,7 +130,8 @@ class RunDrafter:
         self.saver.waited = time.monotonic() - began
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written; nothing is learned any more."""
+        self._closed = True
         if self.saver is not None:
             self.saver.flush()
 
@@ -137,10 +143,7 @@ class RunDrafter:
         assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
 
         def work(waiting: Callable[[], bool]) -> None:
-            if not waiting():
-                return
-            online.note_idle_time()
-            if online.has_work:
+            if waiting() and online.has_work and not self._closed:
                 with context():
                     online.learn_while(waiting)
 

@@ -66,8 +66,9 @@ class SlicedLearning:
 
     @property
     def examples(self) -> list[Example]:
-        """What is learned from in the work that is planned."""
-        return [passage.example for part in self.work for passage in part.passages]
+        """What is learned from in the work that is planned, each once."""
+        planned = {id(passage.example): passage.example for part in self.work for passage in part.passages}
+        return [*planned.values()]
 
     def plan(self, passages: Sequence[Passage]) -> None:
         """Puts optimiser steps of these passages, in this order, in place of those that are not begun."""
