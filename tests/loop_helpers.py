@@ -15,8 +15,8 @@ from paceline.policy.tokenizer import character_tokenizer, save_tokenizer
 from paceline.tasks.running_sums import ALPHABET
 
 
-def make_tiny_policy(folder: Path) -> Path:
-    config = DecoderConfig("llama", len(ALPHABET) + 1, 32, 64, 2, 2, 1, 16, 256, eos_token_ids=(0,))
+def make_tiny_policy(folder: Path, layers: int = 2) -> Path:
+    config = DecoderConfig("llama", len(ALPHABET) + 1, 32, 64, layers, 2, 1, 16, 256, eos_token_ids=(0,))
     policy = Decoder(config).initialise(0)
     save_policy(policy, folder)
     save_tokenizer(character_tokenizer(ALPHABET), folder)

@@ -281,6 +281,8 @@ class Trainer:
         calibration = backend.low_precision.calibration_state() if backend.low_precision else {}
         size = self.learner.num_bytes(drafters, calibration)
         folder = self.directory.checkpoints_path
+        if self.drafter is not None:  # a checkpoint without its head would not go on as this run does
+            self.drafter.save(self.step_number, checkpoint_steps(folder))
         with self.records.writing(f"the checkpoint of step {self.step_number}", folder, size):
             self.learner.save(
                 folder,
@@ -290,13 +292,14 @@ class Trainer:
                 calibration,
                 recipe_text(self.config),
                 under_way,
+                self.drafter.flush if self.drafter is not None else None,
             )
             if backend.speculation is not None:
                 machine = self.session.machine(self.sentinel.precision)
                 save_pacing(self.directory.pacing_path, backend.speculation.pacer, machine)
                 save_times(backend.speculation.pacer, machine)
             if self.drafter is not None:
-                self.drafter.save(self.step_number, checkpoint_steps(folder))
+                self.drafter.keep(checkpoint_steps(folder))
         self.saved_step = self.step_number
         self.save_due = False
         self.report.renew()

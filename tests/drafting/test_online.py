@@ -1,10 +1,12 @@
 """A head that learns while the policy does: that it helps, what it learns from, what it needs to go on."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.config import OnlineDrafterConfig, load_config
 from paceline.drafting.eagle_folder import load_eagle
@@ -354,6 +356,71 @@ def test_what_nobody_changes_is_saved_without_a_copy(moved, tmp_path, monkeypatc
     assert not [name for name in state if name.startswith(("online.states", "online.before"))]
     states = drafter.buffer.examples[0].states
     assert states is not None and lasting["online.states.0.hidden"] is states.hidden_RE
+
+
+def test_a_head_whose_gradients_are_not_finite_goes_on_from_what_drafts(moved):
+    """Once said; nothing of it is counted, published or kept."""
+    policy, head = moved
+    said: list[str] = []
+    config = OnlineDrafterConfig(when="always", unroll=1, batch=1, lr=1e30)
+    drafter = OnlineDrafter(policy, head, config, seed=0, warn=said.append)
+    for step in (1, 2):
+        metrics = follow(drafter, step, groups_of(policy, 8))
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert metrics["drafter/updates"] < 8
+    assert len(said) == 1 and "online.lr = 1e+30" in said[0]
+    drafting = drafter.publisher.current.weights
+    assert all(torch.isfinite(tensor).all() for tensor in drafting.values())
+
+
+def test_a_buffer_that_holds_nothing_is_said_once(moved):
+    policy, head = moved
+    said: list[str] = []
+    config = OnlineDrafterConfig(when="always", buffer_gb=1e-12)
+    drafter = OnlineDrafter(policy, head, config, seed=0, warn=said.append)
+    for step in (1, 2):
+        follow(drafter, step, groups_of(policy, 2))
+    assert len(said) == 1 and "online.buffer_gb = 1e-12" in said[0]
+
+
+@pytest.mark.parametrize("harm", ["flipped", "shape", "key", "missing"])
+def test_a_save_of_a_head_that_is_no_longer_whole_is_left_out_and_said(moved, tmp_path, harm):
+    policy, head = moved
+    said: list[str] = []
+    drafter = online(policy, head, unroll=1, batch=4)
+    run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=said.append)
+    run_drafter.begin(tmp_path, 0)
+    follow(drafter, 1, groups_of(policy, 4))
+    for step in (1, 2):
+        run_drafter.save(step, [1])
+        run_drafter.flush()
+    file = tmp_path / "drafter_training" / "step_000002.safetensors"
+    digest = file.with_suffix(".json")
+    if harm == "flipped":
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 64
+        file.write_bytes(content)
+    elif harm == "missing":
+        file.unlink()
+        digest.unlink()
+    else:
+        tensors = load_file(file)
+        if harm == "shape":
+            tensors["online.head.fc.weight"] = tensors["online.head.fc.weight"][:1].clone()
+        else:
+            del tensors["online.counter.version"]
+        save_file(tensors, file)
+        digest.unlink()
+    again = RunDrafter(online(policy, head), Recorded(), load_config(None, SMALL), warn=said.append)
+    eagle = {f"eagle.{name}": p.detach() for name, p in head.named_parameters()}
+    again.restore(tmp_path, 2, eagle)
+    expected = {
+        "flipped": "is damaged and left out",
+        "shape": "head.fc.weight is (1, ",
+        "key": "counter.version is missing",
+        "missing": "has no save of step 2: the eagle head goes on from step 1",
+    }
+    assert any(expected[harm] in line for line in said), said
 
 
 def test_of_another_optimiser_the_masters_are_used():

@@ -1,5 +1,6 @@
 """A head that learns in a whole run: that nothing else changes, and what the run keeps and says of it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,36 @@ def test_a_resumed_run_goes_on_as_it_would_have(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_is_there_only_when_its_head_is(tmp_path, monkeypatch):
+    """Killed between the two, a run would go on with another head than the one it had."""
+    rename, seen = os.rename, []
+
+    def watched(source, target) -> None:
+        target = Path(target)
+        if target.parent.name == "checkpoints" and target.name.startswith("step_"):
+            saves = target.parent.parent / "drafter_training"
+            seen.append((target.name, sorted(path.stem for path in saves.glob("*.safetensors"))))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
+    run(
+        tmp_path,
+        "order",
+        "run.steps=3",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        "rollout.speculation.online.when=always",
+        "rollout.speculation.online.tokens=64",
+    )
+    assert [name for name, _ in seen] == ["step_000001", "step_000002", "step_000003"]
+    assert all(name in saves for name, saves in seen)
+    assert seen[1][1] == ["step_000001", "step_000002"], "until the older checkpoint is gone its head stays"
+    assert [p.name for p in sorted((tmp_path / "order" / "drafter_training").iterdir())] == [
+        "step_000003.json",
+        "step_000003.safetensors",
+    ]
+
+
 def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys):
     policy = load_policy(BUILTIN_POLICY, torch.float32)
     folder = tmp_path / "head"

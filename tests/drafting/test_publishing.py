@@ -158,10 +158,8 @@ def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy,
     for step in (2, 3, 5):
         saver.save(step, head, {"online.x": torch.full((4,), float(step))}, keep=[2])
     saver.flush()
-    assert sorted(path.name for path in (tmp_path / "drafter_training").iterdir()) == [
-        "step_000002.safetensors",
-        "step_000005.safetensors",
-    ]
+    names = sorted(path.name for path in (tmp_path / "drafter_training").iterdir())
+    assert names == [f"step_00000{step}.{kind}" for step in (2, 5) for kind in ("json", "safetensors")]
     assert saver.load(1) is None
     assert saver.load(4)["online.x"].tolist() == [2.0] * 4
     assert saver.load(5)["online.x"].tolist() == [5.0] * 4
@@ -170,7 +168,8 @@ def test_saves_are_whole_written_aside_and_found_by_their_step(tmp_path, policy,
     assert read_acceptance(tmp_path / "drafter") == MEASURED
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert "| 3 | 1000 | 3.50 | 81.0% | 81.0%, 70.0% |" in card and "eagle3" in card
-    assert not said and read_acceptance(tmp_path) is None
+    assert len(said) == 1 and "has no save of step 4: the eagle head goes on from step 2" in said[0]
+    assert read_acceptance(tmp_path) is None
 
 
 def test_the_run_goes_on_while_a_save_is_written_and_changes_nothing_of_it(tmp_path, head, monkeypatch):

@@ -34,7 +34,7 @@ def soak(
     """
     torch.set_num_threads(1)
     start = time.monotonic()
-    policy = make_tiny_policy(root / "policy")
+    policy = make_tiny_policy(root / "policy", layers=3)  # as many as an eagle head looks at
     wanted = VARIANTS if most is None else {draw_variant(random.Random(seed + n)) for n in range(most)}
     references = {name: make_reference(policy, root / "reference" / name, name) for name in wanted}
     deadline = start + seconds

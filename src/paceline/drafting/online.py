@@ -10,6 +10,7 @@ noise nothing of it can change a completion, gradients end at the head, and the 
 `publish_drafter` alone. `when.py` says when it learns, `slices.py` how, `publishing.py` what is handed over.
 """
 
+import math
 import random
 import statistics
 import time
@@ -88,6 +89,7 @@ class OnlineDrafter(HeadFollower):
         self._texts: list[TrainingSequence] = []
         self._reports: list[HeadStep] = []
         self._learned_tokens = 0
+        self._told_not_finite = self._told_no_room = False
         self._passed_over = True  # by the learner, as far as is known
         self._tokens = self._tokens_of(learned=0)
 
@@ -154,6 +156,7 @@ class OnlineDrafter(HeadFollower):
             self._passed_over = passed_over > PASSED_OVER * len(examples)
         self._texts = []
         self.buffer.add(step, examples)
+        self._check_room(examples)
         self.time.begin(step_seconds)
         proven = self.probation.proven
         if self.publisher.settle(step, self._judge):
@@ -174,6 +177,17 @@ class OnlineDrafter(HeadFollower):
             "drafter/texts": float(len(examples)),
             "drafter/texts_with_states": float(with_states),
         }
+
+    def _check_room(self, examples: Sequence[Example]) -> None:
+        if self._told_no_room or not examples or len(self.buffer):
+            return
+        self._told_no_room = True
+        least = min(TOKEN_BYTES * len(example.sequence.tokens) for example in examples) / 1e9
+        self.warn(
+            f"rollout.speculation.online.buffer_gb = {self.config.buffer_gb:g} holds none of the step's "
+            f"responses, so the eagle head learns nothing: the shortest one takes {least:.2g} without the "
+            "policy's states, with them a thousand times as much and more; the default is 0.25"
+        )
 
     def _learn_in_turn(self, step: int) -> None:
         """Learns after the policy's update: all that is planned, or as much as the budget has time for."""
@@ -292,6 +306,9 @@ class OnlineDrafter(HeadFollower):
             self._halve_budget()
 
     def _note_update(self, report: HeadStep) -> None:
+        if not math.isfinite(report.grad_norm):
+            self._go_back()
+            return
         self._reports.append(report)
         self.average.update(self.trainer.optimiser.masters())
         self._learned_tokens += int(report.tokens)
@@ -299,6 +316,18 @@ class OnlineDrafter(HeadFollower):
             self.auto.note_update(report.mean_overlap)
             if not self.auto.learning:
                 self._rest()
+
+    def _go_back(self) -> None:
+        """Goes on from what drafts: gradients are not finite, and those that follow would be no better."""
+        self.learning.abandon()
+        restore(self.head, self.publisher.current.weights)
+        self._restart()
+        if not self._told_not_finite:
+            self._told_not_finite = True
+            self.warn(
+                "the eagle head's gradients are not finite: it goes on from the version that drafts; lower "
+                f"rollout.speculation.online.lr = {self.config.lr:g}"
+            )
 
     def _halve_budget(self) -> None:
         """A drafter that learns less costs time; a run that ends costs everything."""

@@ -26,6 +26,7 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
         "share": online.publisher.current.share,
         "drafts": online.publisher.current.drafts,
         "suspect": online.publisher.suspect,
+        "rollbacks": online.publisher.rollbacks,
         **_flat(asdict(online.drift), "drift."),
         **_flat(asdict(online.auto), "auto."),
     }
@@ -48,6 +49,21 @@ def online_state(online: HeadFollower) -> dict[str, torch.Tensor]:
         own |= {**online.trainer.optimiser.state(), **online.buffer.state()}
     own |= {f"counter.{name}": torch.tensor(value, dtype=torch.float64) for name, value in counters.items()}
     return {f"{PREFIX}{name}": tensor for name, tensor in own.items()}
+
+
+def what_is_wrong(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Returns why these tensors are no state of this head's training; None: they are."""
+    own = _below(tensors, PREFIX)
+    for name, parameter in online.head.named_parameters():
+        found = own.get(f"head.{name}")
+        if found is None or found.shape != parameter.shape:
+            shape = "missing" if found is None else tuple(found.shape)
+            return f"head.{name} is {shape}, not {tuple(parameter.shape)}"
+    needed = [f"counter.{name}" for name in ("due", "version")]
+    if "counter.steps" in own:
+        needed += ["tokens", "mask", "lengths", "temperatures"]
+    missing = [name for name in needed if name not in own]
+    return f"{missing[0]} is missing" if missing else None
 
 
 def load_online_state(online: HeadFollower, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -92,6 +108,7 @@ def _watch(publisher: HeadPublisher, counters: Mapping[str, float], weights: dic
     current = publisher.current
     current.share, current.drafts = counters["share"], int(counters["drafts"])
     publisher.suspect = bool(counters["suspect"])
+    publisher.rollbacks = int(counters["rollbacks"])
     before = _below(counters, "before.")
     if before:
         publisher.before = Published(int(before["version"]), weights, before["share"], int(before["drafts"]))

@@ -58,5 +58,6 @@ class Reach:
         self.warn(
             "the eagle head does not learn: its share of a step's time "
             f"(rollout.speculation.online.budget = {self.budget:g}) is too small for an update "
-            f"within {REACH} steps; raise it, or use rollout.speculation.online.when=always"
+            f"within {REACH} steps; raise it, lower rollout.speculation.online.batch, or use "
+            "rollout.speculation.online.when=always"
         )

@@ -16,7 +16,13 @@ from paceline.drafting.eagle_folder import eagle_folder, head_for
 from paceline.drafting.follower import HeadFollower
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance
 from paceline.drafting.online import OnlineDrafter
-from paceline.drafting.online_state import LASTING, load_early_state, load_online_state, online_state
+from paceline.drafting.online_state import (
+    LASTING,
+    load_early_state,
+    load_online_state,
+    online_state,
+    what_is_wrong,
+)
 from paceline.drafting.saving import DrafterSaver
 from paceline.drafting.when import SIGMAS, TOLERANCE
 from paceline.policy.states import TextStates
@@ -86,7 +92,10 @@ class RunDrafter:
         """Goes on from what was saved with a step; from the head alone where only a checkpoint has it."""
         self.saver = DrafterSaver(run, self.warn)
         saved = self.saver.load(step)
-        if saved is not None:
+        problem = None if saved is None else what_is_wrong(self.online, saved)
+        if problem:
+            self.warn(f"{self.saver.training_folder}: {problem}; left out")
+        if saved is not None and not problem:
             load_online_state(self.online, saved)
         else:
             load_early_state(self.online, drafters)
@@ -129,11 +138,21 @@ class RunDrafter:
         self.saver.save(step, self.online.head_to_keep(), state, kept, lasting)
         self.saver.waited = time.monotonic() - began
 
+    def flush(self) -> None:
+        """Waits until what was saved is written."""
+        if self.saver is not None:
+            self.saver.flush()
+
+    def keep(self, steps: Sequence[int]) -> None:
+        """Lets go of saves that belong to none of these steps."""
+        assert self.saver is not None, "the run has begun"
+        self._kept = list(steps)
+        self.saver.keep(steps)
+
     def close(self) -> None:
         """Waits until everything is written; nothing is learned any more."""
         self._closed = True
-        if self.saver is not None:
-            self.saver.flush()
+        self.flush()
 
     def work_in(
         self, context: Callable[[], AbstractContextManager[None]]

@@ -2,12 +2,14 @@
 
     drafter/            the head as vLLM, SGLang and `load_eagle` open it, with its model card
     drafter_training/   step_000012.safetensors: head, optimiser and buffer, nothing that is not trained
+                        step_000012.json: its size and digest
 
 The run waits only while the tensors are copied to the host. A file is written beside and renamed, so what
 has its name is whole.
 """
 
 import copy
+import json
 import os
 import re
 import threading
@@ -23,6 +25,7 @@ from safetensors.torch import load_file
 from paceline.drafting.eagle_folder import save_eagle
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.model_card import MeasuredAcceptance, read_acceptance, write_card
+from paceline.learning.checkpoint import fingerprint, sync
 from paceline.policy.model_files import save_tensors
 
 TRAINING_FOLDER = "drafter_training"
@@ -100,11 +103,27 @@ class DrafterSaver:
         saved = [number for number in self._steps() if number <= step]
         if not saved:
             return None
+        newest = max(saved)
+        if newest != step:
+            self.warn(
+                f"{self.training_folder} has no save of step {step}: the eagle head goes on from step "
+                f"{newest}, and drafts as it did not before"
+            )
+        file = self._file(newest)
         try:
-            return load_file(self._file(max(saved)))
-        except (OSError, SafetensorError) as error:  # a run goes on without it
-            self.warn(f"{self._file(max(saved))} is damaged and left out: {error}")
+            known = self._digest(newest)
+            if known.exists() and json.loads(known.read_text()) != fingerprint(file):
+                raise ValueError(f"its content is not that of {known.name}")
+            return load_file(file)
+        except (OSError, ValueError, SafetensorError) as error:  # a run goes on without it
+            self.warn(f"{file} is damaged and left out: {error}")
             return None
+
+    def keep(self, steps: Iterable[int]) -> None:
+        """Removes saves of other steps, if nothing is being written."""
+        for old in {*self._steps()} - {*steps}:
+            self._file(old).unlink(missing_ok=True)
+            self._digest(old).unlink(missing_ok=True)
 
     def _write(
         self,
@@ -123,16 +142,22 @@ class DrafterSaver:
             save_tensors(tensors | {name: tensor.clone() for name, tensor in lasting.items()}, partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
+            self._digest(step).write_text(json.dumps(fingerprint(partial)))
             os.rename(partial, self._file(step))
-            save_eagle(head, self.head_folder)
-            write_card(self.head_folder, first, last)
-            for old in self._steps():
-                if old not in keep:
-                    self._file(old).unlink(missing_ok=True)
+            sync(self.training_folder)
+            self.keep(keep)
         except (OSError, SafetensorError) as error:  # a run goes on without it
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             self.warn(f"the eagle head of step {step} could not be saved in {self.training_folder}: {error}")
+        try:
+            save_eagle(head, self.head_folder)
+            write_card(self.head_folder, first, last)
+        except (OSError, SafetensorError) as error:
+            self.warn(f"the eagle head of step {step} could not be written to {self.head_folder}: {error}")
+
+    def _digest(self, step: int) -> Path:
+        return self._file(step).with_suffix(".json")
 
     def _file(self, step: int) -> Path:
         return self.training_folder / f"step_{step:06d}.safetensors"

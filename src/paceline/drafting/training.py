@@ -12,6 +12,7 @@ Nothing flows back into the policy: its states, its embedding and its logits are
 gradients are clipped by themselves.
 """
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config import LearningConfig
+from paceline.config import ConfigError, LearningConfig
 from paceline.drafting.comparison import Comparison, teacher_probabilities
 from paceline.drafting.eagle_head import EagleHead
 from paceline.drafting.head_pass import HeadPass
@@ -304,7 +305,13 @@ def train_offline(
     for step in range(1, settings.steps + 1):
         for batch in micro_batches(next(batches), token_budget, policy.device):
             trainer.accumulate(batch, *teacher_states(policy, batch, head.config.captured_layers))
-        progress(step, trainer.update())
+        report = trainer.update()
+        if not math.isfinite(report.grad_norm):
+            raise ConfigError(
+                f"the head's gradients are not finite in step {step} of {settings.steps}: with --lr "
+                f"{settings.lr:g} it diverged; try a lower one ({HeadTraining.lr:g} is the default)"
+            )
+        progress(step, report)
         if stopped():
             return step
     return settings.steps

@@ -82,6 +82,7 @@ def save_checkpoint(
     calibration: Mapping[str, torch.Tensor] | None = None,
     recipe: str = "",
     under_way: str = "",
+    written_beside: Callable[[], None] | None = None,
 ) -> Path:
     """Writes a checkpoint of this step, removes all but the newest `keep`, and returns its folder."""
 
@@ -92,7 +93,9 @@ def save_checkpoint(
         _save_tensors(optimiser.state(), partial / SINGLE_FILE)
         return {}
 
-    return write_checkpoint(folder, write_learned, state, keep, drafters, calibration, recipe, under_way)
+    return write_checkpoint(
+        folder, write_learned, state, keep, drafters, calibration, recipe, under_way, written_beside
+    )
 
 
 def write_checkpoint(
@@ -104,10 +107,12 @@ def write_checkpoint(
     calibration: Mapping[str, torch.Tensor] | None = None,
     recipe: str = "",
     under_way: str = "",
+    written_beside: Callable[[], None] | None = None,
 ) -> Path:
     """Writes a checkpoint whose policy and optimiser `write_learned` writes into a folder that it is given.
 
-    It returns the fingerprints of its files as far as it knows them; the others are taken here.
+    It returns the fingerprints of its files as far as it knows them; the others are taken here. There is no
+    checkpoint before `written_beside` returns: it waits for what lies elsewhere and belongs to it.
     """
 
     def write(partial: Path) -> None:
@@ -125,6 +130,8 @@ def write_checkpoint(
         names = [str(path.relative_to(partial)) for path in _files(partial)]
         manifest = {name: known.get(name) or fingerprint(partial / name) for name in names}
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        if written_beside is not None:
+            written_beside()
 
     final = folder / f"step_{state.step:06d}"
     replace_folder(final, write)
