@@ -65,6 +65,104 @@ def test_numbers_are_finite(override):
     assert "finite number" in explain(override) and explain(override).startswith(override.partition("=")[0])
 
 
+LEARNS = "rollout.speculation.drafters=[eagle]", "rollout.speculation.online.when=always"
+STREAMS = ("rollout.mode=partial",)
+
+
+@pytest.mark.parametrize(
+    "key, value, most, beside",
+    [
+        ("run.steps", 1 << 63, 1000000000, ()),
+        ("policy.lora.rank", 1 << 63, 16384, ()),
+        ("policy.lora.alpha", 1e39, 1000000.0, ("policy.lora.rank=2",)),
+        ("task.train_problems", 1 << 63, 10000000, ()),
+        ("task.eval_problems", 1 << 63, 10000000, ()),
+        ("task.reward_memory_gb", 1e300, 100000.0, ()),
+        ("rollout.samples_per_prompt", 1 << 63, 1000000, ()),
+        ("rollout.prompts_per_step", 1 << 63, 1000000, ()),
+        ("rollout.max_lag", 1 << 63, 1000, STREAMS),
+        ("rollout.prompts_in_flight", 1 << 63, 10000000, (*STREAMS, "rollout.on_stale=drop")),
+        ("rollout.kv_tokens", 1 << 63, 1000000000, ()),
+        ("rollout.graph_memory_gb", 1e308, 100000.0, ()),
+        ("rollout.speculation.online.buffer_gb", 1e308, 100000.0, LEARNS),
+        ("rollout.speculation.online.lr", 1e39, 1e30, LEARNS),
+        ("learning.lr", 1e39, 1e30, ()),
+        ("learning.clip_high", 1e39, 1e9, ()),
+        ("learning.epochs", 1 << 63, 1000000000, ()),
+        ("learning.dynamic_sampling_rounds", 1 << 63, 1000000000, ()),
+        ("eval.samples", 1 << 63, 1000000, ()),
+        ("report.closing_pairs", 1 << 63, 1000, ()),
+        ("cluster.heartbeat_seconds", 1e300, 1000000.0, ("cluster.replicas=2",)),
+    ],
+)
+def test_what_cannot_fit_or_end_is_refused(key, value, most, beside):
+    """Such values ended in a traceback, or in a run that never began its first step."""
+    message = explain(*beside, f"{key}={value!r}")
+    assert message.startswith(f"{key} = {value!r}: ") and len(message.splitlines()) == 1
+    assert f": must be at most {most:.15g}" in message
+    load_config(None, [*beside, f"{key}={most!r}"])
+
+
+def test_a_clip_of_a_million_is_no_clip():
+    assert load_config(None, ["learning.clip_high=1e6"]).learning.clip_high == 1e6
+    assert "1e6 or more clips no ratio in practice" in explain("learning.clip_high=1e39")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learning.lr=true",
+        "run.seed=no",
+        "run.steps=on",
+        "rollout.kv_tokens=false",
+        "eval.pass_k=[true]",
+        "learning.correction.weight_bounds=[false, 2]",
+    ],
+)
+def test_truth_values_are_no_numbers(override):
+    key = override.partition("=")[0]
+    message = explain("learning.correction.preset=tis", override)
+    assert message.startswith(f"{key} = ") and "must be a number, and YAML reads true" in message
+
+
+def test_truth_values_stay_where_they_are_meant():
+    config = load_config(None, ["policy.activation_checkpointing=true", "rollout.deterministic=on"])
+    assert config.policy.activation_checkpointing is True and config.rollout.deterministic is True
+
+
+@pytest.mark.parametrize("when", ["drift", "always", "auto"])
+def test_no_head_learns_beside_the_reference(when):
+    """It was refused for want of a head, with advice to make one."""
+    message = explain(*LEARNS[:1], f"rollout.speculation.online.when={when}", "rollout.backend=reference")
+    assert f"rollout.speculation.online.when = '{when}': rollout.backend = 'reference'" in message
+    assert "use rollout.backend=native, or rollout.speculation.online.when=never" in message
+
+
+@pytest.mark.parametrize(
+    "recipe, overrides, message",
+    [
+        (
+            "default",
+            "run.steps=5",
+            r"overrides = 'run.steps=5': must be a list of texts; write \['run.steps=5'\]",
+        ),
+        ("default", [5], "overrides: 5 is a int; must be a list of texts"),
+        ("default", {"run.steps": 5}, "overrides = {'run.steps': 5}: must be a list of texts"),
+        ({"run": {"steps": 5}}, [], "recipe is a dict: must be the path of a YAML file.*parse_config"),
+    ],
+)
+def test_arguments_of_the_wrong_type_say_what_is_meant(recipe, overrides, message):
+    with pytest.raises(TypeError, match=message):
+        load_config(recipe, overrides)
+
+
+def test_a_recipe_may_be_a_path(tmp_path):
+    (tmp_path / "a.yaml").write_text("run: {steps: 5}")
+    assert load_config(tmp_path / "a.yaml", ("run.seed=1",)).run.steps == 5
+    with pytest.raises(ConfigError, match="neither a file nor a shipped recipe"):
+        load_config(tmp_path / "b.yaml")
+
+
 def test_a_bound_may_be_infinite():
     settings = "mode=decoupled", "weight=token", "weight_bounds=[0, .inf]"
     config = load_config(None, [f"learning.correction.{setting}" for setting in settings])
@@ -334,6 +432,10 @@ def test_what_a_run_saves_loads_again(recipe, overrides, spelt_out):
             "reject_bounds = [0.0, 3.0]",
             "set reject to one of",
         ),
+        (["task.data.path=x"], "task.data.path = 'x'", "only to file; change that, or leave it out"),
+        (["task.data.answer_column=y"], "task.data.answer_column = 'y'", "(task.data.answer_column=)"),
+        (["task.dataset=chain_sum"], "task.dataset = 'chain_sum'", "(task.dataset=)"),
+        (["task.options={a: 1}"], "task.options = {'a': 1}", "only to countdown, reasoning-gym"),
     ],
 )
 def test_a_key_that_would_be_ignored_is_refused(overrides, key, remedy):
@@ -406,9 +508,9 @@ def test_another_task_drops_what_described_the_recipes_own(recipe):
     config = load_config(recipe, given)
     assert config.task.name == "file" and config.task.data.path == "x.jsonl"
     assert not config.task.options and not config.task.dataset
-    with pytest.raises(ConfigError, match="task.train_problems does not apply to task.name = 'file'"):
+    with pytest.raises(ConfigError, match="task.train_problems = 7 does not apply to task.name = 'file'"):
         load_config(recipe, [*given, "task.train_problems=7"])
-    with pytest.raises(ConfigError, match="task.options does not apply to task.name = 'file'"):
+    with pytest.raises(ConfigError, match="task.options = {'a': 1} does not apply to task.name = 'file'"):
         load_config(recipe, [*given, "task.options={a: 1}"])
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from paceline.config import Config, PolicyConfig, load_config
+from paceline.config import Config, ConfigError, load_config, parse_config
+from paceline.config.arguments import as_texts
 from paceline.device import best_device, prepare_torch
 from paceline.engine.engine import Engine
 from paceline.engine.settings import EngineSettings
@@ -16,6 +17,7 @@ from paceline.models.source import PolicySource, policy_dtype
 from paceline.policy.decoder import Decoder
 from paceline.policy.tokenizer import load_tokenizer
 from paceline.report.console import Console
+from paceline.report.run_directory import RunDirectory
 from paceline.types import Completion, Purpose, Request, SamplingParams, request_seed
 
 MAX_RUNNING = 256  # requests that `Policy.generate` decodes together
@@ -23,12 +25,25 @@ MAX_KV_TOKENS = 1 << 20  # of its KV pool; requests beyond that wait
 
 
 def train(config: Config | None = None, resume: str | Path | None = None, quiet: bool = True) -> Result:
-    """Runs training; `result.summary` has accuracy before and after, and the run directory."""
-    return run_training(
-        config or load_config("default"),
-        resume=Path(resume) if resume else None,
-        console=Console(quiet=quiet),
-    )
+    """Runs training; `result.summary` has accuracy before and after, and the run directory.
+
+    `resume` continues a run directory. Without a `config` that is by its own recipe, and a new run is by the
+    one called `default`.
+    """
+    folder = Path(resume) if resume else None
+    return run_training(_recipe(config, folder), resume=folder, console=Console(quiet=quiet))
+
+
+def _recipe(config: Config | None, resume: Path | None) -> Config:
+    if config is None:
+        return load_config("default") if resume is None else RunDirectory.open(resume).config()
+    if not isinstance(config, Config):
+        shown = f"config = {config!r}" if isinstance(config, str) else f"config is a {type(config).__name__}"
+        raise TypeError(
+            f"{shown}: must be a Config, such as paceline.load_config('default', ['run.steps=5']); of a dict "
+            "of sections, paceline.config.parse_config makes one"
+        )
+    return config
 
 
 def load(folder: str | Path = "builtin", dtype: str = "auto", device: str = "auto") -> "Policy":
@@ -36,10 +51,28 @@ def load(folder: str | Path = "builtin", dtype: str = "auto", device: str = "aut
 
     `auto` is the GPU at hand in bfloat16, or the CPU in float32.
     """
-    where = best_device() if device == "auto" else torch.device(device)
-    config = PolicyConfig(path=str(folder), dtype=dtype)
+    where = _device(device)
+    config = parse_config({"policy": {"path": str(folder), "dtype": dtype}}).policy
     source = PolicySource.of(config)
     return Policy(source.load(policy_dtype(config, where), where), load_tokenizer(source.folder))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return best_device()
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):  # no name of torch's
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {name!r}: must be auto, cpu, cuda, or one of several GPUs as cuda:1")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        seen = f"torch sees {gpus} GPU{'s' if gpus > 1 else ''} here" if gpus else "torch sees no GPU here"
+        raise ConfigError(
+            f"device = {name!r}: {seen}; use device='auto' or 'cpu', and `paceline doctor` for the reason"
+        )
+    return device
 
 
 class Policy:
@@ -70,6 +103,9 @@ class Policy:
         max_tokens: int = 256,
     ) -> list[list[Completion]]:
         """Returns `samples` completions for each prompt, with tokens and logprobs, from the native engine."""
+        prompts = as_texts("prompts", prompts)
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"samples = {samples!r}: must be a whole number of at least 1")
         sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         requests = [
             Request(

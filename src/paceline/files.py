@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile."""
+    """Replaces a file so that it has its old content or the new one, whatever happens meanwhile.
+
+    An error of the system names this file, not the one beside it that is written first.
+    """
     beside = path.with_name(f"{path.name}.tmp")
     try:
         beside.unlink(missing_ok=True)
@@ -15,7 +18,7 @@ def replace_file(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

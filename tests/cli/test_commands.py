@@ -99,6 +99,27 @@ def test_eval_export_and_transformers(policy, tmp_path):
     assert model.dtype == torch.bfloat16 and tokenizer.decode(tokenizer("a9b8=")["input_ids"]) == "a9b8="
 
 
+@pytest.mark.parametrize("command", [["eval", "builtin"], ["drafter", "eval", "builtin", "builtin-eagle"]])
+def test_a_second_policy_is_refused(command, refused):
+    """It lost to the argument without a word."""
+    message = refused(*command, "policy.path=nothere")
+    assert "error: policy.path=nothere: the argument 'builtin' says already which policy" in message
+
+
+@pytest.mark.parametrize(
+    "wanted, said",
+    [
+        (0, "running-sums, 4 held-out problems x 2; nothing"),
+        (3, "running-sums, 3 held-out problems x 2; nothing"),
+        (100, "4 held-out problems x 2 (eval.problems = 100, and the task has 4); nothing"),
+    ],
+)
+def test_eval_announces_what_it_measures(wanted, said, policy):
+    settings = ["task.eval_problems=4", "eval.samples=2", "eval.max_tokens=4", f"eval.problems={wanted}"]
+    output = " ".join(invoke("eval", str(policy), *settings).split())
+    assert said in output and f"({min(wanted or 4, 4)} problems)" in output
+
+
 def test_train_leaves_a_run_directory(policy, tmp_path):
     output = invoke("train", *tiny_overrides(policy, tmp_path, "run", steps=2))
     assert "run directory" in output

@@ -21,7 +21,7 @@ from paceline.config import ConfigError, load_config
                 "rollout.speculation.drafters=[eagle]",
                 "rollout.speculation.online.when=always",
             ],
-            "online.when = 'always' lets replicas .*'reference' cannot; use rollout.backend=native, or",
+            "online.when = 'always': rollout.backend = 'reference' .*; use rollout.backend=native, or",
         ),
         (
             ["cluster.replicas=2", "rollout.speculation.drafters=[history]"]

@@ -266,7 +266,37 @@ def test_export_takes_an_old_adapter_away(tmp_path):
         assert (out / "adapter/adapter_config.json").is_file() is has_adapter
         assert (out / "adapter").is_dir() is has_adapter
         assert_is(out, policy(0) if has_adapter else policy(1))
-    # onto itself
-    export_policy(out, out, "", force=True)
-    assert_is(out, policy(0))
-    assert (out / "adapter/adapter_model.safetensors").is_file()
+
+
+def test_export_does_not_write_over_what_it_reads(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    save(policy(0), checkpoint / "policy", sharded=True)
+    save(policy(1), checkpoint / "adapter", sharded=False)
+    (tmp_path / "link").symlink_to(checkpoint / "policy")
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    for source, out in (
+        (checkpoint, checkpoint),
+        (checkpoint, checkpoint / "policy"),
+        (checkpoint, checkpoint / "adapter"),
+        (checkpoint / "policy", checkpoint / "policy"),
+        (checkpoint, tmp_path / "link"),
+    ):
+        with pytest.raises(ValueError, match=f"OUT {out}: is what is exported; choose another folder"):
+            export_policy(source, out, "bfloat16", force=True)
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("inside", ["", "exported", "checkpoints/step_000004/policy", "samples"])
+@pytest.mark.parametrize("kept", [("run.lock",), ("metrics.jsonl",), ("run.lock", "metrics.jsonl")])
+def test_export_writes_into_no_run_directory(inside, kept, tmp_path):
+    run = tmp_path / "run"
+    save(policy(0), run / "checkpoints/step_000004/policy", sharded=False)
+    save(policy(0), run / "checkpoints/step_000008/policy", sharded=False)
+    for name in ("config.yaml", *kept):
+        (run / name).write_text("")
+    before = set(run.rglob("*"))
+    with pytest.raises(ConfigError, match=f"OUT .*: {run} is a run directory, .* choose a folder outside it"):
+        export_policy(run / "checkpoints/step_000008", run / inside, "", force=True)
+    assert set(run.rglob("*")) == before
+    export_policy(run / "checkpoints/step_000008", tmp_path / "out", "")
+    assert_is(tmp_path / "out", policy(0))

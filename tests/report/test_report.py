@@ -93,6 +93,24 @@ def test_runs_are_compared_with_the_first(tmp_path):
     assert "All runs have the same seed (0)." in same["words"]
 
 
+@pytest.mark.parametrize("missing", ["null", "NaN", "Infinity"])
+def test_what_is_not_finite_is_missing(tmp_path, missing):
+    """Runs of earlier versions have NaN and Infinity in their metrics."""
+    runs = [make_run(tmp_path / name, steps=3) for name in ("first", "second")]
+    for run in runs:
+        lines = (run / "metrics.jsonl").read_text().replace('"time/learn": 1.2', f'"time/learn": {missing}')
+        lines = lines.replace('"rollout/length_max": 102.0', f'"rollout/length_max": {missing}')
+        last = json.dumps(eval_record(4, 0.5)).replace("0.5,", f"{missing},")
+        (run / "metrics.jsonl").write_text(f"{lines}{last}\n")
+        assert missing in lines and missing in last
+    data = report_of(*runs, out=tmp_path / "r.html")
+    assert "second sampled the same as first in all 3 common steps." in data["words"]
+    outcomes = next(table for table in data["tables"] if table["id"] == "outcomes")
+    assert [row[2] for row in outcomes["rows"]] == ["92.0% ± 3.0"] * 2
+    (alone,) = (card for card in data["cards"] if "first: does the policy learn?" in card["question"])
+    assert alone["verdict"] == "Yes: 35.0% → 92.0%" and "3 steps" in alone["detail"]
+
+
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
     runs = [make_run(tmp_path / folder / "run", steps=2) for folder in ("a", "b")]
     data = report_of(*runs, out=tmp_path / "r.html")

@@ -1,12 +1,14 @@
 """The folder of a run survives a crash at any moment, and says so where something else has damaged it."""
 
+import json
 import logging
+import math
 import os
 
 import pytest
 
 from paceline.config import ConfigError, load_config
-from paceline.report.run_directory import RunDirectory
+from paceline.report.run_directory import RunDirectory, enclosing_run
 from paceline.report.summary import summarise_run
 
 
@@ -167,3 +169,56 @@ def test_a_directory_appears_with_its_recipe_or_not_at_all(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="No space left"):
         RunDirectory.create(config, "default")
     assert list(tmp_path.iterdir()) == []
+
+
+STRANGE = {"policy/gradient_norm": math.nan, "mismatch/k3": math.inf, "reward/mean": -math.inf}
+
+
+def strictly(line: str) -> dict[str, object]:
+    """Reads JSON as its standard has it."""
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_what_is_not_finite_is_written_as_null(run):
+    """Also where a resumed run writes records of an earlier version again, which have NaN."""
+    record = {"step": 1, "kind": "train", "rollout/tokens": 5, **STRANGE}
+    run.append_metrics(record)
+    run.append_metrics({"step": 2, "kind": "train", "rollout/tokens": 6})
+    first, second = map(strictly, run.metrics_path.read_text().splitlines())
+    assert first == {**record, **dict.fromkeys(STRANGE)} and second["rollout/tokens"] == 6
+    run.metrics_path.write_text(json.dumps(record) + "\n")
+    assert "NaN" in run.metrics_path.read_text()
+    assert list(run.read_metrics()) == [first]
+    run.cut_back(1)
+    assert strictly(run.metrics_path.read_text()) == first
+    assert summarise_run(run).tokens == 5
+
+
+def test_an_interval_without_ends_is_its_margins(run):
+    evaluation = {
+        "eval/accuracy": 0.5,
+        "eval/accuracy_margin": 0.1,
+        "eval/length_mean": 7,
+        "eval/problems": 8,
+    }
+    ends = {"eval/accuracy_low": math.nan, "eval/accuracy_high": math.nan}
+    run.append_metrics({"step": 0, "kind": "eval", **evaluation, **ends})
+    run.append_metrics({"step": 1, "kind": "eval", **evaluation, "eval/accuracy": math.nan})
+    summary = summarise_run(run)
+    assert summary.before.accuracy_text == "50.0% [40.0, 60.0]" and summary.after is None
+
+
+def test_a_path_in_a_run_directory_is_told(run, tmp_path):
+    assert enclosing_run(run.path) is None, "a recipe beside other files makes no run"
+    run.append_metrics({"step": 1, "kind": "train"})
+    (tmp_path / "link").symlink_to(run.samples_path)
+    inside = (run.path, run.samples_path, run.path / "new/folder", tmp_path / "link/x")
+    assert {enclosing_run(path) for path in inside} == {run.path}
+    assert enclosing_run(tmp_path) is None and enclosing_run(tmp_path / "run-2") is None
+    (run.path / "run.lock").write_text("")
+    run.config_path.unlink()
+    assert enclosing_run(run.path) == run.path, "it lost its recipe and is a run still"

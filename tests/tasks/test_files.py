@@ -1,6 +1,7 @@
 """Problems from files: columns, verl's layout, a split that is stable, and errors that name the row."""
 
 import json
+import os
 
 import pytest
 
@@ -150,6 +151,18 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
     assert "must end in .jsonl or .parquet" in refused(tmp_path / "a.csv")
 
 
+def test_what_is_no_file_is_called_by_its_name(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, wrong in (
+        ("pipe.jsonl", "is a pipe or a device"),
+        ("folder.jsonl", "is a folder"),
+        ("none.jsonl", "there is no such file"),
+    ):
+        path = tmp_path / name
+        assert refused(path) == f"task.data.path = '{path}': {wrong}; give a .jsonl or .parquet file"
+
+
 @pytest.mark.parametrize(
     "content, reason",
     [
@@ -160,7 +173,9 @@ def test_errors_name_the_row_and_the_way_out(tmp_path):
         ),
         (b"\n[1]\n", ":2 must be a JSON object, not a list"),
         (b"[" * 100_000, ":1 is not JSON: it is nested too deep"),
-        (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ":1 is not JSON: Exceeds the limit"),
+        (b'{"prompt": "a", "answer": ' + b"9" * 6000 + b"}", ":1 holds a whole number of more than 4300"),
+        (b'{"prompt": "a', ":1 is not JSON: Unterminated string starting at column 12"),
+        (b'{"prompt": "a\tb"}', ":1 is not JSON: Invalid control character at column 14"),
         (b'{"prompt": "a", "answer": "b"}\n{"prompt": "\\ud800", "answer": ""}', ":2 holds a half character"),
         ('{"prompt": "a", "answer": "b"}'.encode("utf-16"), ":1 is UTF-16; the file must be UTF-8"),
         (b'{"prompt": "a"}', ":1 has no value in task.data.answer_column = 'answer'; its columns are prompt"),

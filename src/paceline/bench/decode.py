@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.bench.setup import bench_requests
+from paceline.bench.setup import bench_requests, refuse_beyond_positions
 from paceline.bench.spread import Spread
 from paceline.drafting.base import Drafter
 from paceline.engine.engine import Engine, EngineSettings
@@ -58,6 +58,8 @@ def bench_decode(
     precision: Precision = Precision.BASE,
 ) -> list[DecodePoint]:
     """Measures each batch size with each number of proposals, in one engine."""
+    # One more than asked for: the first comes from the prefill.
+    refuse_beyond_positions(policy.config, prompt_tokens, new_tokens + 1, f"--new {new_tokens}")
     most_rows = max(batches)
     settings = EngineSettings(
         max_running=most_rows,

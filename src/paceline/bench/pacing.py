@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from paceline.bench.oracle import OracleDrafter
-from paceline.bench.setup import bench_requests
+from paceline.bench.setup import bench_requests, refuse_beyond_positions
 from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.engine.factory import START_SECONDS, counts_up_to
@@ -120,6 +120,7 @@ def bench_synthetic(
 ) -> PacingResult:
     """Runs `bench_pacing` with an `OracleDrafter` that knows what plain decoding wrote."""
     count = len(settings.lengths)
+    refuse_beyond_positions(policy.config, settings.prompt_tokens, max(settings.lengths), "--lengths")
     requests = bench_requests(list(settings.lengths), settings.prompt_tokens, policy.config.vocab_size)
     oracle = OracleDrafter(requests, settings.acceptance, settings.draft_bytes)
     kv_tokens = sum(settings.lengths) + count * (settings.prompt_tokens + RESERVED_TOKENS)

@@ -4,13 +4,13 @@ import time
 from dataclasses import asdict, dataclass
 
 from paceline.bench.lengths import Lengths
-from paceline.bench.setup import bench_requests
+from paceline.bench.setup import bench_requests, refuse_beyond_positions
 from paceline.bench.spread import Spread
 from paceline.engine.drafters import without_rates
 from paceline.engine.engine import Engine, EngineSettings
 from paceline.policy.decoder import Decoder
 from paceline.stats import RolloutStats
-from paceline.types import Precision, Request
+from paceline.types import Completion, Precision, Request
 
 # A rollout's tail: the steps in which at most one in so many of its requests is still running.
 TAIL_SHARE = 8
@@ -50,6 +50,7 @@ def bench_rollout(
 ) -> RolloutPoint:
     """Runs the rollout once to compile, then `repeats` times; `kv_tokens` of 0 is room for all of it."""
     longest = max(lengths.values)
+    refuse_beyond_positions(policy.config, prompt_tokens, longest, "--lengths")
     kv_tokens = kv_tokens or sum(lengths.values) + len(lengths.values) * (prompt_tokens + 64)
     settings = EngineSettings(
         max_running=max_running,
@@ -76,7 +77,7 @@ def measure_rollouts(engine: Engine, requests: list[Request], repeats: int) -> R
         engine.preemptions = 0
         start = time.perf_counter()
         engine.submit(requests)
-        completed = [len(completion.tokens) for completion in engine.completions()]
+        completed = [_length(completion) for completion in engine.completions()]
         seconds.append(time.perf_counter() - start)
     stats = engine.take_stats()
     # A rollout too long to be run twice counts from its first run, without what capturing graphs took.
@@ -96,6 +97,13 @@ def measure_rollouts(engine: Engine, requests: list[Request], repeats: int) -> R
         step_ms_by_running=step_ms_by_running(stats),
         accept_length=1 + sum(d.accepted for d in drafts) / max(1, sum(d.drafts for d in drafts)),
     )
+
+
+def _length(completion: Completion) -> int:
+    """Returns a response's tokens; raises where the engine refused the request, such as for a small pool."""
+    if completion.error:
+        raise ValueError(f"request {completion.request.id} was refused: {completion.error}")
+    return len(completion.tokens)
 
 
 def _tail_seconds(stats: RolloutStats, requests: int) -> float:

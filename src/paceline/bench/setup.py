@@ -49,6 +49,19 @@ def _model_folder(model: str, name: str) -> Path:
     return folder
 
 
+def refuse_beyond_positions(shape: DecoderConfig, prompt_tokens: int, new_tokens: int, option: str) -> None:
+    """Raises where a request would be longer than the policy allows, and so cut short.
+
+    `option` is what asks for `new_tokens` on the command line.
+    """
+    if prompt_tokens + new_tokens > shape.max_positions:
+        raise ValueError(
+            f"{option}: {new_tokens} new tokens after --prompt {prompt_tokens} need "
+            f"{prompt_tokens + new_tokens} positions, and this policy has {shape.max_positions}; ask for "
+            "fewer, or measure another --model"
+        )
+
+
 def bench_dtype(device: torch.device) -> torch.dtype:
     """Returns the type that everything is measured in: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -8,6 +8,8 @@ import typer
 
 from paceline.cli import bench_tables as tables
 from paceline.cli.bench_options import (
+    MOST_PROPOSALS,
+    MOST_RUNNING,
     BatchesOption,
     JsonOption,
     LengthsOption,
@@ -17,15 +19,21 @@ from paceline.cli.bench_options import (
     PrecisionOption,
     PromptOption,
     RecipeArgument,
+    RepeatsOption,
+    RequestsOption,
     bench_device,
+    parse_batches,
+    parse_choices,
     parse_numbers,
+    parse_shares,
     refuse_beside_recipe,
     say_lines,
     write_figures,
 )
 from paceline.cli.bench_training import learn, memory, step
-from paceline.cli.options import QuietOption, parse_precision, split_recipe
+from paceline.cli.options import QuietOption, in_range, parse_precision, split_recipe
 from paceline.cli.progress import announce, working
+from paceline.config.section import MOST_GB
 
 if TYPE_CHECKING:
     pass
@@ -53,11 +61,11 @@ def decode(
     model: ModelOption = "builtin",
     batches: BatchesOption = "1,8,32,64,128,256",
     prompt: PromptOption = 128,
-    new: Annotated[int, typer.Option(help="new tokens")] = 256,
+    new: Annotated[int, typer.Option(help="new tokens", callback=in_range(1))] = 256,
     proposals: Annotated[
         str, typer.Option(help="proposed tokens that each step verifies, comma separated; 0: plain decoding")
     ] = "0",
-    repeats: int = 3,
+    repeats: RepeatsOption = 3,
     deterministic: bool = False,
     precision: PrecisionOption = "base",
     json_file: JsonOption = None,
@@ -66,17 +74,18 @@ def decode(
     from paceline.bench.decode import bench_decode
     from paceline.bench.setup import bench_policy, describe
 
+    sizes, counts = parse_batches(batches), parse_numbers("--proposals", proposals, 0, MOST_PROPOSALS)
     rollout_precision = parse_precision(precision)
     device = bench_device(rollout_precision)
     policy = bench_policy(model, device)
     points = bench_decode(
         policy,
-        parse_numbers(batches),
+        sizes,
         prompt,
         new,
         repeats,
         deterministic,
-        parse_numbers(proposals),
+        counts,
         rollout_precision,
     )
     say_lines(tables.decode_lines(points))
@@ -90,15 +99,18 @@ def rollout(
     recipe: OwnRecipeArgument = "",
     overrides: OverridesArgument = None,
     model: ModelOption = "builtin",
-    requests: int = 256,
+    requests: RequestsOption = 256,
     prompt: PromptOption = 128,
     lengths: LengthsOption = LONG_TAIL,
-    max_running: int = 256,
-    kv_tokens: Annotated[int, typer.Option(help="size of the KV pool; 0: no pressure")] = 0,
+    max_running: Annotated[int, typer.Option(callback=in_range(1, MOST_RUNNING))] = 256,
+    kv_tokens: Annotated[
+        int, typer.Option(help="size of the KV pool; 0: no pressure", callback=in_range(0))
+    ] = 0,
     repeats: Annotated[
         int,
         typer.Option(
-            help="after a first run that compiles; 0: that one counts, without graph captures", min=0
+            help="after a first run that compiles; 0: that one counts, without graph captures",
+            callback=in_range(0),
         ),
     ] = 2,
     deterministic: bool = False,
@@ -137,10 +149,13 @@ def acceptance(
         str, typer.Option(help="the draft model's folder; default: the policy with noise on its weights")
     ] = "",
     disturbance: Annotated[
-        float, typer.Option(help="without --draft: that noise, in standard deviations of each matrix")
+        float,
+        typer.Option(
+            help="without --draft: that noise, in standard deviations of each matrix", callback=in_range(0)
+        ),
     ] = 0.2,
-    tokens: Annotated[int, typer.Option(help="proposed per step", min=1, max=15)] = 3,
-    requests: Annotated[int, typer.Option(help="responses that are sampled", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="proposed per step", callback=in_range(1, 15))] = 3,
+    requests: Annotated[int, typer.Option(help="responses that are sampled", callback=in_range(1))] = 32,
     json_file: JsonOption = None,
 ) -> None:
     """Shared noise against rejection with the same draft model: expected per token, and realised."""
@@ -177,8 +192,8 @@ def speculation(
     verify: Annotated[
         str, typer.Option(help="shared-noise, rejection, or both with a comma")
     ] = "shared-noise",
-    rounds: Annotated[int, typer.Option(help="requests per row of the batch")] = 3,
-    repeats: int = 2,
+    rounds: Annotated[int, typer.Option(help="requests per row of the batch", callback=in_range(1))] = 3,
+    repeats: RepeatsOption = 2,
     json_file: JsonOption = None,
 ) -> None:
     """Tokens per second with and without speculation, by batch size, on a policy's own responses."""
@@ -188,13 +203,12 @@ def speculation(
     from paceline.bench.speculation import bench_recipe
 
     config = speculation_config(recipe, overrides, drafter)
-    sizes, counts = parse_numbers(batches), parse_numbers(tokens)
+    sizes, counts = parse_batches(batches), parse_numbers("--tokens", tokens, 0, MOST_PROPOSALS)
+    rules = parse_choices("--verify", verify, ("shared-noise", "rejection"))
     policy, prompts = recipe_policy(config)
     typer.echo(tables.SPECULATION_HEADER)
     points = []
-    for point in bench_recipe(
-        config, policy, prompts, drafter, sizes, counts, verify.split(","), repeats, rounds
-    ):
+    for point in bench_recipe(config, policy, prompts, drafter, sizes, counts, rules, repeats, rounds):
         points.append(point)
         typer.echo(tables.speculation_line(point))
     how = {"recipe": recipe, "overrides": overrides}
@@ -207,7 +221,7 @@ def pacing(
     recipe: OwnRecipeArgument = "",
     overrides: OverridesArgument = None,
     model: ModelOption = "builtin",
-    requests: int = 256,
+    requests: RequestsOption = 256,
     prompt: PromptOption = 128,
     lengths: LengthsOption = LONG_TAIL,
     acceptance: Annotated[
@@ -216,15 +230,22 @@ def pacing(
     draft_megabytes: Annotated[
         int,
         typer.Option(
-            help="weights that the drafter reads per proposed token; an EAGLE head for 8B has about 650"
+            help="weights that the drafter reads per proposed token; an EAGLE head for 8B has about 650",
+            callback=in_range(0),
         ),
     ] = 0,
     tokens: Annotated[
         str, typer.Option(help="proposed tokens per step to measure as fixed strategies, comma separated")
     ] = "1,3,7",
-    max_tokens: Annotated[int, typer.Option(help="the most that the pacer may choose")] = 15,
-    rollouts: Annotated[int, typer.Option(help="with the pacer; the first starts from nothing")] = 2,
-    graph_memory_gb: Annotated[float, typer.Option(help="budget for captured steps")] = 2.0,
+    max_tokens: Annotated[
+        int, typer.Option(help="the most that the pacer may choose", callback=in_range(1, MOST_PROPOSALS))
+    ] = MOST_PROPOSALS,
+    rollouts: Annotated[
+        int, typer.Option(help="with the pacer; the first starts from nothing", callback=in_range(1))
+    ] = 2,
+    graph_memory_gb: Annotated[
+        float, typer.Option(help="budget for captured steps", callback=in_range(0, MOST_GB))
+    ] = 2.0,
     page: Annotated[Optional[Path], typer.Option(help="write the last paced rollout as an HTML page")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -244,14 +265,15 @@ def pacing(
     from paceline.device import best_device
     from paceline.report.pace_page import render
 
+    rates = parse_shares("--acceptance", acceptance)
+    fixed = parse_numbers("--tokens", tokens, 1, MOST_PROPOSALS)
     device = best_device()
-    rates = [float(rate) for rate in acceptance.split(",")]
     settings = SyntheticPacing(
         lengths=Lengths.parse(lengths, requests).values,
         prompt_tokens=prompt,
         acceptance=tuple(rates),
         draft_bytes=draft_megabytes * 1_000_000,
-        fixed_tokens=tuple(parse_numbers(tokens)),
+        fixed_tokens=tuple(fixed),
         max_tokens=max_tokens,
         rollouts=rollouts,
         graph_memory=int(graph_memory_gb * 1e9),
@@ -303,6 +325,7 @@ def _recipe_pacing(
     from paceline.report.pace_page import render
 
     config = rollout_config(recipe, overrides, "pacing")
+    fixed = parse_numbers("--tokens", tokens, 1, MOST_PROPOSALS)
     policy, prompts = recipe_policy(config)
     typer.echo(tables.PACING_HEADER)
     result = bench_recipe_pacing(
@@ -310,7 +333,7 @@ def _recipe_pacing(
         policy,
         prompts,
         requests,
-        parse_numbers(tokens),
+        fixed,
         rollouts,
         lambda point: typer.echo(tables.pacing_line(point)),
     )
@@ -336,7 +359,7 @@ def kernels(
             "device have"
         ),
     ] = "",
-    repeats: Annotated[int, typer.Option(min=1, max=50)] = 5,
+    repeats: Annotated[int, typer.Option(callback=in_range(1, 50))] = 5,
     json_file: JsonOption = None,
 ) -> None:
     """Times kernels beside torch's equivalents and beside this device's limits.

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from paceline.cli.options import in_range
+from paceline.cli.saving import OutputFile
 from paceline.config import ConfigError
 from paceline.types import Precision
 
 if TYPE_CHECKING:
     import torch
+
+MOST_RUNNING = 65536  # as rollout.max_running
+MOST_PROPOSALS = 15  # as rollout.speculation.tokens
 
 ModelOption = Annotated[
     str,
@@ -31,11 +36,25 @@ OwnRecipeArgument = Annotated[
 OverridesArgument = Annotated[
     Optional[list[str]], typer.Argument(help="section.key=value, such as rollout.precision=fp8")
 ]
-PromptOption = Annotated[int, typer.Option(help="prompt tokens")]
+PromptOption = Annotated[int, typer.Option(help="prompt tokens", callback=in_range(1))]
+RequestsOption = Annotated[int, typer.Option(help="requests of a rollout", callback=in_range(1))]
+RepeatsOption = Annotated[
+    int, typer.Option(help="measurements, after a first run that compiles", callback=in_range(1))
+]
 LengthsOption = Annotated[str, typer.Option(help="fixed:N or lognormal:MEAN,SIGMA,MIN,MAX")]
 BatchesOption = Annotated[str, typer.Option(help="batch sizes, comma separated")]
 PrecisionOption = Annotated[str, typer.Option(help="base, fp8, kv or fp8+kv")]
-JsonOption = Annotated[Optional[Path], typer.Option("--json", help="also write the figures here")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is not None:  # before hours of measuring, not after
+        OutputFile("--json", path).refuse_unwritable()
+    return path
+
+
+JsonOption = Annotated[
+    Optional[Path], typer.Option("--json", callback=_writable, help="also write the figures here")
+]
 
 
 def bench_device(precision: Precision | None = None) -> "torch.device":
@@ -59,9 +78,44 @@ def refuse_beside_recipe(context: typer.Context, kept: set[str]) -> None:
             )
 
 
-def parse_numbers(text: str) -> list[int]:
-    """Returns the numbers of a list with commas."""
-    return [int(number) for number in text.split(",")]
+def parse_batches(text: str) -> list[int]:
+    """Returns the batch sizes that `--batches` lists."""
+    return parse_numbers("--batches", text, 1, MOST_RUNNING)
+
+
+def parse_numbers(option: str, text: str, least: int, most: int) -> list[int]:
+    """Returns the whole numbers that an option lists with commas; raises where one is not allowed."""
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(least <= number <= most for number in numbers):
+        raise ValueError(
+            f"{option} {text!r}: must be whole numbers from {least} to {most}, with commas between, "
+            f"such as {least},{least + 2}"
+        )
+    return numbers
+
+
+def parse_shares(option: str, text: str) -> list[float]:
+    """Returns the shares that an option lists with commas; raises where one is not from 0 to 1."""
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= share <= 1 for share in shares):
+        raise ValueError(
+            f"{option} {text!r}: must be numbers from 0 to 1, with commas between, such as 0.8,0.7"
+        )
+    return shares
+
+
+def parse_choices(option: str, text: str, choices: tuple[str, ...]) -> list[str]:
+    """Returns the names that an option lists with commas; raises where one is no choice."""
+    names = text.split(",")
+    if not set(names) <= set(choices):
+        raise ValueError(f"{option} {text!r}: must be of {', '.join(choices)}, with commas between")
+    return names
 
 
 def say_lines(lines: Iterable[str]) -> None:
@@ -72,5 +126,7 @@ def say_lines(lines: Iterable[str]) -> None:
 
 def write_figures(path: Path | None, figures: dict) -> None:
     """Writes the figures as JSON where `--json` named a file."""
-    if path is not None:
+    if path is None:
+        return
+    with OutputFile("--json", path).writing():
         path.write_text(json.dumps(figures, indent=2) + "\n")

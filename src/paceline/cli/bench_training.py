@@ -16,7 +16,7 @@ from paceline.cli.bench_options import (
     say_lines,
     write_figures,
 )
-from paceline.cli.options import split_recipe
+from paceline.cli.options import in_range, split_recipe
 
 
 def step(
@@ -31,11 +31,14 @@ def step(
             "NAME:PART;PART, each part a setting's name or section.key=value; comma separated"
         ),
     ] = "plain,history,eagle,paced",
-    steps: Annotated[int, typer.Option(help="RL steps of a cell", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="RL steps of a cell", callback=in_range(1))] = 4,
     first_steps: Annotated[
-        int, typer.Option(help="of these, the ones that compile and capture: in no median", min=0)
+        int,
+        typer.Option(help="of these, the ones that compile and capture: in no median", callback=in_range(0)),
     ] = 1,
-    repeats: Annotated[int, typer.Option(help="cells of each setting, with the same seeds", min=1)] = 2,
+    repeats: Annotated[
+        int, typer.Option(help="cells of each setting, with the same seeds", callback=in_range(1))
+    ] = 2,
     out: Annotated[Path, typer.Option(help="folder of the cells; complete ones are not run again")] = Path(
         "bench-step"
     ),
@@ -86,14 +89,18 @@ def learn(
             help="section.key=value, such as policy.lora.rank=32 policy.activation_checkpointing=true"
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(help="groups of responses, each to a prompt of its own", min=1)] = 8,
-    samples: Annotated[int, typer.Option(help="responses to each prompt", min=1)] = 8,
+    prompts: Annotated[
+        int, typer.Option(help="groups of responses, each to a prompt of its own", callback=in_range(1))
+    ] = 8,
+    samples: Annotated[int, typer.Option(help="responses to each prompt", callback=in_range(1))] = 8,
     prompt: PromptOption = 192,
     lengths: LengthsOption = "lognormal:1196,1.0,16,6000",
     micro_batch_tokens: Annotated[
-        int, typer.Option(help="tokens per forward and backward pass", min=64)
+        int, typer.Option(help="tokens per forward and backward pass", callback=in_range(64))
     ] = 16384,
-    repeats: Annotated[int, typer.Option(help="updates that are timed, after a first one", min=1)] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="updates that are timed, after a first one", callback=in_range(1))
+    ] = 3,
     json_file: JsonOption = None,
 ) -> None:
     """Times the learner's update: tokens per second, share of the peak, memory, and where the time goes.
@@ -102,7 +109,7 @@ def learn(
     """
     from paceline.bench.learn import LearnWorkload, bench_learn, make_learner
     from paceline.bench.lengths import Lengths
-    from paceline.bench.setup import bench_policy, describe
+    from paceline.bench.setup import bench_policy, describe, refuse_beyond_positions
     from paceline.config import load_config
 
     device = bench_device()
@@ -110,6 +117,7 @@ def learn(
     config = load_config(None, [f"learning.micro_batch_tokens={micro_batch_tokens}", *given])
     policy = bench_policy(model, device)
     workload = LearnWorkload(prompt, samples, Lengths.parse(lengths, prompts * samples).values)
+    refuse_beyond_positions(policy.config, prompt, max(workload.response_lengths), "--lengths")
     point = bench_learn(make_learner(policy, config), workload.groups(policy.config.vocab_size), repeats)
     say_lines(tables.learn_lines(point))
     how = {"model": model, "overrides": given, "lengths": lengths, "micro_batch_tokens": micro_batch_tokens}
@@ -122,7 +130,7 @@ def memory(
         Optional[list[str]],
         typer.Argument(help="section.key=value; policy.path may name a shape such as qwen3-8b"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="of rollout and learning", min=1)] = 2,
+    steps: Annotated[int, typer.Option(help="of rollout and learning", callback=in_range(1))] = 2,
     json_file: JsonOption = None,
 ) -> None:
     """Measures the peak memory of a few training steps beside what `paceline plan` says.

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from paceline.cli.options import QuietOption, refuse_given
+from paceline.cli.options import QuietOption, policy_overrides, refuse_given
 from paceline.cli.progress import ShowStep, announce, step_progress
+from paceline.cli.saving import refuse_unwritable_folder
 from paceline.config import load_config
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Trains an eagle head on a policy's own responses; a signal ends it early, and the head is kept."""
-    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
+    config = load_config(recipe, policy_overrides(policy, overrides))
     from paceline.device import learning_threads
     from paceline.drafting.eagle_folder import save_eagle
     from paceline.drafting.model_card import write_card
@@ -155,13 +156,11 @@ def _refuse_out(name: str, out: Path) -> None:
     """Raises where no head can be written, or another model would be lost; a head may be written over."""
     from paceline.drafting.eagle_folder import holds_other_model
 
-    file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
-    if file is not None:
-        raise ValueError(f"{name} {out}: {file} is a file; choose a folder")
     if holds_other_model(out):
         raise ValueError(
             f"{name} {out}: holds a model that is not an eagle head; remove it or choose another folder"
         )
+    refuse_unwritable_folder(name, out)
 
 
 def _progress(steps: int, show: ShowStep) -> Callable[[int, "HeadStep"], None]:
@@ -187,7 +186,7 @@ def evaluate(
     """Says how much of a head's drafts a policy accepts, along its responses to held-out problems."""
     if temperature == math.inf:
         raise ValueError(f"--temperature {temperature:g}: must be finite, such as 1; 0 is greedy")
-    config = load_config(recipe, [*(overrides or []), f"policy.path={policy}"])
+    config = load_config(recipe, policy_overrides(policy, overrides))
     from paceline.drafting.acceptance import measure_acceptance
     from paceline.drafting.eagle_folder import load_eagle
     from paceline.rollout.responses import held_out_responses

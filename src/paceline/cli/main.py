@@ -11,7 +11,7 @@ from paceline.cli.certify import certify
 from paceline.cli.drafter import app as drafter_app
 from paceline.cli.launch import launch
 from paceline.cli.models import app as models_app
-from paceline.cli.options import QuietOption, refuse_given, split_recipe
+from paceline.cli.options import QuietOption, policy_overrides, refuse_given, split_recipe
 from paceline.cli.progress import announce, step_progress
 from paceline.cli.report import dashboard, report, trace
 from paceline.cli.saving import prepare_samples_folder
@@ -170,15 +170,18 @@ def evaluate_command(
     quiet: QuietOption = False,
 ) -> None:
     """Measures a policy on a recipe's held-out problems."""
-    config = _noted(load_config(recipe, [*(overrides or []), f"policy.path={policy}"]))
+    config = _noted(load_config(recipe, policy_overrides(policy, overrides)))
     from paceline.report.clock import StageClock
     from paceline.report.console import Console
     from paceline.rollout.evaluation import evaluate
     from paceline.session import open_session
 
-    problems = f"{config.eval.problems or 'all'} held-out problems x {config.eval.samples}"
+    session = open_session(config)  # a task may have fewer problems than are asked for
+    wanted, held_out = config.eval.problems, len(session.task.held_out)
+    problems = f"{min(wanted or held_out, held_out)} held-out problems x {config.eval.samples}"
+    if wanted > held_out:
+        problems += f" (eval.problems = {wanted}, and the task has {held_out})"
     announce(f"evaluating {policy} on {config.task.name}, {problems}; nothing is written", quiet)
-    session = open_session(config)
     clock = StageClock(session.device)
     with Console(quiet).watching(session.sampler, clock), clock("evaluate"):
         result = evaluate(session.sampler, session.task.held_out, session.config.eval)

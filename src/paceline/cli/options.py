@@ -1,5 +1,7 @@
 """What commands do with their arguments before anything heavy is imported."""
 
+import math
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -21,6 +23,21 @@ def refuse_given(context: typer.Context, names: tuple[str, ...], why: str) -> No
             raise ValueError(f"--{name.replace('_', '-')} {context.params[name]}: {why}")
 
 
+def in_range(least: float, most: float = math.inf) -> Callable[[typer.CallbackParam, float], float]:
+    """Returns the callback of an option whose number has bounds; it raises with the value where it has not.
+
+    Typer's own `min` and `max` leave the value out.
+    """
+
+    def check(option: typer.CallbackParam, value: float) -> float:
+        if not least <= value <= most:
+            allowed = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise ValueError(f"{option.opts[0]} {value}: must be {allowed}")
+        return value
+
+    return check
+
+
 def split_recipe(recipe: str, overrides: list[str] | None) -> tuple[str, list[str]]:
     """Returns the recipe's name and the overrides: a first argument with `=` is one of these.
 
@@ -30,6 +47,18 @@ def split_recipe(recipe: str, overrides: list[str] | None) -> tuple[str, list[st
         recipe, overrides = "default", [recipe, *(overrides or [])]
     refuse_mistyped_keys(overrides or [])
     return recipe, list(overrides or [])
+
+
+def policy_overrides(policy: str, overrides: list[str] | None) -> list[str]:
+    """Returns the overrides with the policy of a command's argument; raises where they name another."""
+    given = list(overrides or [])
+    for override in given:
+        if override.startswith("policy.path="):
+            raise ValueError(
+                f"{override}: the argument {policy!r} says already which policy is meant; leave the "
+                "override out, or give its value as the argument"
+            )
+    return [*given, f"policy.path={policy}"]
 
 
 def parse_precision(text: str) -> Precision:

@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from paceline.cli.saving import OutputFile
 from paceline.config import ConfigError
 
 RunsArgument = Annotated[
@@ -27,10 +28,16 @@ def report(
 ) -> None:
     """Writes a page with every view of a run, or of several side by side, that needs no network."""
     from paceline.report.html_report import write_report
+    from paceline.report.run_directory import RunDirectory
 
-    out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    write_report(runs, out, step)
-    typer.echo(f"written to {out}: open it in a browser")
+    directories = [RunDirectory.open(run) for run in runs]
+    own = directories[0].report_path if len(runs) == 1 else Path("report.html")
+    page = OutputFile("--out", out or own, is_default=out is None)
+    page.refuse_special()
+    page.refuse_unwritable()
+    with page.writing():
+        write_report(runs, page.path, step)
+    typer.echo(f"written to {page.path}: open it in a browser")
 
 
 def trace(
@@ -57,9 +64,11 @@ def trace(
     record = read_step_trace(folder, chosen)
     if record is None:
         raise ConfigError(f"the requests of step {chosen} in {folder} are damaged; choose another --step")
-    out = out or run / f"trace_step_{chosen:06d}.json"
-    out.write_text(json.dumps(to_perfetto(record)))
-    typer.echo(f"step {chosen} written to {out}: open it in https://ui.perfetto.dev")
+    file = OutputFile("--out", out or run / f"trace_step_{chosen:06d}.json", is_default=out is None)
+    file.refuse_unwritable()
+    with file.writing():
+        file.path.write_text(json.dumps(to_perfetto(record)))
+    typer.echo(f"step {chosen} written to {file.path}: open it in https://ui.perfetto.dev")
 
 
 def dashboard(

@@ -1,13 +1,91 @@
-"""The folder of `paceline rollout --save`: whether samples can go there, before any are generated."""
+"""Where commands write: whether they can is found out before the work, and errors name option and path.
 
+Nothing is left behind by looking: a command may end for another reason before it writes.
+"""
+
+import contextlib
+import os
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import ConfigError
 
 
+def refuse_unwritable_folder(name: str, folder: Path) -> None:
+    """Raises ConfigError where no folder can be made here, or written into; `name` is the option's."""
+    made: list[Path] = []
+    try:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        there = next((path for path in (folder, *folder.parents) if path.exists()), None)
+        if there is not None and not there.is_dir():
+            raise ConfigError(f"{name} {folder}: {there} is a file; choose a folder")
+        for path in reversed(missing):
+            if not path.is_dir():  # `new/..` is there once `new` is
+                path.mkdir()
+                made.append(path)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{name} {folder}: cannot be written: {_reason(error)}; choose a folder that can be written to"
+        ) from None
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file that a command writes, and the option that names it."""
+
+    option: str
+    path: Path
+    is_default: bool = False  # the option was not given
+
+    def refuse_unwritable(self) -> None:
+        """Raises ConfigError where the file cannot be written; what is there stays as it is."""
+        target = Path(os.path.realpath(self.path))
+        try:
+            if target.is_dir():
+                raise self._refusal("is a folder")
+            if not target.parent.is_dir():
+                raise self._refusal(f"there is no folder {self.path.parent}")
+            if target.is_file():
+                target.open("ab").close()
+            elif not target.exists():  # a pipe or a device takes what it gets
+                tempfile.TemporaryFile(dir=target.parent).close()
+        except OSError as error:
+            raise self._refusal(f"cannot be written: {_reason(error)}") from None
+
+    def refuse_special(self) -> None:
+        """Raises ConfigError for a pipe or a device: a file that replaces it would be in its place."""
+        if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
+            raise self._refusal("is not a plain file")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns what the system says about this file within into a ConfigError that names the option."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename not in (None, str(self.path)):
+                raise
+            raise self._refusal(f"cannot be written: {_reason(error)}") from None
+
+    def _refusal(self, why: str) -> ConfigError:
+        if self.is_default:
+            return ConfigError(f"{self.path}: {why}; name another file with {self.option}")
+        return ConfigError(f"{self.option} {self.path}: {why}; choose another file")
+
+
 def prepare_samples_folder(save: Path) -> None:
-    """Makes the folder; raises ConfigError where it cannot be written to, or holds saved steps already."""
+    """Makes the folder; raises ConfigError where it cannot be written to, or holds saved steps already.
+
+    It must not be a run's, either: a run reads and removes files of these names.
+    """
+    refuse_run_directory("--save", save)
     try:
         save.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save).close()
@@ -20,3 +98,19 @@ def prepare_samples_folder(save: Path) -> None:
             f"--save {save}: it holds {earlier[0]}{more} of an earlier save, and `train --replay` would mix "
             "them; remove those, or choose another folder"
         )
+
+
+def refuse_run_directory(name: str, folder: Path) -> None:
+    """Raises ConfigError where a folder is a run directory, or lies within one."""
+    from paceline.report.run_directory import enclosing_run
+
+    run = enclosing_run(folder)
+    if run is not None:
+        raise ConfigError(
+            f"{name} {folder}: {run} is a run directory, into which its run alone writes; "
+            "choose a folder outside it"
+        )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from paceline.cli.progress import ShowStep
+from paceline.cli.saving import refuse_unwritable_folder
 from paceline.config import Config, ConfigError, load_config
 from paceline.device import learning_threads, prepare_device
 from paceline.learning.warmup import (
@@ -32,9 +33,10 @@ FRESH = "fresh"
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises where a new checkpoint would overwrite another model."""
+    """Raises where a new checkpoint would overwrite another model, or cannot be written."""
     if (out / "config.json").exists():
         raise ValueError(f"{out} already holds a model; remove it or choose another folder")
+    refuse_unwritable_folder("OUT", out)
 
 
 def loss_progress(show: ShowStep) -> Progress:
@@ -100,19 +102,28 @@ def _starting_folder(policy: str, config: Config, seed: int) -> Iterator[Path]:
 
 
 def _warm_up(out: Path, folder: Path, config: Config, train: Callable[[Decoder], WarmupTotals]) -> None:
-    """Loads, trains and writes; the folder appears when everything in it is there."""
+    """Loads, trains and writes; a new folder appears when everything in it is there."""
+    _refuse_used(out)
     device = prepare_device(config)
     policy = load_policy(folder, policy_dtype(config.policy, device), device)
     start = time.monotonic()
     with learning_threads(config):
         totals = train(policy)
     seconds = time.monotonic() - start
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    save_policy(policy, unfinished, tokenizer_from=folder)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(unfinished, out)
+    if out.is_dir():  # perhaps a link, a mount or the current folder, in whose place no other can be put
+        save_policy(policy, out, tokenizer_from=folder)
+    else:
+        unfinished = out.with_name(f"{out.name}.unfinished")
+        save_policy(policy, unfinished, tokenizer_from=folder)
+        os.replace(unfinished, out)
     dropped = f", {totals.dropped} too long and left out" if totals.dropped else ""
     typer.echo(
         f"{totals.examples} examples{dropped}; {totals.tokens:,} tokens in {seconds:.0f} s on {device.type} "
         f"({totals.tokens / seconds:,.0f} tokens/s)"
     )
+
+
+def _refuse_used(out: Path) -> None:
+    held = next(out.iterdir(), None) if out.is_dir() else None
+    if held is not None:
+        raise ValueError(f"OUT {out}: is not empty: it holds {held.name}; choose a new folder")

@@ -5,10 +5,10 @@ The settings that belong to each algorithm are here; what it computes is in `lea
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.correction import CorrectionConfig
-from paceline.config.section import Section
+from paceline.config.section import MOST_LR, MOST_STEPS, Section
 
 # The settings of each algorithm's paper, where they differ from the defaults below; a key that a recipe names
 # beside the algorithm wins. docs/algorithms.md has the sources.
@@ -20,6 +20,9 @@ ALGORITHM_DEFAULTS: dict[str, dict[str, Any]] = {
     "reinforce++": {"kl_coef": 0.01},
 }
 
+# A ratio is never clipped in practice where this is `clip_high`; float32 ends at 3e38.
+NO_CLIP = 1e9
+
 
 class LearningConfig(Section):
     """The section `learning`: the policy's update."""
@@ -27,7 +30,7 @@ class LearningConfig(Section):
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "reinforce++"] = Field(
         "grpo", description="advantages and loss; also sets the keys that its paper sets (docs/algorithms.md)"
     )
-    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW, after warm-up")
+    lr: float = Field(1e-6, gt=0, le=MOST_LR, description="learning rate of AdamW, after warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="the learning rate after warm-up; linear and cosine fall to 0 over run.steps x epochs x "
@@ -67,10 +70,11 @@ class LearningConfig(Section):
     dynamic_sampling_rounds: int = Field(
         0,
         ge=0,
+        le=MOST_STEPS,
         description="times a step may draw prompts until rollout.prompts_per_step groups have unequal "
         "rewards; 0: take groups as they come",
     )
-    epochs: int = Field(1, ge=1, description="passes over the step's samples")
+    epochs: int = Field(1, ge=1, le=MOST_STEPS, description="passes over the step's samples")
     minibatches: int = Field(
         1, ge=1, description="optimiser steps per pass; must divide rollout.prompts_per_step"
     )
@@ -100,6 +104,13 @@ class LearningConfig(Section):
     correction: CorrectionConfig = Field(
         CorrectionConfig(), description="correction for samples of a policy that is not the learner's"
     )
+
+    @field_validator("clip_high")
+    @classmethod
+    def _clip_is_a_float32(cls, clip_high: float) -> float:
+        if clip_high > NO_CLIP:
+            raise ValueError(f"must be at most {NO_CLIP:.0f}; 1e6 or more clips no ratio in practice")
+        return clip_high
 
     @model_validator(mode="before")
     @classmethod

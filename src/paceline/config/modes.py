@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.section import Section
+from paceline.config.section import MOST_PROBLEMS, MOST_SAMPLES, Section
 
 # The modes in which each key says something.
 MODE_KEYS: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,10 @@ class ModeKeys(Section):
         "async: generation in a process of its own never waits for learning",
     )
     max_lag: int = Field(
-        1, ge=0, description="partial, async: weight versions that a group may be behind when learned from"
+        1,
+        ge=0,
+        le=1000,
+        description="partial, async: weight versions that a group may be behind when learned from",
     )
     on_stale: Literal["wait", "drop"] = Field(
         "wait",
@@ -44,6 +47,7 @@ class ModeKeys(Section):
     prompts_in_flight: int = Field(
         0,
         ge=0,
+        le=MOST_PROBLEMS,
         description="prompts under way or waiting to be learned from; 0: (max_lag + 1) x prompts_per_step, "
         "in mode oversample 1.5 x",
     )
@@ -52,7 +56,9 @@ class ModeKeys(Section):
         description="oversample: prompts that were not finished in time are dropped, or asked again in the "
         "next step",
     )
-    prompts_per_step: int = Field(16, ge=1, description="prompts, and thus groups, of a step")
+    prompts_per_step: int = Field(
+        16, ge=1, le=MOST_SAMPLES, description="prompts, and thus groups, of a step"
+    )
 
     @property
     def in_flight(self) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.section import Section
+from paceline.config.section import MOST_GB, MOST_LR, Section
 
 # Keys that only a head that learns has.
 LEARNING_KEYS = ("lr", "tokens", "batch", "unroll", "buffer_gb")
@@ -20,7 +20,7 @@ class OnlineDrafterConfig(Section):
         "auto: while updates make it better or its acceptance has fallen, in time that nobody needs and "
         "within `budget`",
     )
-    lr: float = Field(1e-3, gt=0, description="learning rate of the eagle head")
+    lr: float = Field(1e-3, gt=0, le=MOST_LR, description="learning rate of the eagle head")
     tokens: int = Field(
         8192,
         ge=1,
@@ -45,6 +45,7 @@ class OnlineDrafterConfig(Section):
     buffer_gb: float = Field(
         0.25,
         gt=0,
+        le=MOST_GB,
         description="GB of host memory for responses to learn from, with the policy's states along them",
     )
 

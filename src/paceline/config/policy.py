@@ -13,8 +13,10 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class LoraConfig(Section):
     """The section `policy.lora`: low-rank adapters that are trained instead of the weights."""
 
-    rank: int = Field(0, ge=0, description="rank of the adapters; 0: no adapters, the weights are trained")
-    alpha: float = Field(32.0, gt=0, description="the adapters' product is scaled by alpha / rank")
+    rank: int = Field(
+        0, ge=0, le=16384, description="rank of the adapters; 0: no adapters, the weights are trained"
+    )
+    alpha: float = Field(32.0, gt=0, le=1e6, description="the adapters' product is scaled by alpha / rank")
     targets: list[LoraTarget] = Field(
         list(get_args(LoraTarget)), min_length=1, description="projections that get an adapter"
     )

@@ -19,12 +19,13 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from paceline.config.arguments import as_texts, recipe_name
 from paceline.config.cluster import ClusterConfig, check_cluster
 from paceline.config.correction import CorrectionConfig
 from paceline.config.learning import ALGORITHM_DEFAULTS, LearningConfig
 from paceline.config.policy import PolicyConfig
 from paceline.config.rollout import RolloutConfig
-from paceline.config.section import ConfigError, Section
+from paceline.config.section import MOST_SAMPLES, MOST_STEPS, ConfigError, Section
 from paceline.config.task import TaskConfig, keys_of_another_task
 
 
@@ -34,7 +35,7 @@ class RunConfig(Section):
     name: str = Field("", description="name of the run directory within root; empty: recipe name and date")
     root: str = Field("runs", description="folder in which run directories are made")
     seed: int = Field(0, description="decides samples and the order of problems; the same seed repeats a run")
-    steps: int = Field(40, ge=1, description="RL steps: one rollout and one update each")
+    steps: int = Field(40, ge=1, le=MOST_STEPS, description="RL steps: one rollout and one update each")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads for learning; 0: all cores. A rollout uses one"
@@ -55,7 +56,7 @@ class EvalConfig(Section):
     """The section `eval`: accuracy on held-out problems, before, during and after a run."""
 
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
-    samples: int = Field(1, ge=1, description="samples per problem (avg@n)")
+    samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples per problem (avg@n)")
     pass_k: list[int] = Field(
         default_factory=list, description="k of each pass@k to report; at most `samples`"
     )
@@ -87,6 +88,7 @@ class ReportConfig(Section):
     closing_pairs: int = Field(
         5,
         ge=0,
+        le=1000,
         description="rollouts with and without speculation after the last step, at most, to compare them: "
         "four are enough where they agree; fewer than three claim nothing about speed, 0: none",
     )
@@ -168,15 +170,15 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
 
 
-def load_config(recipe: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(recipe: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Reads a recipe, given as a path or the name of a shipped one, and applies overrides.
 
     An override is `section.key=value`, the value read as YAML, or as it is written where the key takes text.
     """
     tree: dict[str, Any] = {}
     if recipe is not None:
-        tree = _read_yaml(_recipe_path(recipe))
-    given = [(override, *_split(override)) for override in overrides]
+        tree = _read_yaml(_recipe_path(recipe_name(recipe)))
+    given = [(override, *_split(override)) for override in as_texts("overrides", overrides)]
     for _, key, value in given:
         _drop(tree, key.rpartition(".")[0].split("."), _stands_for(tree, key, value))
     for override, key, value in given:
@@ -335,6 +337,8 @@ def _explain(problem: ErrorDetails) -> str:
         message = f"must be one of {', '.join(choices)}"
     if problem["type"] == "string_type":
         message = "must be text; write it in quotes"
+    if problem["type"] == "less_than_equal":
+        message = f"must be at most {problem['ctx']['le']:.15g}"
     if problem["type"] == "list_type":
         message = f"must be a list; write [{_as_entry(path, value)}]"
     if problem["type"] == "model_type":

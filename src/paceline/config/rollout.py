@@ -6,12 +6,15 @@ from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
 from paceline.config.online import OnlineDrafterConfig
-from paceline.config.section import Section
+from paceline.config.section import MOST_GB, MOST_SAMPLES, Section
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
 
 # The key that names each drafter's folder.
 DRAFTER_FOLDERS = {"eagle": "eagle_path", "draft_model": "draft_model_path"}
+
+# Tokens of a KV pool at most: dozens of terabytes for any policy.
+MOST_KV_TOKENS = 1_000_000_000
 
 # Stands for a new eagle head in place of a folder.
 FRESH = "fresh"
@@ -154,13 +157,16 @@ class RolloutConfig(ModeKeys):
         "vllm: vLLM in a process of its own (docs/vllm.md)",
     )
     vllm: VllmConfig = Field(VllmConfig(), description="vLLM's environment and options")
-    samples_per_prompt: int = Field(8, ge=1, description="responses sampled per prompt: the group's size")
+    samples_per_prompt: int = Field(
+        8, ge=1, le=MOST_SAMPLES, description="responses sampled per prompt: the group's size"
+    )
     temperature: float = Field(1.0, ge=0.0, description="sampling temperature; 0: the most likely token")
     max_tokens: int = Field(288, ge=1, description="tokens of a response at most")
     max_running: int = Field(256, ge=1, le=65536, description="requests decoded together at most")
     kv_tokens: int = Field(
         0,
         ge=0,
+        le=MOST_KV_TOKENS,
         description="tokens the KV pool holds; 0: enough for every running request at full length, "
         "or what fits the GPU",
     )
@@ -174,6 +180,7 @@ class RolloutConfig(ModeKeys):
     graph_memory_gb: float = Field(
         2.0,
         gt=0,
+        le=MOST_GB,
         description="GB for CUDA graphs of captured steps; limits the proposed tokens of a large batch",
     )
     sentinel: SentinelConfig = Field(
@@ -228,6 +235,13 @@ class RolloutConfig(ModeKeys):
             raise ValueError(
                 f"precision = {self.precision.value!r} needs backend: native; the reference computes in the "
                 "policy's own type only"
+            )
+        online = self.speculation.online
+        if self.backend == "reference" and online.when != "never":
+            raise ValueError(
+                f"rollout.speculation.online.when = {online.when!r}: rollout.backend = 'reference' never "
+                "speculates, so no eagle head drafts and none can learn; use rollout.backend=native, or "
+                "rollout.speculation.online.when=never"
             )
         if self.router_replay and self.backend != "native":
             raise ValueError(

@@ -1,12 +1,31 @@
 """The base class of a recipe's sections: typed, closed to unknown keys, and frozen once read."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+# Bounds that no run comes near. Beyond them is a slip of the finger, and would not fit, or have no end.
+MOST_STEPS = 1_000_000_000
+MOST_PROBLEMS = 10_000_000  # they are all in memory
+MOST_SAMPLES = 1_000_000  # prompts of a step, or responses to one prompt
+MOST_GB = 100_000.0
+MOST_SECONDS = 1_000_000.0  # waiting for a process takes no more than 2^31 ms
+MOST_LR = 1e30  # float32 ends at 3e38; what such a rate does is noticed in a run
 
 
 class Section(BaseModel):
     """One section of a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
+        values = value if isinstance(value, list | tuple) else [value]
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if any(isinstance(one, bool) for one in values) and _takes_numbers(kind):
+            raise ValueError("must be a number, and YAML reads true, yes and on as a truth value")
+        return value
 
     def is_default(self, key: str) -> bool:
         """Returns whether a key has its default value, given or not: a saved recipe spells out every key."""
@@ -22,6 +41,11 @@ class Section(BaseModel):
                 raise ValueError(
                     f"{named} = {value!r} does not apply: {why}, or leave it out ({named}={default})"
                 )
+
+
+def _takes_numbers(kind: Any) -> bool:
+    """Returns whether a key of this type takes numbers, alone or in a list."""
+    return kind in (int, float) or any(_takes_numbers(part) for part in get_args(kind))
 
 
 class ConfigError(ValueError):

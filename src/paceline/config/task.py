@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.section import Section
+from paceline.config.section import MOST_GB, MOST_PROBLEMS, MOST_SECONDS, Section
 
 GENERATED = ("running-sums", "calculator", "countdown", "reasoning-gym")
 # Keys of the section `task` that describe problems, and the tasks that they apply to.
@@ -41,6 +41,7 @@ class RewardConfig(Section):
     time_limit: float = Field(
         10.0,
         gt=0,
+        le=MOST_SECONDS,
         description="seconds that one call of this reward may take; then its worker process is killed, "
         "or its coroutine cancelled, and the response gets failed_score",
     )
@@ -72,7 +73,10 @@ class TurnsConfig(Section):
         default_factory=dict, description="further keyword arguments for the function"
     )
     time_limit: float = Field(
-        10.0, gt=0, description="seconds that one call of the tool may take; then the conversation ends"
+        10.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="seconds that one call of the tool may take; then the conversation ends",
     )
 
     @model_validator(mode="after")
@@ -123,8 +127,12 @@ class TaskConfig(Section):
     seed: int = Field(
         0, description="which problems are drawn; not the run's seed, so that runs are comparable"
     )
-    train_problems: int = Field(128, ge=1, description="problems to train on, of tasks that generate them")
-    eval_problems: int = Field(512, ge=1, description="held-out problems, of tasks that generate them")
+    train_problems: int = Field(
+        128, ge=1, le=MOST_PROBLEMS, description="problems to train on, of tasks that generate them"
+    )
+    eval_problems: int = Field(
+        512, ge=1, le=MOST_PROBLEMS, description="held-out problems, of tasks that generate them"
+    )
     dataset: str = Field("", description="reasoning-gym: name of the dataset")
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -166,7 +174,10 @@ class TaskConfig(Section):
     )
     reward_workers: int = Field(4, ge=1, description="processes that run reward functions and tools")
     reward_memory_gb: float = Field(
-        4.0, ge=0, description="memory that each of these processes may have, on Linux; 0: no limit"
+        4.0,
+        ge=0,
+        le=MOST_GB,
+        description="memory that each of these processes may have, on Linux; 0: no limit",
     )
     turns: TurnsConfig = Field(TurnsConfig(), description="the tool of a task with several turns")
 
@@ -175,9 +186,7 @@ class TaskConfig(Section):
         """Refuses keys that this task would ignore."""
         for key, tasks in TASKS_OF_KEYS.items():
             if self.name not in tasks and not self.is_default(key):
-                raise ValueError(
-                    f"task.{key} does not apply to task.name = {self.name!r}, only to {', '.join(tasks)}"
-                )
+                self._refuse(key, tasks)
         if self.name == "reasoning-gym" and not self.dataset:
             raise ValueError("task.name = 'reasoning-gym' needs task.dataset, such as task.dataset=chain_sum")
         if self.name == "file" and not any(reward.function for reward in self.rewards):
@@ -199,3 +208,17 @@ class TaskConfig(Section):
                 f"can be called {taken[0]!r}; set another `name`"
             )
         return self
+
+    def _refuse(self, key: str, tasks: tuple[str, ...]) -> None:
+        """Raises for a key that this task would ignore, by the name of the first that was set in it."""
+        section: Section = self
+        named, value = f"task.{key}", getattr(self, key)
+        if isinstance(value, DataConfig):
+            section = value
+            key = next(key for key in DataConfig.model_fields if not value.is_default(key))
+            named, value = f"{named}.{key}", getattr(value, key)
+        default = type(section).model_fields[key].get_default(call_default_factory=True)
+        raise ValueError(
+            f"{named} = {value!r} does not apply to task.name = {self.name!r}, only to {', '.join(tasks)}; "
+            f"change that, or leave it out ({named}={default})"
+        )

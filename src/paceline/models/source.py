@@ -85,6 +85,10 @@ def policy_folder(path: str) -> Path:
             f"policy.path = {path!r}: {folder} holds an adapter and no model; give the model it belongs to "
             "as policy.path, and this folder as policy.lora.path"
         )
+    if not (folder / "config.json").is_file() and (folder / "policy" / "config.json").is_file():
+        raise ConfigError(
+            f"policy.path = {path!r}: {folder} is a checkpoint of a run; its policy is {folder / 'policy'}"
+        )
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"policy.path = {path!r}: {folder} is not a Hugging Face folder with a config.json; "

@@ -21,6 +21,7 @@ drafter_training/ what its training goes on from
 import errno
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -159,9 +160,9 @@ class RunDirectory:
             return Origin("--replay or --schedule", Path("PATH"))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Appends a record to `metrics.jsonl` and syncs it to disk."""
+        """Appends a record to `metrics.jsonl` and syncs it to disk; what is not finite is null."""
         with self.metrics_path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(_metrics_line(record))
             file.flush()
             os.fsync(file.fileno())
 
@@ -206,7 +207,7 @@ class RunDirectory:
             if record["step"] < step
             or (record["step"] == step and (with_evaluation or record["kind"] != "eval"))
         ]
-        replace_file(self.metrics_path, "".join(json.dumps(record) + "\n" for record in kept))
+        replace_file(self.metrics_path, "".join(map(_metrics_line, kept)))
         _remove_later(self.samples_path, SAMPLES_FILE, step)
         _remove_later(self.requests_path, REQUESTS_FILE, step)
 
@@ -257,10 +258,34 @@ def _make_whole(path: Path, config: Config, origin: Origin | None) -> bool:
     return True
 
 
+def enclosing_run(path: Path) -> Path | None:
+    """Returns the run directory that a path is or lies in, links resolved; None where there is none."""
+    where = Path(os.path.realpath(path))
+    return next((folder for folder in (where, *where.parents) if _is_run(folder)), None)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds what runs alone hold together; one whose recipe is lost is a run still."""
+    names = ("config.yaml", "run.lock", "metrics.jsonl")
+    return sum((folder / name).is_file() for name in names) >= 2
+
+
+def _metrics_line(record: dict[str, Any]) -> str:
+    """Returns a line of `metrics.jsonl`: JSON has no NaN and no infinity."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of metrics; None where it is no record."""
+    """Parses a line of metrics; None where it is no record.
+
+    Runs of earlier versions wrote NaN and Infinity where there is null now; they are read as that.
+    """
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode(), parse_constant=lambda _: None)
     except (ValueError, RecursionError):  # also bytes that are no text
         return None
     is_record = (

@@ -77,12 +77,15 @@ def _total(records: list[dict[str, Any]], key: str) -> float:
 
 def _eval_point(record: dict[str, Any]) -> EvalPoint:
     accuracy = record["eval/accuracy"]
-    margin = record.get("eval/accuracy_margin", 0.0)  # of runs before the interval's ends were kept
+    margin = record.get("eval/accuracy_margin") or 0.0
+    low, high = accuracy - margin, accuracy + margin
+    if has_numbers(record, "eval/accuracy_low", "eval/accuracy_high"):  # earlier versions did not keep them
+        low, high = record["eval/accuracy_low"], record["eval/accuracy_high"]
     return EvalPoint(
         step=record["step"],
         accuracy=accuracy,
-        low=record.get("eval/accuracy_low", accuracy - margin),
-        high=record.get("eval/accuracy_high", accuracy + margin),
+        low=low,
+        high=high,
         length_mean=record["eval/length_mean"],
         problems=int(record["eval/problems"]),
     )

@@ -69,7 +69,10 @@ def is_held_out(problem: Problem, share: float, seed: int) -> bool:
 def read_problems(path: Path, config: DataConfig, key: str) -> list[Problem]:
     """Reads a file; `key` of `task.data` is what errors name."""
     if not path.is_file():
-        raise ConfigError(f"task.data.{key} = {str(path)!r}: there is no such file")
+        wrong = "there is no such file"
+        if path.exists():
+            wrong = "is a folder" if path.is_dir() else "is a pipe or a device"
+        raise ConfigError(f"task.data.{key} = {str(path)!r}: {wrong}; give a .jsonl or .parquet file")
     readers = {".jsonl": read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise ConfigError(f"task.data.{key} = {str(path)!r}: must end in {' or '.join(readers)}")

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,14 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where} holds a half character, {error.object[error.start]!r}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-    # A number of more digits than Python reads.
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
+        what = error.msg.removesuffix(" at")  # as in "Unterminated string starting at"
+        raise ConfigError(f"{where} is not JSON: {what} at column {error.colno}") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise ConfigError(
+            f"{where} holds a whole number of more than {most} digits, the most that are read; "
+            "write it as text, in quotes"
+        ) from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a JSON object, not a {type(row).__name__}")
     return row

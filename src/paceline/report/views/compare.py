@@ -52,7 +52,10 @@ def _same_samples(first: RunData, other: RunData) -> str:
     same = 0
     for step in common:
         here, there = first.train.steps.index(step), other.train.steps.index(step)
-        if any(first.train[name][here] != other.train[name][there] for name in SAMPLED):
+        mine, theirs = (
+            [run.train[name][i] for name in SAMPLED] for run, i in ((first, here), (other, there))
+        )
+        if not np.array_equal(mine, theirs, equal_nan=True):
             break
         same = step
     if same == common[-1]:
@@ -69,8 +72,9 @@ def _outcomes(runs: Sequence[RunData]) -> dict[str, Any]:
         evals = run.evals
         accuracy = "-"
         if evals.has("eval/accuracy"):
-            margin = np.nan_to_num(evals["eval/accuracy_margin"][-1])
-            accuracy = f"{100 * evals['eval/accuracy'][-1]:.1f}% ± {100 * margin:.1f}"
+            last = np.flatnonzero(np.isfinite(evals["eval/accuracy"]))[-1]
+            margin = np.nan_to_num(evals["eval/accuracy_margin"][last])
+            accuracy = f"{100 * evals['eval/accuracy'][last]:.1f}% ± {100 * margin:.1f}"
         reward = run.train.known("reward/mean")
         lengths = run.train.known("speculation/accept_length")
         rows.append(

@@ -33,18 +33,19 @@ def learning_card(run: RunData) -> Card:
     """Says whether the policy learned: from evaluations, or from rewards where there are not two of them."""
     question = "Does the policy learn?"
     evals = run.evals
-    if len(evals) < 2 or len(evals.known("eval/accuracy")) < 2:
+    known = np.flatnonzero(np.isfinite(evals["eval/accuracy"]))
+    if len(known) < 2:
         return _rewards_card(question, run)
-    before, after = (100 * evals["eval/accuracy"][i] for i in (0, -1))
-    margins = [100 * np.nan_to_num(evals["eval/accuracy_margin"][i]) for i in (0, -1)]
+    first, last = known[0], known[-1]
+    before, after = (100 * evals["eval/accuracy"][i] for i in (first, last))
+    margins = [100 * np.nan_to_num(evals["eval/accuracy_margin"][i]) for i in (first, last)]
     change = after - before
     margin = math.hypot(*margins)
     verdict = f"{before:.1f}% → {after:.1f}%"
-    problems = evals["eval/problems"][-1]
+    problems = evals["eval/problems"][last]
     of = f" of {problems:.0f} held-out problems" if np.isfinite(problems) else " of held-out problems"
-    detail = (
-        f"Correct{of}, before (± {margins[0]:.1f}) and after (± {margins[1]:.1f}) {evals.steps[-1]} steps. "
-    )
+    ends = f"before (± {margins[0]:.1f}) and after (± {margins[1]:.1f})"
+    detail = f"Correct{of}, {ends} {evals.steps[last]} steps. "
     if change > margin:
         return card(question, f"Yes: {verdict}", f"{detail}The gain is beyond both 95% intervals.", "good")
     if change < -margin:

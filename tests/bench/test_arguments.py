@@ -1,0 +1,85 @@
+"""Arguments of `paceline bench` that cannot be measured: errors name option, value and what is allowed."""
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.bench.rollout import measure_rollouts
+from paceline.bench.setup import bench_requests, refuse_beyond_positions
+from paceline.cli.main import app
+from paceline.engine.engine import Engine, EngineSettings
+from paceline.policy.config import DecoderConfig
+from paceline.policy.decoder import Decoder
+
+SHAPE = DecoderConfig("llama", 40, 32, 64, 1, 2, 1, 16, 256, eos_token_ids=(0,))
+
+
+def invoke(*arguments: str) -> int:
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False).exit_code
+
+
+@pytest.mark.parametrize(
+    "command, option, value, allowed",
+    [
+        ("decode", "--new", "0", "at least 1"),
+        ("decode", "--new", "-5", "at least 1"),
+        ("decode", "--prompt", "0", "at least 1"),
+        ("decode", "--repeats", "0", "at least 1"),
+        ("speculation", "--repeats", "0", "at least 1"),
+        ("rollout", "--repeats", "-1", "at least 0"),
+        ("kernels", "--repeats", "51", "from 1 to 50"),
+        ("speculation", "--rounds", "0", "at least 1"),
+        ("rollout", "--requests", "0", "at least 1"),
+        ("rollout", "--max-running", "0", "from 1 to 65536"),
+        ("rollout", "--kv-tokens", "-1", "at least 0"),
+        ("pacing", "--max-tokens", "0", "from 1 to 15"),
+        ("pacing", "--rollouts", "0", "at least 1"),
+        ("learn", "--prompt", "0", "at least 1"),
+    ],
+)
+def test_numbers_out_of_range(command, option, value, allowed):
+    with pytest.raises(ValueError, match=f"^{option} {value}: must be {allowed}$"):
+        invoke(command, option, value)
+
+
+@pytest.mark.parametrize(
+    "command, option, value, allowed",
+    [
+        ("decode", "--batches", "x", "whole numbers from 1 to 65536, with commas between, such as 1,3"),
+        ("decode", "--batches", "0", "whole numbers from 1 to 65536"),
+        ("decode", "--batches", "8,", "whole numbers from 1 to 65536"),
+        ("decode", "--proposals", "16", "whole numbers from 0 to 15"),
+        ("speculation", "--batches", "0", "whole numbers from 1 to 65536"),
+        ("speculation", "--tokens", "x", "whole numbers from 0 to 15"),
+        ("speculation", "--verify", "exact", "of shared-noise, rejection"),
+        ("pacing", "--tokens", "0", "whole numbers from 1 to 15"),
+        ("pacing", "--acceptance", "x", "numbers from 0 to 1"),
+        ("pacing", "--acceptance", "2", "numbers from 0 to 1"),
+    ],
+)
+def test_lists_that_are_none(command, option, value, allowed):
+    with pytest.raises(ValueError, match=f"{option} '{value}': must be {allowed}"):
+        invoke(command, option, value)
+
+
+def test_more_tokens_than_a_policy_has_positions():
+    with pytest.raises(ValueError, match="--new 100000: .* after --prompt 128 need 100129 .* policy has 512"):
+        invoke("decode", "--new", "100000")
+    for command in ("rollout", "pacing", "learn"):
+        with pytest.raises(
+            ValueError, match="--lengths: 9000 new tokens after --prompt 8 need 9008 positions"
+        ):
+            invoke(command, "--lengths", "fixed:9000", "--prompt", "8")
+    refuse_beyond_positions(SHAPE, 56, 200, "--new 199")
+    with pytest.raises(ValueError, match="--new 200"):
+        refuse_beyond_positions(SHAPE, 56, 201, "--new 200")
+
+
+def test_a_pool_that_holds_no_request_is_named():
+    engine = Engine(Decoder(SHAPE).initialise(0), EngineSettings(2, 16))
+    with pytest.raises(ValueError, match="request 0 was refused: .* KV tokens; the pool holds"):
+        measure_rollouts(engine, bench_requests([60, 60], 40, SHAPE.vocab_size), 0)
+
+
+def test_a_rollout_may_have_one_run_only():
+    sizes = ["--requests", "2", "--prompt", "3", "--lengths", "fixed:3", "--repeats", "0"]
+    assert invoke("rollout", *sizes) == 0

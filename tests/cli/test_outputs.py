@@ -1,0 +1,166 @@
+"""Where commands write: refused before the work where it cannot be, with option, path and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.saving import OutputFile, refuse_unwritable_folder
+from paceline.cli.warmup import warm_up_from_file
+from paceline.config import ConfigError
+from paceline.files import replace_file
+from paceline.learning.warmup import WarmupSettings
+from tests.loop_helpers import tiny_overrides
+from tests.report.made_run import make_run
+
+# As root everything can be written but these: nothing can be made in /proc, nor below a file.
+UNWRITABLE = ["/proc/x", "file/x"]
+
+
+@pytest.fixture
+def no_work(monkeypatch, tmp_path):
+    """Fails where training or generating begins; makes `file`."""
+    begun = (
+        "session.open_session",
+        "learning.warmup.make_builtin",
+        "cli.warmup.load_policy",
+        "cli.export.load_policy",
+    )
+    for work in begun:
+        monkeypatch.setattr(f"paceline.{work}", lambda *_, **__: pytest.fail("work was begun"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+
+
+@pytest.mark.parametrize("out", UNWRITABLE)
+@pytest.mark.parametrize(
+    "name, command",
+    [
+        ("--out", ["drafter", "train", "builtin", "--out", "OUT"]),
+        ("OUT", ["drafter", "export", "builtin-eagle", "OUT"]),
+        ("OUT", ["warmup", "OUT"]),
+        ("OUT", ["warmup", "OUT", "--data", "pairs.jsonl"]),
+        ("OUT", ["warmup", "OUT", "--recipe", "countdown-small", "--policy", "fresh"]),
+        ("OUT", ["export", "POLICY", "OUT"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    name, command, out, policy, no_work, refused, tmp_path
+):
+    before = sorted(tmp_path.iterdir())
+    places = {"OUT": out, "POLICY": str(policy)}
+    message = refused(*(places.get(argument, argument) for argument in command))
+    assert f"error: {name} {out}: " in message and "choose a folder" in message and "Errno" not in message
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_warm_up_does_not_end_at_a_folder_that_is_used(policy, no_work, refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes").write_text("")
+    message = refused("warmup", "out", "--data", "pairs.jsonl", "--policy", str(policy))
+    assert "error: OUT out: is not empty: it holds notes; choose a new folder" in message
+
+
+def test_a_warm_up_into_an_empty_folder_behind_a_link(policy, tmp_path):
+    """No folder can be renamed over a link, a mount or the current folder."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a1b2=", "response": "#3"}\n')
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    settings = WarmupSettings(epochs=1, batch_size=1, lr=1e-4, seed=0)
+    warm_up_from_file(tmp_path / "link", tmp_path / "pairs.jsonl", str(policy), settings, lambda *_: None)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real/config.json").is_file()
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_look_at_a_folder_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "a/b/c", Path("a/b"), Path("a/../b"), Path(), tmp_path):
+        refuse_unwritable_folder("--out", folder)
+    with pytest.raises(ConfigError, match="File name too long; choose a folder"):
+        refuse_unwritable_folder("--out", tmp_path / "a" / ("x" * 300))
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("kept")
+    refuse_unwritable_folder("--out", tmp_path / "used")
+    assert [path.name for path in tmp_path.rglob("*")] == ["used", "file"]
+
+
+def test_a_look_at_a_file_leaves_nothing_behind(tmp_path):
+    OutputFile("--json", tmp_path / "new.json").refuse_unwritable()
+    OutputFile("--json", Path("/dev/stdout")).refuse_unwritable()
+    (tmp_path / "old.json").write_text("kept")
+    OutputFile("--json", tmp_path / "old.json").refuse_unwritable()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "path, why",
+    [
+        ("nowhere/x.json", "there is no folder nowhere"),
+        (".", "is a folder"),
+        ("file/x.json", "there is no folder file"),
+        ("/proc/x.json", "cannot be written: No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_file_that_cannot_be_written_is_named_with_its_option(command, path, why, tmp_path, refused):
+    make_run(tmp_path / "run", steps=1)
+    (tmp_path / "file").write_text("")
+    message = refused(command, "run", "--out", path)
+    assert f"error: --out {path}: {why}; choose another file" in message
+    assert ".tmp" not in message and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("command, name", [("report", "report.html"), ("trace", "trace_step_000001.json")])
+def test_a_run_that_cannot_be_written_into_has_its_page_elsewhere(command, name, tmp_path, refused):
+    (make_run(tmp_path / "run", steps=1) / name).mkdir()
+    assert f"error: run/{name}: is a folder; name another file with --out" in refused(command, "run")
+
+
+def test_a_report_takes_no_devices_place(tmp_path, refused):
+    make_run(tmp_path / "run", steps=1)
+    (tmp_path / "device").symlink_to("/dev/null")
+    assert "--out device: is not a plain file; choose" in refused("report", "run", "--out", "device")
+    assert (tmp_path / "device").is_symlink()
+
+
+def test_an_error_while_a_file_is_written_names_the_option(tmp_path):
+    page = OutputFile("--out", tmp_path / "page.html")
+    full = r"--out \S*page.html: cannot be written: No space left"
+    with pytest.raises(ConfigError, match=full), page.writing():
+        raise OSError(28, "No space left on device", str(page.path))
+    with pytest.raises(FileNotFoundError), page.writing():
+        (tmp_path / "another").read_text()
+
+
+@pytest.mark.parametrize("path", ["nowhere/x", "folder"])
+def test_a_file_that_is_not_replaced_is_named_itself(path, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as failed:
+        replace_file(tmp_path / path, "text")
+    assert failed.value.filename == str(tmp_path / path) and ".tmp" not in str(failed.value)
+    assert failed.type in (FileNotFoundError, IsADirectoryError)
+
+
+@pytest.mark.parametrize("folder", ["run", "run/samples", "run/new"])
+def test_samples_are_not_saved_into_a_run(folder, policy, no_work, refused, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "samples/step_000001.jsonl").unlink()
+    before = sorted(run.rglob("*"))
+    message = refused("rollout", *tiny_overrides(policy, tmp_path, "unused"), "--save", folder)
+    assert f"error: --save {folder}: {run} is a run directory" in message
+    assert "choose a folder outside it" in message and sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["decode", "step", "kernels"])
+def test_figures_that_cannot_be_written_are_not_measured(command, monkeypatch, refused):
+    for work in ("device.best_device", "bench.step.measure_cells"):
+        monkeypatch.setattr(f"paceline.{work}", lambda *_: pytest.fail("it would measure"))
+    message = refused("bench", command, "--json", "/nonexistent/x.json")
+    assert "--json /nonexistent/x.json: there is no folder /nonexistent; choose another file" in message
+
+
+def test_a_checkpoint_given_as_a_policy_is_told_where_its_policy_is(policy, tmp_path, refused):
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004/policy").symlink_to(policy)
+    message = refused("eval", "step_000004")
+    assert "step_000004 is a checkpoint of a run; its policy is step_000004/policy" in message
