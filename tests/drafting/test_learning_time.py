@@ -119,6 +119,20 @@ def test_idle_time_is_used_in_steps_that_save_up(moved, monkeypatch):
     assert idle[0] == 0 and idle == sorted(idle) and 8 <= idle[-1] <= 10, "as long as nobody needs it"
 
 
+def test_waits_count_only_where_their_time_is_offered(moved):
+    """Where the KV pool has the memory meanwhile, nothing is learned in it, however long it is."""
+    policy, head = moved
+    for offered in (False, True):
+        drafter = online(policy, head, when="auto")
+        run_drafter = RunDrafter(drafter, Recorded(), load_config(None, SMALL), warn=print)
+        if offered:
+            run_drafter.work_in(contextlib.nullcontext)
+        for step in range(4):
+            run_drafter.observe(step, {}, reward_wait_seconds=60.0)
+            drafter.time.look_ahead(used_states=False)
+        assert drafter.time.counts_on_idle == offered
+
+
 def test_a_first_slice_that_outlasts_idle_time_is_no_debt(moved, monkeypatch):
     policy, head = moved
     drafter = online(policy, head, when="auto", unroll=1, batch=4, budget=0.01)

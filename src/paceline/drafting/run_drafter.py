@@ -77,6 +77,7 @@ class RunDrafter:
         self._kept: list[int] = []  # steps whose saves belong to checkpoints
         self._compared = False
         self._closed = False
+        self._offered_idle_time = False
         recording.record_states(record_bytes(config))
         recording.want_states(online.wants_states)
 
@@ -105,7 +106,8 @@ class RunDrafter:
 
         `step` is that of the policy that made it.
         """
-        self.online.note_wait(reward_wait_seconds)
+        if self._offered_idle_time:
+            self.online.note_wait(reward_wait_seconds)
         own = drafts.get(self.online.name)
         if own is None or not own.begun:
             return
@@ -160,6 +162,7 @@ class RunDrafter:
         """Returns what learns, within a context, as long as what it is given returns True."""
         online = self.online
         assert isinstance(online, OnlineDrafter), "who learns elsewhere has no use for time here"
+        self._offered_idle_time = True
 
         def work(waiting: Callable[[], bool]) -> None:
             if waiting() and online.has_work and not self._closed:
