@@ -186,7 +186,7 @@ class OnlineDrafter(HeadFollower):
         self.warn(
             f"rollout.speculation.online.buffer_gb = {self.config.buffer_gb:g} holds none of the step's "
             f"responses, so the eagle head learns nothing: the shortest one takes {least:.2g} without the "
-            "policy's states, with them a thousand times as much and more; the default is 0.25"
+            "policy's states, and far more with them; the default is 0.25"
         )
 
     def _learn_in_turn(self, step: int) -> None:
