@@ -24,6 +24,9 @@ def show_runs(folder: Path) -> None:
     print(f"{'run':<34}{'steps':>6}  {'accept length at steps 1, 6, 11 ..':<56}{columns}")
     for run in sorted(path for path in folder.iterdir() if (path / "metrics.jsonl").is_file()):
         steps = steps_of(run)
+        if not steps:
+            print(f"{run.name:<34}{0:>6}")
+            continue
         lengths = [step.get("speculation/eagle/accept_length", float("nan")) for step in steps]
         shown = " ".join(f"{value:5.2f}" for value in [*lengths[::5], lengths[-1]])
         seconds = statistics.median(step["time/step"] for step in steps[1:] or steps)

@@ -19,12 +19,12 @@ def make_run_drafter(
 ) -> RunDrafter | None:
     """Connects a head that learns with the passes that its states come from, and with idle time."""
     speculation = session.backend.speculation
-    if config.rollout.speculation.online.when == "never":
+    if not config.rollout.speculation.head_may_learn:
         return None
     follower = make_follower(
         session.policy, session.drafting_head(), config, console.warn, speculation, session.idle_training
     )
-    if speculation is None:
+    if follower is None or speculation is None:
         return None
     drafter = RunDrafter(follower, speculation, config, console.warn)
     if isinstance(follower, OnlineDrafter) and isinstance(learner, OwnProcess):

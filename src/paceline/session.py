@@ -328,9 +328,9 @@ def hosted_replica(settings: str) -> Backend:
     plan = plan_replica(config, source, device)
     policy = source.load(policy_dtype(config.policy, device), device)
     backend = make_backend(policy, load_tokenizer(source.folder), config, plan)
-    if config.rollout.speculation.online.when != "never" and isinstance(backend, Engine):
+    if config.rollout.speculation.head_may_learn and isinstance(backend, Engine):
         head = backend.trainable_head
-        if isinstance(head, EagleHead):  # else the run itself refuses
+        if isinstance(head, EagleHead):  # else the run itself may refuse
             backend.slice_trainer = ReplicaTrainer(policy, head, config, backend, logger.warning)
     return backend
 

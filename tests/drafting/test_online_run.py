@@ -61,7 +61,7 @@ def spoiled_head(folder: Path) -> Path:
 def test_a_run_is_the_same_but_for_how_drafts_went(tmp_path, when):
     """Metrics, tokens, weights, and the moments of all gradients are those of a run that learns nothing."""
     keys = ["run.steps=3", f"rollout.speculation.eagle_path={spoiled_head(tmp_path / 'spoiled')}"]
-    plain_run = run(tmp_path, "plain", *keys)
+    plain_run = run(tmp_path, "plain", *keys, "rollout.speculation.online.when=never")
     online_keys = [
         f"rollout.speculation.online.{key}" for key in (f"when={when}", "unroll=2", "batch=2", "lr=3e-3")
     ]
@@ -200,8 +200,12 @@ def test_a_run_says_what_was_expected_of_its_head_and_what_came(tmp_path, capsys
             "online.budget = 0.1 does not apply.*Use when=auto",
         ),
         (
-            ["rollout.speculation.online.lr=2e-3"],
+            ["rollout.speculation.online.when=never", "rollout.speculation.online.lr=2e-3"],
             "online.lr = 0.002 does not apply: rollout.speculation.online.when = 'never'",
+        ),
+        (
+            ["rollout.speculation.drafters=[history]", "rollout.speculation.online.budget=0.02"],
+            "online.budget = 0.02 does not apply.*lacks 'eagle'",
         ),
     ],
 )
@@ -218,6 +222,8 @@ def test_a_policy_without_a_head_is_refused(tmp_path):
         run(
             tmp_path, "none", f"policy.path={folder}", "run.steps=1", "rollout.speculation.online.when=always"
         )
+    steps = learned(run(tmp_path, "auto", f"policy.path={folder}", "run.steps=1"))
+    assert steps and "drafter/updates" not in steps[0], "by default a head learns where there is one"
 
 
 @pytest.mark.gpu

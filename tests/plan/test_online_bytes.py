@@ -88,7 +88,7 @@ def test_the_plan_names_its_parts(overrides):
     machine = Machine("test", 10**10, taken_bytes=0)
     with_it, without = (
         make_plan(load_config(None, keys), SHAPE, torch.bfloat16, machine)
-        for keys in (overrides, overrides[:-2])
+        for keys in (overrides, [*overrides[:-2], "rollout.speculation.online.when=never"])
     )
     assert with_it.bytes_of("drafter's optimiser") > 0 == without.bytes_of("drafter's optimiser")
     needs = online_bytes(

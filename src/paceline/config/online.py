@@ -14,11 +14,10 @@ class OnlineDrafterConfig(Section):
     """The section `rollout.speculation.online`: training the eagle head during the run."""
 
     when: Literal["never", "drift", "always", "auto"] = Field(
-        "never",
-        description="when the eagle head learns from the run's own responses: "
-        "drift: when its acceptance has fallen; always: after every step; "
+        "auto",
+        description="when the eagle head, where one drafts, learns from the run's own responses: "
         "auto: while updates make it better or its acceptance has fallen, in time that nobody needs and "
-        "within `budget`",
+        "within `budget`; drift: when its acceptance has fallen; always: after every step; never",
     )
     lr: float = Field(1e-3, gt=0, le=MOST_LR, description="learning rate of the eagle head")
     tokens: int = Field(

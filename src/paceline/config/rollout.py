@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from paceline.config.modes import ModeKeys
-from paceline.config.online import OnlineDrafterConfig
+from paceline.config.online import LEARNING_KEYS, OnlineDrafterConfig
 from paceline.config.section import MOST_GB, MOST_SAMPLES, Section
 from paceline.config.vllm import VllmConfig, vllm_problem
 from paceline.types import Precision
@@ -82,6 +82,11 @@ class SpeculationConfig(Section):
         OnlineDrafterConfig(), description="training of the eagle head during the run"
     )
 
+    @property
+    def head_may_learn(self) -> bool:
+        """Whether an eagle head learns during the run, if one drafts for the policy."""
+        return self.online.when != "never" and "eagle" in self.drafters
+
     @model_validator(mode="after")
     def _pacing_fits(self) -> "SpeculationConfig":
         if len(set(self.drafters)) < len(self.drafters):
@@ -108,11 +113,17 @@ class SpeculationConfig(Section):
                 self.refuse_unused(
                     "rollout.speculation", (key,), f"{drafters} lacks {drafter!r}. Add it there"
                 )
-        if self.online.when != "never" and "eagle" not in self.drafters:
+        if "eagle" not in self.drafters:
+            self.online.refuse_unused(
+                "rollout.speculation.online",
+                (*LEARNING_KEYS, "budget"),
+                f"{drafters} lacks 'eagle', the one that can learn. Add it there",
+            )
+        if self.online.when in ("drift", "always") and "eagle" not in self.drafters:
             raise ValueError(
                 f"rollout.speculation.online.when = {self.online.when!r} does not apply: {drafters} lacks "
                 "'eagle', the one that can learn. "
-                "Add it there, or leave it out (rollout.speculation.online.when=never)"
+                "Add it there, or leave it out (rollout.speculation.online.when=auto)"
             )
         if self.eagle_path == FRESH and self.online.when not in ("always", "auto"):
             raise ValueError(
@@ -237,11 +248,11 @@ class RolloutConfig(ModeKeys):
                 "policy's own type only"
             )
         online = self.speculation.online
-        if self.backend == "reference" and online.when != "never":
+        if self.backend == "reference" and online.when in ("drift", "always"):
             raise ValueError(
                 f"rollout.speculation.online.when = {online.when!r}: rollout.backend = 'reference' never "
                 "speculates, so no eagle head drafts and none can learn; use rollout.backend=native, or "
-                "rollout.speculation.online.when=never"
+                "leave rollout.speculation.online.when out"
             )
         if self.router_replay and self.backend != "native":
             raise ValueError(

@@ -413,10 +413,10 @@ def make_online(
 ) -> OnlineDrafter | None:
     """Returns the trainer of a copy of `head`, the one that drafts; None where the recipe asks for none.
 
-    `drafting` takes the trained head over.
+    `drafting` takes the trained head over. `auto` lets a head learn where there is one.
     """
     speculation = config.rollout.speculation
-    if speculation.online.when == "never":
+    if not speculation.head_may_learn or (head is None and speculation.online.when == "auto"):
         return None
     if head is None:
         raise ConfigError(

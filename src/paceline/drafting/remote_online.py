@@ -122,8 +122,8 @@ def make_follower(
     warn: Callable[[str], None],
     drafting: Drafting | None,
     trainers: Trainers | None,
-) -> HeadFollower:
-    """Returns what lets `head`, or one like it, follow the policy.
+) -> HeadFollower | None:
+    """Returns what lets `head`, or one like it, follow the policy; None where nothing is to learn.
 
     `drafting` takes the trained head over; it learns in `trainers`, or here where there are none.
     """
